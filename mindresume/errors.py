@@ -1,0 +1,59 @@
+"""All errors a caller may want to tell apart. Each message says what, where, expected and found, and what to do."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MindResumeError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(MindResumeError, ValueError):
+    """A setting of the user is wrong or contradicts another one."""
+
+
+class DamagedFileError(MindResumeError):
+    """A file of a checkpoint is not what it should be: cut short, altered, or not of its format.
+
+    ``path``: the file; ``reason``: expected and found; ``tensor``: the first tensor concerned, if known.
+    """
+
+    def __init__(self, path: str, reason: str, *, tensor: str | None = None):
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason, self.tensor = str(path), reason, tensor
+
+
+class RecordError(MindResumeError):
+    """A record or manifest cannot be read: not JSON, of an unknown version, or a field is missing."""
+
+
+class MissingCheckpointError(MindResumeError, FileNotFoundError):
+    """The checkpoint that the user named is not there on every rank."""
+
+
+class NoUsableCheckpointError(MindResumeError):
+    """Checkpoints exist, but none can be used; ``refused`` lists every one of them with its reason."""
+
+    def __init__(self, message: str, refused: Sequence[object] = ()):
+        super().__init__(message)
+        self.refused = tuple(refused)
+
+
+class SaveError(MindResumeError):
+    """A checkpoint could not be written; what was committed before is untouched."""
+
+
+class LoadError(MindResumeError):
+    """The chosen checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
+
+
+class AgreementError(MindResumeError):
+    """The ranks of the job could not agree, or one of them reported an error."""
+
+
+class ProgressError(MindResumeError, ValueError):
+    """A step count cannot be carried over exactly, for example to another global batch size."""
+
+
+class TrainingCompleteError(MindResumeError):
+    """The checkpoint to resume from is already the end of the training; there is nothing left to do."""

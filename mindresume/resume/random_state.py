@@ -1,0 +1,41 @@
+"""The random generators of one process: Python's, numpy's, MindSpore's. Saved as JSON, no pickle."""
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def capture() -> dict[str, Any]:
+    """State of Python's and numpy's global generators."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {"python": {"version": version, "internal": _pack(np.asarray(internal, np.uint64)), "gauss": gauss},
+            "numpy": {"kind": kind, "keys": _pack(keys), "position": int(position), "has_gauss": int(has_gauss),
+                      "cached": float(cached)}}
+
+
+def restore(state: Mapping[str, Any]) -> list[str]:
+    """Sets the generators that ``state`` holds; returns their names. ValueError for a state of another kind."""
+    restored = []
+    if "python" in state:
+        value = state["python"]
+        random.setstate((value["version"], tuple(int(v) for v in _unpack(value["internal"], np.uint64)), value["gauss"]))
+        restored.append("python")
+    if "numpy" in state:
+        value = state["numpy"]
+        np.random.set_state((value["kind"], _unpack(value["keys"], np.uint32), value["position"], value["has_gauss"],
+                             value["cached"]))
+        restored.append("numpy")
+    return restored
+
+
+def _pack(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _unpack(text: str, dtype: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()

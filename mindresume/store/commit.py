@@ -1,0 +1,307 @@
+"""Saving one step from many ranks without a collective.
+
+    every rank   publish the file of weights ─▶ publish the record of what was written
+    rank 0       records of all ranks there? ─▶ check them against the files ─▶ manifest ─▶ meta.json of all ranks ─▶ prune
+
+The records of all ranks of one run and step *are* the commit; the manifest says that somebody checked it. Whatever dies between
+two of these operations leaves the previous checkpoint as it was, and at worst a file that no manifest names. Nobody waits for
+anybody while the training runs: rank 0 looks again after each later step, and at the end of the training until a deadline.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mindresume.errors import RecordError, SaveError
+from mindresume.files import encode, encoded_size
+from mindresume.files.checksum import Checksums, checksummed
+from mindresume.formats import OURS, Candidate
+from mindresume.formats.rank_folders import (
+    META,
+    FileName,
+    folder_name,
+    label,
+    meta_json,
+    name_for_rank,
+    parse_name,
+    ranks_text,
+    scan,
+)
+from mindresume.layout import TensorLayout
+from mindresume.manifest import (
+    FOLDER,
+    MANIFEST,
+    Details,
+    FileRecord,
+    Manifest,
+    Record,
+    TensorRecord,
+    attempt_name,
+    read_record,
+    record_name,
+    record_rank,
+    run_sequence,
+)
+from mindresume.state import TrainingState
+from mindresume.store.retention import KEEP_ALL, Policy, surplus
+from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, temporary_name
+
+TRASH = "trash-"                     # an attempt folder under this name is no checkpoint any more, only work left to do
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who saves where. ``root``: folder of the rank folders."""
+    storage: Storage
+    root: str
+    run: str
+    rank: int
+    world_size: int
+
+    def attempt(self, step: int) -> str:
+        return os.path.join(self.root, FOLDER, attempt_name(step, self.run))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank writes for one step. ``tensors`` in the order of the network; ``layouts``: (layout, global shape) of
+    those that the strategy cuts; ``metadata``: of the file, beside our label."""
+    name: FileName
+    state: TrainingState
+    tensors: Mapping[str, np.ndarray]
+    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] = field(default_factory=dict)
+    random: Mapping[str, object] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time) -> Record:
+    """Writes this rank's file and its record. SaveError names what failed; then neither has appeared, or the file without a
+    record, which counts as nothing."""
+    path = f"{folder_name(place.rank)}/{shard.name}"
+    target, attempt = os.path.join(place.root, path), place.attempt(shard.state.step)
+    metadata = {**shard.metadata, **label(place.run, shard.state.step)}
+    sums = Checksums()
+    try:
+        place.storage.make_folder(os.path.dirname(target))
+        place.storage.make_folder(attempt)
+        if place.storage.status(target) is not None:
+            raise SaveError(f"{target} exists already; a committed file is never overwritten. Another job is writing into "
+                            f"this folder: give each job a folder of its own")
+        pieces = encode(shard.name.format, shard.tensors, metadata)
+        size = publish(place.storage, target, checksummed(pieces, sums), place.run)
+        expected = encoded_size(shard.name.format, shard.tensors, metadata)
+        if size != expected:
+            raise SaveError(f"{target}: wrote {size} bytes, expected {expected}")
+        record = Record(place.run, place.rank, place.world_size, shard.state, clock(),
+                        FileRecord(path, shard.name.format, size, sums.file))
+        publish(place.storage, os.path.join(attempt, record_name(place.rank)),
+                [record.encode(_details(shard, sums))], place.run)
+    except OSError as error:
+        raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: {error.strerror or error} "
+                        f"({error.filename or target}). The checkpoints saved before are untouched") from error
+    return record
+
+
+def _details(shard: Shard, sums: Checksums) -> Details:
+    rows = {}
+    for name, array in shard.tensors.items():
+        layout, global_shape = shard.layouts.get(name, (None, None))
+        rows[name] = TensorRecord("str" if array.dtype.kind == "U" else str(array.dtype), tuple(array.shape),
+                                  sums.tensors[name], layout, global_shape)
+    return Details(rows, shard.random)
+
+
+def clean_own_folder(place: Place) -> list[str]:
+    """Removes what earlier, dead runs left half-written in this rank's folder. Returns the names removed.
+
+    Only temporary files that carry the name of an earlier run: the launch of this run ended those that wrote here before.
+    """
+    folder, removed = os.path.join(place.root, folder_name(place.rank)), []
+    for name in place.storage.list(folder):
+        if not name.endswith(TEMPORARY):
+            continue
+        try:
+            earlier = run_sequence(name[:-len(TEMPORARY)].rpartition(".")[2]) < run_sequence(place.run)
+        except RecordError:
+            continue
+        if earlier:
+            place.storage.remove(os.path.join(folder, name))
+            removed.append(name)
+    return removed
+
+
+class Committer:
+    """Rank 0's part. ``saved(step)`` after each own save, ``poll()`` after each step, ``finish()`` at the end.
+
+    ``log(text)`` gets one line per commit, removal or delay. No method raises for a file system that is in trouble: the
+    step then stays uncommitted, is tried again, and the reason is logged; a training never dies of a commit.
+    """
+
+    def __init__(self, place: Place, policy: Policy = KEEP_ALL, log: Callable[[str], None] = lambda text: None,
+                 clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep):
+        self.place, self.policy, self.log, self.clock, self.sleep = place, policy, log, clock, sleep
+        self.pending: list[int] = []
+        self.committed: list[int] = []
+
+    def saved(self, step: int) -> None:
+        self.pending.append(step)
+        self.poll()
+
+    def poll(self) -> list[int]:
+        """Commits every pending step whose records are complete. Returns the steps still pending."""
+        for step in list(self.pending):
+            try:
+                missing = self.try_commit(step)
+            except (OSError, RecordError) as error:
+                self.log(f"step {step} cannot be committed yet: {error}")
+                continue
+            if not missing:
+                self.pending.remove(step)
+                self.committed.append(step)
+        return self.pending
+
+    def finish(self, deadline: float, pause: float = 0.2) -> dict[int, list[int]]:
+        """Waits until every pending step is committed, at most ``deadline`` seconds. Returns {step: missing ranks}."""
+        until = self.clock() + deadline
+        while self.poll() and self.clock() < until:
+            self.sleep(pause)
+        left = {step: self._missing(step) for step in self.pending}
+        for step, ranks in left.items():
+            self.log(f"step {step} is not committed: no record of rank {ranks_text(ranks)} within {deadline:.0f} s. "
+                     f"A resume will take an older step")
+        return left
+
+    def _missing(self, step: int) -> list[int]:
+        there = set(map(record_rank, self.place.storage.list(self.place.attempt(step))))
+        return [rank for rank in range(self.place.world_size) if rank not in there]
+
+    def try_commit(self, step: int) -> list[int]:
+        """Commits ``step`` if all ranks have recorded it; else returns the ranks that have not."""
+        missing = self._missing(step)
+        if missing:
+            return missing
+        attempt = self.place.attempt(step)
+        manifest = self._manifest(attempt)
+        publish(self.place.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.place.run)
+        self.log(f"step {step} committed: {self.place.world_size} ranks, "
+                 f"{sum(file.size or 0 for file in manifest.files) / 2**20:.1f} MiB")
+        try:
+            self._point(manifest)
+            self.prune()
+        except OSError as error:                  # the commit stands; pointers are hints, pruning is done again next time
+            self.log(f"step {step}: after the commit: {error}")
+        return []
+
+    def _manifest(self, attempt: str) -> Manifest:
+        """From the records, each checked against its file. RecordError or OSError if something does not fit."""
+        storage = self.place.storage
+
+        def read(rank: int) -> tuple[Record, str]:
+            path = os.path.join(attempt, record_name(rank))
+            with storage.open(path) as file:
+                record, checksum = read_record(file)
+            found = storage.status(os.path.join(self.place.root, record.file.path))
+            if found is None or found.size != record.file.size:
+                raise RecordError(f"{record.file.path}: recorded {record.file.size} bytes, found "
+                                  f"{'no file' if found is None else found.size}")
+            return record, checksum
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            records = list(pool.map(read, range(self.place.world_size)))
+        first = records[0][0]
+        for rank, (record, _) in enumerate(records):
+            if (record.run, record.rank, record.step, record.world_size) != (
+                    first.run, rank, first.step, self.place.world_size):
+                raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
+                                  f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
+                                  f"{self.place.world_size} ranks")
+        return Manifest(first.run, first.state, max(record.saved_at for record, _ in records),
+                        tuple(record.file for record, _ in records), tuple(checksum for _, checksum in records))
+
+    def _point(self, manifest: Manifest) -> None:
+        """``meta.json`` of every rank, so that mindformers without us finds the same checkpoint."""
+        def write(file: FileRecord) -> None:
+            folder, _, name = file.path.partition("/")
+            parsed = parse_name(name)
+            if parsed is not None:
+                publish_json(self.place.storage, os.path.join(self.place.root, folder, META), meta_json(parsed),
+                             self.place.run)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(write, manifest.files))
+
+    def adopt(self) -> list[int]:
+        """Writes the manifests of earlier runs whose ranks all recorded their files but that died before the commit."""
+        adopted = []
+        for candidate in scan(self.place.storage, self.place.root).candidates:
+            if candidate.origin == OURS and candidate.attempt and candidate.problem is None and not candidate.committed:
+                place = Place(self.place.storage, self.place.root, candidate.run or "", 0, candidate.world_size)
+                try:
+                    manifest = Committer(place)._manifest(candidate.attempt)
+                    publish(place.storage, os.path.join(candidate.attempt, MANIFEST), [manifest.encode()], self.place.run)
+                except (OSError, RecordError) as error:
+                    self.log(f"step {candidate.step} of run {candidate.run} cannot be committed afterwards: {error}")
+                    continue
+                adopted.append(manifest.step)
+        return adopted
+
+    # ---- removal ---------------------------------------------------------------------------------------------------
+
+    def prune(self) -> list[int]:
+        """Removes the committed checkpoints that the policy does not keep, and what dead runs left. Returns their steps."""
+        found = [c for c in scan(self.place.storage, self.place.root).candidates if c.origin == OURS and c.attempt]
+        complete = [c for c in found if c.committed]
+        victims = [complete[index] for index in surplus(self.policy, complete)]
+        debris = [c for c in found if not c.existed and run_sequence(c.run or "") < run_sequence(self.place.run)]
+        for victim in victims + debris:
+            self._discard(victim)
+        self._empty_trash()
+        if victims:
+            self.log(f"removed step {', '.join(str(victim.step) for victim in victims)}: {self.policy}")
+        return [victim.step or 0 for victim in victims]
+
+    def _discard(self, victim: Candidate) -> None:
+        """Un-commits by one rename; the files follow. Dying in between leaves trash that the next prune empties."""
+        if victim.attempt:
+            folder, name = os.path.split(victim.attempt)
+            try:
+                self.place.storage.rename(victim.attempt, os.path.join(folder, TRASH + name))
+            except FileNotFoundError:
+                return                                                  # somebody removed it by hand: fine
+            self.place.storage.sync(folder)
+
+    def _empty_trash(self) -> None:
+        storage, folder = self.place.storage, os.path.join(self.place.root, FOLDER)
+        for name in storage.list(folder):
+            if not name.startswith(TRASH):
+                continue
+            trash = os.path.join(folder, name)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(storage.remove, self._weights_of(trash)))
+            for entry in storage.list(trash):
+                storage.remove(os.path.join(trash, entry))
+            storage.remove(trash)
+
+    def _weights_of(self, trash: str) -> list[str]:
+        """Paths of the weights that a discarded attempt may have written, on every rank, recorded or not.
+
+        One record names the file of all ranks: the prefix with its suffix belongs to one run alone.
+        """
+        for entry in self.place.storage.list(trash):
+            if record_rank(entry) is None:
+                continue
+            try:
+                with self.place.storage.open(os.path.join(trash, entry)) as file:
+                    record, _ = read_record(file)
+            except (OSError, RecordError):
+                continue
+            name = record.file.path.partition("/")[2]
+            paths = [os.path.join(self.place.root, folder_name(rank), name_for_rank(name, rank, record.file.format))
+                     for rank in range(record.world_size)]
+            return paths + [temporary_name(path, record.run) for path in paths]
+        return []

@@ -1,0 +1,160 @@
+"""The one seam to the file system. Everything a checkpoint writes, renames or removes goes through a ``Storage``.
+
+    storage = PosixStorage()
+    storage.write("/ckpt/rank_0/.a.tmp", [b"header", memoryview(data)])    # durable when it returns
+    storage.rename("/ckpt/rank_0/.a.tmp", "/ckpt/rank_0/a.safetensors")    # atomic
+    storage.sync("/ckpt/rank_0")                                           # the new name is durable
+
+``publish`` does the three in order. A reader sees the final name with all its bytes or not at all, whatever dies when.
+Paths are strings; errors of the file system are ``OSError``.
+"""
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol
+
+
+@dataclass(frozen=True)
+class Status:
+    """``size`` in bytes, ``mtime`` in seconds since 1970."""
+    size: int
+    mtime: float
+    is_folder: bool
+
+
+class Storage(Protocol):
+    """Eight operations. What is atomic and what is durable when each returns:"""
+
+    def list(self, folder: str) -> list[str]:
+        """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS."""
+
+    def status(self, path: str) -> Status | None:
+        """None if there is no such file or folder."""
+
+    def open(self, path: str) -> BinaryIO:
+        """A seekable file for reading. FileNotFoundError if absent. Committed files never change under a reader."""
+
+    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> int:
+        """A new file with these bytes, flushed to the device when this returns (its name is not: see ``sync``).
+        Returns its size. On any error the file is removed if it can be, and the error is raised. Not atomic: a reader may
+        see part of it, so ``path`` is a temporary name."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Atomic; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
+
+    def sync(self, folder: str) -> None:
+        """Names created, renamed or removed in ``folder`` so far are durable when this returns."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file or an empty folder; no error if it is gone already. OSError if a folder is not empty."""
+
+    def make_folder(self, path: str) -> None:
+        """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
+
+
+class PosixStorage:
+    """A local disk or a shared POSIX file system (NFS, Lustre, GPFS ...)."""
+
+    def list(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def status(self, path: str) -> Status | None:
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Status(found.st_size, found.st_mtime, stat.S_ISDIR(found.st_mode))
+
+    def open(self, path: str) -> BinaryIO:
+        return open(path, "rb")
+
+    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> int:
+        size = 0
+        try:
+            with open(path, "wb", buffering=1 << 20) as file:
+                for piece in pieces:
+                    size += file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:                  # also KeyboardInterrupt: a half-written file must not stay, then re-raise
+            with suppress(OSError):            # the first error is the one to report
+                os.remove(path)
+            raise
+        return size
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def sync(self, folder: str) -> None:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def remove(self, path: str) -> None:
+        try:
+            os.remove(path)
+        except FileNotFoundError:
+            return
+        except (IsADirectoryError, PermissionError):
+            if not os.path.isdir(path) or os.path.islink(path):
+                raise
+            try:
+                os.rmdir(path)
+            except FileNotFoundError:
+                return
+
+    def make_folder(self, path: str) -> None:
+        missing = []
+        while path and not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for folder in reversed(missing):
+            os.makedirs(folder, exist_ok=True)
+            self.sync(os.path.dirname(folder) or ".")
+
+
+def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str) -> int:
+    """Writes ``path`` so that it appears complete or not at all. ``tag`` keeps the temporary names of writers apart.
+
+    Returns the size in bytes, measured again under the final name; OSError if anything fails, and then ``path`` is as before.
+    """
+    folder = os.path.dirname(path)
+    temporary = temporary_name(path, tag)
+    size = storage.write(temporary, pieces)
+    try:
+        storage.rename(temporary, path)
+    except OSError:
+        storage.remove(temporary)
+        raise
+    storage.sync(folder)
+    return size
+
+
+def temporary_name(path: str, tag: str) -> str:
+    """Hidden, beside its final name (a rename must not cross devices), and it says whose it is."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{tag}{TEMPORARY}")
+
+
+TEMPORARY = ".mindresume-tmp"
+
+
+def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
+    """``publish`` of a JSON document (compact, one line, sorted as given)."""
+    return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)
+
+
+def read_bytes(storage: Storage, path: str) -> bytes:
+    """The whole of a small file."""
+    with storage.open(path) as file:
+        return file.read()

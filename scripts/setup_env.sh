@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Makes .venv if it is missing and installs mindresume with everything that its tests and its demonstration need.
+# Sourced by quickstart.sh and test.sh; sets PYTHON to the interpreter of .venv. Does nothing when all is there already.
+#
+#   PYTHON_BOOTSTRAP=/path/to/python3.11   the interpreter to make .venv with (default: python3)
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+PYTHON="$VENV/bin/python"
+BOOTSTRAP="${PYTHON_BOOTSTRAP:-python3}"
+
+if ! "$BOOTSTRAP" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null; then
+    echo "mindformers 1.9.0 with mindspore 2.9.0 needs Python 3.10 or 3.11; found: $("$BOOTSTRAP" --version 2>&1 || true)." >&2
+    echo "Install one and name it: PYTHON_BOOTSTRAP=/path/to/python3.11 $0" >&2
+    exit 2
+fi
+if [ ! -x "$PYTHON" ]; then
+    echo "== making $VENV"
+    if ! "$BOOTSTRAP" -m venv "$VENV" 2>/dev/null; then          # Debian without python3-venv has no ensurepip
+        "$BOOTSTRAP" -m venv --clear --without-pip "$VENV"
+        "$BOOTSTRAP" -m pip --python "$PYTHON" install --quiet pip
+    fi
+fi
+STAMP="$VENV/.mindresume-$(cat "$ROOT/setup.py" "$ROOT/mindresume/__init__.py" | cksum | tr ' ' '-')"
+if [ ! -e "$STAMP" ]; then
+    echo "== installing mindformers, mindspore and mindresume into .venv (about 1.5 GB, 5 to 10 minutes the first time)"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check "setuptools>=64,<81" wheel
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation -e "$ROOT[mindformers,test]"
+    rm -f "$VENV"/.mindresume-*
+    touch "$STAMP"
+fi
+export PYTHON PATH="$VENV/bin:$PATH"

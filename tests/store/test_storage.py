@@ -1,0 +1,65 @@
+import os
+
+import pytest
+
+from mindresume.store.storage import TEMPORARY, PosixStorage, publish, publish_json, read_bytes
+
+STORAGE = PosixStorage()
+
+
+def test_publish_appears_complete(tmp_path):
+    path = str(tmp_path / "a.bin")
+    assert publish(STORAGE, path, [b"ab", memoryview(b"cd")], "run") == 4
+    assert read_bytes(STORAGE, path) == b"abcd"
+    assert STORAGE.list(str(tmp_path)) == ["a.bin"]
+    assert STORAGE.status(path).size == 4
+
+
+def test_a_failing_source_leaves_nothing(tmp_path):
+    def pieces():
+        yield b"half"
+        raise RuntimeError("the source broke")
+    with pytest.raises(RuntimeError, match="the source broke"):
+        publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "run")
+    assert STORAGE.list(str(tmp_path)) == []
+
+
+def test_a_failing_rename_leaves_no_temporary_file(tmp_path):
+    (tmp_path / "a.bin" / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError):
+        publish(STORAGE, str(tmp_path / "a.bin"), [b"x"], "run")
+    assert STORAGE.list(str(tmp_path)) == ["a.bin"]
+
+
+def test_temporary_names_say_whose_they_are(tmp_path):
+    seen = []
+
+    def pieces():
+        seen.extend(os.listdir(tmp_path))
+        yield b"x"
+    publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "0001-deadbeef")
+    assert seen == [".a.bin.0001-deadbeef" + TEMPORARY]
+
+
+def test_absent_things(tmp_path):
+    missing = str(tmp_path / "missing")
+    assert STORAGE.list(missing) == [] and STORAGE.status(missing) is None
+    STORAGE.remove(missing)
+    with pytest.raises(FileNotFoundError):
+        STORAGE.open(missing)
+
+
+def test_folders(tmp_path):
+    deep = str(tmp_path / "a" / "b" / "c")
+    STORAGE.make_folder(deep)
+    STORAGE.make_folder(deep)
+    assert STORAGE.status(deep).is_folder
+    with pytest.raises(OSError):
+        STORAGE.remove(str(tmp_path / "a"))
+    STORAGE.remove(deep)
+    assert STORAGE.list(str(tmp_path / "a" / "b")) == []
+
+
+def test_json(tmp_path):
+    publish_json(STORAGE, str(tmp_path / "m.json"), {"last_epoch": 1}, "run")
+    assert read_bytes(STORAGE, str(tmp_path / "m.json")) == b'{"last_epoch":1}'

@@ -1,0 +1,33 @@
+import pytest
+
+from mindresume.errors import RecordError
+from mindresume.state import TrainingState, crosses_multiple, epoch_of, step_in_epoch
+
+
+@pytest.mark.parametrize("step, per_epoch, epoch, inside", [
+    (1, 10, 1, 1), (10, 10, 1, 10), (11, 10, 2, 1), (15, 10, 2, 5),
+    (24, 2, 12, 2), (40, 2, 20, 2), (7, 1, 7, 1), (0, 10, 0, 0),   # sink size 2: step 24 is named -12_2, step 40 -20_2
+])
+def test_epoch_and_step_follow_from_the_absolute_step(step, per_epoch, epoch, inside):
+    assert (epoch_of(step, per_epoch), step_in_epoch(step, per_epoch)) == (epoch, inside)
+
+
+@pytest.mark.parametrize("before, now, interval, due", [
+    (4, 5, 5, True), (5, 6, 5, False), (16, 17, 5, False), (19, 20, 5, True),
+    (4, 6, 5, True), (8, 10, 5, True), (10, 12, 5, False), (14, 16, 5, True),        # sink size 2: 6, 10, 16, 20
+    (0, 1, 1, True),
+])
+def test_saves_fall_on_absolute_multiples(before, now, interval, due):
+    assert crosses_multiple(before, now, interval) is due
+
+
+def test_json_round_trip_ignores_unknown_fields():
+    state = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
+    assert TrainingState.from_json({**state.to_json(), "of a later version": 1}) == state
+    assert state.samples == 120 and (state.epoch, state.step_in_epoch) == (2, 5)
+
+
+@pytest.mark.parametrize("broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}])
+def test_a_state_without_its_counters_is_refused(broken):
+    with pytest.raises(RecordError):
+        TrainingState.from_json(broken)
