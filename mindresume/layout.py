@@ -1,0 +1,172 @@
+"""How one parameter is cut over the ranks of a pipeline stage, as MindSpore's strategy files say it.
+
+    layout = TensorLayout((2, 2), (0, -1))          # dp 2 x tp 2, rows cut over tp
+    layout.slices(rank=1, shape=(8, 4))             # (slice(4, 8), slice(0, 4))
+    layout.holders((slice(4, 8), slice(0, 4)), (8, 4))      # [1, 3]
+
+Ranks are local: they count from 0 within the stage. Shapes are global, in elements. No MindSpore here.
+
+The device matrix ``[D_(n-1) .. D_1, D_0]`` numbers the ranks row-major; axes are counted from the right, as in
+MindSpore.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """``device_matrix``: the ranks of the stage, major axis first.
+
+    ``tensor_map``: per tensor dimension the device axis that cuts it, counted from the right; -1 = not cut; a tuple =
+    several axes, the first one major.
+    ``optimizer_shards``: pieces of dimension 0 after the cut above; 0 = none, -1 = as many as there are replicas.
+    A tensor without dimensions is never cut. ValueError if an axis does not exist or cuts twice, or if the shards do
+    not divide the replicas.
+    """
+    device_matrix: tuple[int, ...]
+    tensor_map: tuple[int | tuple[int, ...], ...]
+    optimizer_shards: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_matrix", tuple(map(int, self.device_matrix)))
+        object.__setattr__(self, "tensor_map", tuple(m if isinstance(m, int) else tuple(map(int, m))
+                                                     for m in self.tensor_map))
+        if not self.device_matrix or min(self.device_matrix) < 1:
+            raise ValueError(f"a device matrix has one or more axes of length >= 1, found {self}")
+        used = self._used_axes()
+        if len(set(used)) < len(used) or any(not 0 <= axis < len(self.device_matrix) for axis in used):
+            raise ValueError(f"an axis of tensor_map is not in device_matrix, or cuts twice: {self}")
+        if self.optimizer_shards < -1 or self.replicas % self.optimizer_pieces:
+            raise ValueError(f"{self.optimizer_shards} optimizer shards do not divide {self.replicas} replicas: {self}")
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of the stage."""
+        return math.prod(self.device_matrix)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same data before the optimizer shard."""
+        return math.prod(self._axis(a)[0] for a in self.unused_axes())
+
+    @property
+    def optimizer_pieces(self) -> int:
+        """``optimizer_shards`` with 0 and -1 resolved; 1 = dimension 0 is not cut further."""
+        if not self.tensor_map:
+            return 1
+        return self.replicas if self.optimizer_shards == -1 else max(self.optimizer_shards, 1)
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold each element."""
+        return self.replicas // self.optimizer_pieces
+
+    @property
+    def optimizer_stride(self) -> int:
+        """Distance in ranks within the optimizer group (``opt_weight_shard_step``); 0 without optimizer shard."""
+        return self._axis(self.unused_axes()[-1])[1] if self.optimizer_pieces > 1 else 0
+
+    def axes(self) -> list[tuple[int, ...]]:
+        """Per tensor dimension the device axes that cut it, major first; () = not cut."""
+        return [tuple(a for a in (m if isinstance(m, tuple) else (m,)) if a != -1) for m in self.tensor_map]
+
+    def unused_axes(self) -> tuple[int, ...]:
+        """Device axes longer than 1 that cut no dimension, major first: the replicas lie along them."""
+        used = self._used_axes()
+        return tuple(a for a in reversed(range(len(self.device_matrix))) if a not in used and self._axis(a)[0] > 1)
+
+    def pieces(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Into how many pieces each dimension is cut; ValueError if a dimension of ``shape`` does not divide."""
+        if len(shape) != len(self.tensor_map):
+            raise ValueError(f"shape {tuple(shape)} has {len(shape)} dimensions, tensor_map has "
+                             f"{len(self.tensor_map)}: {self}")
+        counts = [math.prod(self._axis(a)[0] for a in axes) for axes in self.axes()]
+        if counts:
+            counts[0] *= self.optimizer_pieces
+        for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
+            if size < 0 or size % count:
+                raise ValueError(f"dimension {dim} of shape {tuple(shape)} has {size} elements and does not divide "
+                                 f"into {count} equal pieces: {self}")
+        return tuple(counts)
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the part that each rank holds; ValueError as in ``pieces``."""
+        return tuple(size // count for size, count in zip(shape, self.pieces(shape), strict=True))
+
+    def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Part of a tensor of global ``shape`` that local ``rank`` holds; ValueError if rank or shape do not fit."""
+        if not 0 <= rank < self.stage_size:
+            raise ValueError(f"rank {rank} is not one of the {self.stage_size} ranks of a stage: {self}")
+        held = []
+        for dim, (length, axes) in enumerate(zip(self.local_shape(shape), self.axes(), strict=True)):
+            index = self._index(rank, axes)
+            if dim == 0:
+                index = index * self.optimizer_pieces + self._index(rank, self.unused_axes()) % self.optimizer_pieces
+            held.append(slice(index * length, (index + 1) * length))
+        return tuple(held)
+
+    def holders(self, slices: Sequence[slice], shape: Sequence[int]) -> list[int]:
+        """Local ranks, ascending, whose ``slices(rank, shape)`` are exactly these; empty if no rank's are.
+        ValueError if the shape does not fit. The cost grows with the number of holders, not of ranks."""
+        pieces, lengths = self.pieces(shape), self.local_shape(shape)
+        if len(slices) != len(shape):
+            raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}")
+        indices: list[Sequence[int]] = []       # per dimension the piece, or all if an empty tensor leaves it open
+        for part, length, count in zip(slices, lengths, pieces, strict=True):
+            found = range(count) if not length else () if part.start is None else (part.start // length,)
+            indices.append([i for i in found if 0 <= i < count and part == slice(i * length, (i + 1) * length)])
+        return sorted(rank for choice in itertools.product(*indices) for rank in self._ranks(choice))
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for JSON that ``from_json`` takes back."""
+        return {"device_matrix": list(self.device_matrix), "optimizer_shards": self.optimizer_shards,
+                "tensor_map": [list(m) if isinstance(m, tuple) else m for m in self.tensor_map]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> TensorLayout:
+        """ValueError if it is not what ``to_json`` gives; unknown keys are ignored."""
+        try:
+            matrix, cuts, shards = value["device_matrix"], value["tensor_map"], value["optimizer_shards"]
+            numbers = [*matrix, shards, *itertools.chain(*(m if isinstance(m, list) else [m] for m in cuts))]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a tensor layout: {value!r}"[:400]) from error
+        if not all(type(number) is int for number in numbers):
+            raise ValueError(f"not a tensor layout, all its numbers are whole: {value!r}"[:400])
+        return cls(tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards)
+
+    def _used_axes(self) -> tuple[int, ...]:
+        return sum(self.axes(), ())
+
+    def _axis(self, axis: int) -> tuple[int, int]:
+        """Length, and distance in ranks between neighbours, of a device axis counted from the right."""
+        position = len(self.device_matrix) - 1 - axis
+        return self.device_matrix[position], math.prod(self.device_matrix[position + 1:])
+
+    def _index(self, rank: int, axes: Iterable[int]) -> int:
+        """Row-major index of a rank over the given axes, major first."""
+        index = 0
+        for size, stride in map(self._axis, axes):
+            index = index * size + rank // stride % size
+        return index
+
+    def _offset(self, index: int, axes: Sequence[int]) -> int:
+        """Inverse of ``_index``: the rank with that index over ``axes`` and 0 on all other axes."""
+        rank = 0
+        for size, stride in map(self._axis, reversed(axes)):
+            index, coordinate = divmod(index, size)
+            rank += coordinate * stride
+        return rank
+
+    def _ranks(self, indices: Sequence[int]) -> Iterator[int]:
+        """All ranks that hold the piece with these indices, one per dimension."""
+        indices, replica = list(indices), 0
+        if indices:
+            indices[0], replica = divmod(indices[0], self.optimizer_pieces)
+        base = sum(self._offset(index, axes) for index, axes in zip(indices, self.axes(), strict=True))
+        for index in range(replica, self.replicas, self.optimizer_pieces):
+            yield base + self._offset(index, self.unused_axes())
