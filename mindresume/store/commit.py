@@ -36,6 +36,7 @@ from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
+    TRASH,
     Details,
     FileRecord,
     Manifest,
@@ -51,7 +52,6 @@ from mindresume.state import TrainingState
 from mindresume.store.retention import KEEP_ALL, Policy, surplus
 from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, temporary_name
 
-TRASH = "trash-"                     # an attempt folder under this name is no checkpoint any more, only work left to do
 _THREADS = 8
 
 
@@ -162,8 +162,10 @@ class Committer:
                 self.log(f"step {step} cannot be committed yet: {error}")
                 continue
             if not missing:
-                self.pending.remove(step)
                 self.committed.append(step)
+                for older in [other for other in self.pending if other < step]:
+                    self.log(f"step {older} is given up: not all ranks have saved it, and all have saved step {step}")
+                self.pending = [other for other in self.pending if other > step]
         return self.pending
 
     def finish(self, deadline: float, pause: float = 0.2) -> dict[int, list[int]]:
@@ -253,11 +255,14 @@ class Committer:
     # ---- removal ---------------------------------------------------------------------------------------------------
 
     def prune(self) -> list[int]:
-        """Removes the committed checkpoints that the policy does not keep, and what dead runs left. Returns their steps."""
+        """Removes the committed checkpoints that the policy does not keep, and saves that never completed: of earlier runs, and
+        of this one before its newest commit (every rank is past them). Returns the steps of the former."""
         found = [c for c in scan(self.place.storage, self.place.root).candidates if c.origin == OURS and c.attempt]
         complete = [c for c in found if c.committed]
         victims = [complete[index] for index in surplus(self.policy, complete)]
-        debris = [c for c in found if not c.existed and run_sequence(c.run or "") < run_sequence(self.place.run)]
+        newest = max((c.step for c in complete if c.run == self.place.run), default=0)
+        debris = [c for c in found if not c.existed and
+                  (run_sequence(c.run) < run_sequence(self.place.run) or (c.run == self.place.run and c.step < newest))]
         for victim in victims + debris:
             self._discard(victim)
         self._empty_trash()

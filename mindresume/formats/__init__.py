@@ -1,0 +1,72 @@
+"""Folders of checkpoints. A format scans a folder into candidates, newest first, and names the files a save writes.
+
+Candidate: something that looks like one saved step, of one run. Whether it can be used is decided by ``mindresume.resume``.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindresume.manifest import FileRecord
+from mindresume.state import TrainingState
+
+OURS, MINDFORMERS = "mindresume", "mindformers"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why one candidate is not used. ``file`` and ``rank`` where they are known; ``file`` relative to the root."""
+    step: int | None
+    reason: str
+    file: str | None = None
+    rank: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank}
+
+    def __str__(self) -> str:
+        where = f" [{self.file}]" if self.file and self.file not in self.reason else ""
+        return f"step {'?' if self.step is None else self.step}: {self.reason}{where}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One saved step as a scan found it.
+
+    ``origin``: OURS or MINDFORMERS (written without records). ``run``: None for the latter. ``world_size``: ranks that
+    saved it; for MINDFORMERS the number of ranks that have its file. ``attempt``: path of the folder of records.
+    ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
+    ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
+    """
+    step: int | None
+    origin: str
+    format: str
+    files: Mapping[int, FileRecord]
+    world_size: int
+    order: tuple[float, ...]
+    state: TrainingState | None = None
+    run: str | None = None
+    attempt: str | None = None
+    committed: bool = False
+    existed: bool = True
+    problem: Refusal | None = None
+    saved_at: float | None = None
+    epoch: int | None = None
+    records: tuple[str, ...] = ()
+
+    def refuse(self, reason: str, file: str | None = None, rank: int | None = None) -> Refusal:
+        return Refusal(self.step, reason, file, rank)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """``candidates`` newest first; ``notes``: sentences about what was found and ignored, for the log."""
+    root: str
+    candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    exists: bool = True
+    expected_ranks: int | None = None            # of the strategy folder beside, or the rank folders: a guess
+    expected_source: str = ""
+    meta_files: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,345 @@
+"""Checkpoint 1.0: one folder a rank, one file of weights a step, ``meta.json`` beside it.
+
+    {root}/rank_{R}/{prefix}_rank_{R}[_{n}]-{epoch}_{step in epoch}.{ckpt|safetensors}
+    {root}/rank_{R}/meta.json            {"last_epoch", "last_step", "last_ckpt_file"}: written by rank R's commit, a hint
+    {root}/.mindresume/step-...-run-.../ records of all ranks and the manifest (``mindresume.manifest``)
+
+Names are for people and for mindformers; what a file is, its records or its content tell. Names and ``meta.json`` follow
+document 001 and mindformers ``core/callback/callback.py`` (CheckpointMonitor), ``tools/resume_ckpt.py``.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from mindresume.errors import DamagedFileError, RecordError
+from mindresume.files import FORMATS, Header, read_header, read_scalar
+from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, Scan
+from mindresume.manifest import (
+    FOLDER,
+    MANIFEST,
+    TRASH,
+    FileRecord,
+    Manifest,
+    Record,
+    attempts,
+    read_record,
+    record_name,
+    record_rank,
+    run_sequence,
+)
+from mindresume.store.storage import Storage
+
+META = "meta.json"
+LABEL = "mindresume"                   # key in the metadata of our files: "<run> <step>"
+SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
+_NAME = re.compile(r"(?P<prefix>.+)_rank_(?P<rank>\d+)(?:_(?P<suffix>\d+))?-(?P<epoch>\d+)_(?P<step>\d+)"
+                   r"\.(?P<format>ckpt|safetensors)")
+_FOLDER = re.compile(r"rank_(\d+)")
+_STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
+_THREADS = 8
+
+
+class FileName(NamedTuple):
+    """Parts of a file name. ``suffix``: 0 = none; it grows when files of the same prefix exist (document 001)."""
+    prefix: str
+    rank: int
+    suffix: int
+    epoch: int
+    step: int
+    format: str
+
+    def __str__(self) -> str:
+        return f"{stem(self.prefix, self.rank, self.suffix)}-{self.epoch}_{self.step}.{self.format}"
+
+
+def parse_name(name: str) -> FileName | None:
+    """None for a name that does not follow the rule."""
+    found = _NAME.fullmatch(name)
+    if not found:
+        return None
+    return FileName(found["prefix"], int(found["rank"]), int(found["suffix"] or 0), int(found["epoch"]),
+                    int(found["step"]), found["format"])
+
+
+def stem(prefix: str, rank: int, suffix: int) -> str:
+    """``{prefix}_rank_{R}[_{n}]``: what documents call the prefix, rank included."""
+    return f"{prefix}_rank_{rank}" + (f"_{suffix}" if suffix else "")
+
+
+def folder_name(rank: int) -> str:
+    return f"rank_{rank}"
+
+
+def folder_rank(name: str) -> int | None:
+    found = _FOLDER.fullmatch(name)
+    return int(found.group(1)) if found else None
+
+
+def free_suffix(names: Iterable[str], prefix: str, rank: int) -> int:
+    """The smallest suffix larger than all in use for ``prefix``; 0 if no file of that prefix exists."""
+    used = [parsed.suffix for parsed in map(parse_name, names) if parsed and (parsed.prefix, parsed.rank) == (prefix, rank)]
+    return max(used) + 1 if used else 0
+
+
+def name_for_rank(name: str, rank: int, fmt: str) -> str:
+    """The file that ``resume_training: name`` means on ``rank``: extension completed, rank id replaced (document 001)."""
+    if not name.endswith(tuple(f".{known}" for known in FORMATS)):
+        name = f"{name}.{fmt}"
+    head, dash, tail = name.rpartition("-")
+    if not dash:
+        return name
+    return re.sub(r"_rank_\d+(_\d+)?$", lambda found: f"_rank_{rank}{found.group(1) or ''}", head) + "-" + tail
+
+
+def meta_json(name: FileName) -> dict[str, object]:
+    """Content of ``meta.json`` after a commit of this file (mindformers callback.py:record_last_ckpt_to_json)."""
+    return {"last_epoch": name.epoch, "last_step": name.step, "last_ckpt_file": str(name)}
+
+
+def is_root(storage: Storage, path: str) -> bool:
+    """Whether ``path`` is a folder of rank folders, or of their records."""
+    return any(folder_rank(name) is not None or name == FOLDER for name in storage.list(path))
+
+
+# ---- scanning ------------------------------------------------------------------------------------------------------
+
+def scan(storage: Storage, root: str) -> Scan:
+    """Everything under ``root`` that looks like a saved step, newest first. Reads names, manifests and one header per
+    group of files without records; sizes and contents are checked later, only for the candidates that matter."""
+    names = storage.list(root)
+    status = storage.status(root)
+    ranks = sorted(rank for rank in map(folder_rank, names) if rank is not None)
+    ours, known, notes = _scan_records(storage, root)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        listings = dict(zip(ranks, pool.map(lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks),
+                            strict=True))
+    foreign, more, metas = _scan_names(storage, root, listings, known, _attempted(storage, root))
+    candidates = sorted(ours + _order_foreign(storage, root, ours, foreign, metas), key=lambda c: c.order, reverse=True)
+    expected, source = _expected_ranks(storage, root, ranks)
+    return Scan(root, tuple(candidates), tuple(notes + more), status is not None, expected, source, metas)
+
+
+def _expected_ranks(storage: Storage, root: str, ranks: list[int]) -> tuple[int | None, str]:
+    folder = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
+    found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, storage.list(folder)) if match]
+    if found:
+        return max(found) + 1, "the strategy folder beside"
+    return (len(ranks), "the number of rank folders") if ranks else (None, "")
+
+
+def _attempted(storage: Storage, root: str) -> set[tuple[str, int]] | None:
+    """(run, step) of every attempt there is a folder of, those that are being removed included; None without records."""
+    names = storage.list(os.path.join(root, FOLDER))
+    return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])} if names else None
+
+
+def _scan_records(storage: Storage, root: str) -> tuple[list[Candidate], set[str], list[str]]:
+    """Candidates from records and manifests, the paths of all files they name, and notes."""
+    folder = os.path.join(root, FOLDER)
+    candidates, known, notes = [], set(), []
+    for name, step, run in attempts(storage.list(folder)):
+        path = os.path.join(folder, name)
+        content = storage.list(path)
+        candidate = None
+        if MANIFEST in content:
+            try:
+                with storage.open(os.path.join(path, MANIFEST)) as file:
+                    candidate = _from_manifest(Manifest.read(file), path, content)
+            except (RecordError, OSError) as error:
+                notes.append(f"{FOLDER}/{name}/{MANIFEST}: {error}; judged by the records of the ranks instead")
+        if candidate is None:
+            candidate = _from_records(storage, path, step, run, content)
+        candidates.append(candidate)
+        known.update(file.path for file in candidate.files.values())
+    return candidates, known, notes
+
+
+def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
+    candidate = Candidate(
+        manifest.step, OURS, manifest.files[0].format if manifest.files else "", dict(enumerate(manifest.files)),
+        manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
+        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records)
+    there = set(content)
+    for rank in range(manifest.world_size):
+        if record_name(rank) not in there:
+            return replace(candidate, problem=candidate.refuse(
+                f"the record of rank {rank} is missing: {os.path.join(path, record_name(rank))}", rank=rank))
+    return candidate
+
+
+def _from_records(storage: Storage, path: str, step: int, run: str, content: list[str]) -> Candidate:
+    """A save without (readable) manifest: complete if the records of all its ranks are there and agree."""
+    records: dict[int, Record] = {}
+    checksums: dict[int, str] = {}
+    problem = None
+    for rank in sorted(rank for rank in map(record_rank, content) if rank is not None):
+        try:
+            with storage.open(os.path.join(path, record_name(rank))) as file:
+                records[rank], checksums[rank] = read_record(file)
+        except (RecordError, OSError) as error:
+            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {error}", rank=rank)
+            continue
+        if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
+            problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
+    world = max((record.world_size for record in records.values()), default=0)
+    missing = [rank for rank in range(world) if rank not in records]
+    complete = bool(records) and not missing and problem is None
+    if problem is None and not complete:
+        done = f"{len(records)} of {world} ranks" if records else "no rank"
+        problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
+                          + (f", missing: rank {ranks_text(missing)}" if missing else ""),
+                          rank=missing[0] if missing else None)
+    first = records.get(0) or next(iter(records.values()), None)
+    return Candidate(step, OURS, first.file.format if first else "", {rank: r.file for rank, r in records.items()}, world,
+                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=complete or
+                     MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
+                     epoch=first.state.epoch if first else None,
+                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else ())
+
+
+def ranks_text(ranks: list[int], most: int = 8) -> str:
+    """'1, 2, 5 and 3 more'"""
+    text = ", ".join(map(str, ranks[:most]))
+    return text + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+
+
+# ---- files without records -----------------------------------------------------------------------------------------
+
+@dataclass
+class _Group:
+    """The files of one save, by rank, recognised by their names."""
+    template: str
+    format: str
+    files: dict[int, str]
+    epoch: int | None
+
+
+def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], known: set[str],
+                attempted: set[tuple[str, int]] | None) -> tuple[list[Candidate], list[str], int]:
+    """Candidates among files that no record names, notes, and the number of ``meta.json`` files."""
+    groups: dict[tuple[str, str], _Group] = {}
+    notes, metas = [], 0
+    for rank, names in listings.items():
+        folder = folder_name(rank)
+        if META in names:
+            metas += 1
+            notes += _check_meta(storage, root, folder, names)
+        for name in names:
+            fmt = next((fmt for fmt in FORMATS if name.endswith(f".{fmt}")), None)
+            path = f"{folder}/{name}"
+            if fmt is None or name.startswith(".") or path in known:
+                continue
+            parsed = parse_name(name)
+            if parsed and parsed.rank != rank:
+                notes.append(f"{path}: a file of rank {parsed.rank} in the folder of rank {rank}; ignored")
+                continue
+            template = str(parsed._replace(rank=0)) if parsed else re.sub(rf"(?<!\d){rank}(?!\d)", "{rank}", name)
+            group = groups.setdefault((template, fmt), _Group(template, fmt, {}, parsed.epoch if parsed else None))
+            group.files[rank] = path
+    candidates = []
+    for group in groups.values():
+        candidate = _from_group(storage, root, group, attempted)
+        if candidate is not None:
+            candidates.append(candidate)
+    return candidates, notes, metas
+
+
+def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> list[str]:
+    """``meta.json`` is a hint only; what is wrong with it is said, and that it does not matter."""
+    path = os.path.join(root, folder, META)
+    try:
+        with storage.open(path) as file:
+            last = json.loads(file.read())["last_ckpt_file"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [f"{folder}/{META} is empty or cut short; ignored, the files decide"]
+    if last not in names:
+        return [f"{folder}/{META} names {last}, which is not there; ignored, the files decide"]
+    return []
+
+
+def _from_group(storage: Storage, root: str, group: _Group,
+                attempted: set[tuple[str, int]] | None) -> Candidate | None:
+    files = {rank: FileRecord(path, group.format) for rank, path in sorted(group.files.items())}
+    base = Candidate(None, MINDFORMERS, group.format, files, len(files), (0.0,), epoch=group.epoch)
+    header, problem, scalars = None, None, {}
+    for rank, file in files.items():
+        try:
+            header = header_of(storage, root, file)
+            scalars = scalars_of(storage, root, file, header)
+            break
+        except DamagedFileError as error:
+            problem = problem or Refusal(None, error.reason, file.path, rank)
+    else:
+        return replace(base, problem=problem)
+    written = parse_label(header)
+    if written is not None and attempted is not None:
+        if written in attempted:
+            return None                     # a candidate already, by its folder of records; or one that is being removed
+        run, step = written
+        return replace(base, step=step, origin=OURS, run=run, existed=False, order=(run_sequence(run), step, 0.0),
+                       problem=Refusal(step, "the save never completed: no record of it was written",
+                                       next(iter(files.values())).path))
+    step = scalars.get("step_num")
+    if not isinstance(step, int):
+        first = next(iter(files.values())).path
+        return replace(base, problem=Refusal(None, f"{first} holds no step_num: weights only, not a training state", first))
+    samples = scalars.get("global_batch_size")
+    position = float(step * samples) if isinstance(samples, int) else float(step)
+    return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
+
+
+def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate],
+                   metas: int) -> list[Candidate]:
+    """Places what mindformers wrote: all of it behind or before our runs by time (a hint); among itself by samples seen,
+    or by time where no ``meta.json`` exists at all (document 001)."""
+    def mtime(candidate: Candidate) -> float:
+        found = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
+        return max((status.mtime for status in found if status), default=0.0)
+
+    placed = []
+    times = {id(candidate): mtime(candidate) for candidate in foreign if candidate.origin == MINDFORMERS}
+    newest_of_ours = max((candidate.saved_at or 0.0 for candidate in ours if candidate.existed), default=0.0)
+    later = bool(times) and max(times.values()) > newest_of_ours
+    generation = float("inf") if later else 0.0
+    for candidate in foreign:
+        if candidate.origin == MINDFORMERS:
+            time = times[id(candidate)]
+            position = candidate.order[1] if metas and len(candidate.order) > 1 else (time if not metas else -1.0)
+            candidate = replace(candidate, order=(generation, position, time), saved_at=time)
+        placed.append(candidate)
+    return placed
+
+
+def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
+    """DamagedFileError if the file is missing, cut short or malformed."""
+    path = os.path.join(root, file.path)
+    try:
+        with storage.open(path) as opened:
+            return read_header(opened, path)
+    except FileNotFoundError as error:
+        raise DamagedFileError(path, "the file is missing") from error
+    except OSError as error:
+        raise DamagedFileError(path, f"cannot be read: {error}") from error
+
+
+def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
+    """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
+    with storage.open(os.path.join(root, file.path)) as opened:
+        found = {name: read_scalar(opened, header, name) for name in SCALARS}
+    return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
+
+
+def label(run: str, step: int) -> dict[str, str]:
+    """Metadata of our files: tells them from files of mindformers, and the runs apart, even when the records are gone."""
+    return {LABEL: f"{run} {step}"}
+
+
+def parse_label(header: Header) -> tuple[str, int] | None:
+    run, _, step = header.metadata.get(LABEL, "").partition(" ")
+    return (run, int(step)) if run and step.isdigit() else None

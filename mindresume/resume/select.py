@@ -1,0 +1,230 @@
+"""Choosing the checkpoint of a resume, with all ranks of the job taking the same one.
+
+    rank 0   scan ─▶ newest candidate that passes the quick proof ─▶ broadcast
+    each     complete proof of its own files ─▶ all verdicts to all
+    all      every verdict good: take it; one bad: rank 0 goes on with the next older one
+
+Everything travels through a ``Group`` of two operations; an error on one rank reaches all of them as text, so none hangs.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from mindresume.errors import AgreementError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats.rank_folders import folder_name, folder_rank, name_for_rank, parse_name, scan
+from mindresume.manifest import FileRecord
+from mindresume.resume.prove import Progress, ProvenShard, prove, quick
+from mindresume.state import TrainingState
+from mindresume.store.storage import Storage
+
+
+class Group(Protocol):
+    """The ranks of the job."""
+    rank: int
+    size: int
+
+    def broadcast(self, message: bytes) -> bytes:
+        """The message of rank 0, on every rank."""
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks in order, on every rank."""
+
+
+@dataclass(frozen=True)
+class Solo:
+    """A job of one process."""
+    rank: int = 0
+    size: int = 1
+
+    def broadcast(self, message: bytes) -> bytes:
+        return message
+
+    def gather(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``chosen`` None: nothing to resume from. ``fresh`` True: nothing was ever complete there, so starting afresh loses
+    nothing. ``refused``: every newer candidate (without a chosen one: every one) with its reason, newest first."""
+    chosen: Candidate | None
+    refused: tuple[Refusal, ...]
+    notes: tuple[str, ...]
+    fresh: bool
+    shards: tuple[ProvenShard, ...] = ()         # of the ranks this process proved
+    root: str = ""
+
+    def explain(self) -> str:
+        """Every refusal with its reason, and the choice, as lines for the log."""
+        lines = [f"refused {refusal}" for refusal in self.refused] + [f"note: {note}" for note in self.notes]
+        if self.chosen is not None:
+            lines.append(f"resume from step {self.chosen.step}, epoch {self.chosen.epoch}, {describe(self.chosen)}")
+        return "\n".join(lines)
+
+
+def describe(candidate: Candidate) -> str:
+    """One phrase: who wrote it and what is known of it."""
+    first = candidate.files[min(candidate.files)].path if candidate.files else "no file"
+    if candidate.origin == MINDFORMERS:
+        return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte"
+    return f"{first}, run {candidate.run}, {candidate.world_size} ranks, every byte checked"
+
+
+def candidates_for(storage: Storage, path: str, named: str | None = None, rank_of_path: int = 0) -> tuple[Scan, bool]:
+    """What ``load_checkpoint: path`` (a root folder, a rank folder or a file) and ``resume_training: named`` offer.
+
+    Returns the scan, and whether the user insists on its single candidate. MissingCheckpointError if a named one is not there
+    at all.
+    """
+    status = storage.status(path)
+    if status is not None and not status.is_folder:
+        return _of_file(storage, path), True
+    path = path.rstrip("/") or path
+    root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
+    found = scan(storage, root)
+    if named is None:
+        return found, False
+    matching = [c for c in found.candidates if any(
+        os.path.basename(file.path) == name_for_rank(named, rank, c.format) for rank, file in c.files.items())]
+    if not matching:
+        offered = sorted({os.path.basename(c.files[min(c.files)].path) for c in found.candidates if c.files})
+        raise MissingCheckpointError(
+            f"resume_training names {named!r}: {os.path.join(root, folder_name(rank_of_path))} has no such file, nor has any "
+            f"other rank. There are: {', '.join(offered) or 'no checkpoints'}")
+    return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
+
+
+def _of_file(storage: Storage, path: str) -> Scan:
+    """A single file. In a rank folder it stands for the files of all ranks, else every rank reads this one."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if folder_rank(os.path.basename(folder)) is not None:
+        return candidates_for(storage, os.path.dirname(folder), name)[0]
+    fmt = name.rpartition(".")[2]
+    parsed = parse_name(name)
+    candidate = Candidate(None, MINDFORMERS, fmt, {0: FileRecord(name, fmt)}, 1, (0.0,),
+                          epoch=parsed.epoch if parsed else None)
+    return Scan(folder, (candidate,))
+
+
+def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
+           ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
+           complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None) -> Choice:
+    """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
+
+    ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
+    manifest, else ``Scan.expected_ranks``.
+    ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
+    Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
+    checkpoints, none can be used), AgreementError (rank 0 failed in another way).
+    """
+    ranks = ranks or (lambda candidate: [group.rank])
+    state = _Chooser(storage, path, world_size, named) if group.rank == 0 else None
+    verdicts: list[Refusal] = []
+    while True:
+        message = json.loads(group.broadcast(json.dumps(state.next(verdicts) if state else {}).encode()))
+        if message["end"]:
+            return _conclude(message, ())
+        candidate, root = candidate_from_json(message["candidate"]), message["root"]
+        if on_candidate:
+            on_candidate(candidate)
+        results = [prove(storage, root, candidate, rank, progress, complete) for rank in ranks(candidate)]
+        bad = [result.to_json() for result in results if isinstance(result, Refusal)]
+        said = [json.loads(reply) for reply in group.gather(json.dumps(bad[:1]).encode())]
+        verdicts = [Refusal(**refusal) for reply in said for refusal in reply]
+        if not verdicts:
+            return _conclude({**message, "end": "chosen"}, tuple(r for r in results if isinstance(r, ProvenShard)))
+
+
+class _Chooser:
+    """Rank 0's side: offers one candidate after the other, and says how it ends."""
+
+    def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None):
+        self.storage, self.path, self.world_size, self.named = storage, path, world_size, named
+        self.refused: list[Refusal] = []
+        self.found: Scan | None = None
+        self.queue: list[Candidate] = []
+        self.insists = False
+
+    def next(self, verdicts: list[Refusal]) -> dict[str, Any]:
+        try:
+            return self._next(verdicts)
+        except MissingCheckpointError as error:
+            return {"end": "missing", "text": str(error)}
+        except (OSError, MindResumeError) as error:            # told to all ranks, which then stop together
+            return {"end": "error", "text": f"{type(error).__name__}: {error}"}
+
+    def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
+        if self.found is None:
+            self.found, self.insists = candidates_for(self.storage, self.path, self.named)
+            self.queue = [self._single(candidate) for candidate in self.found.candidates]
+        self.refused += verdicts[:1]
+        while self.queue:
+            candidate = self.queue.pop(0)
+            guess = self.found.expected_ranks if candidate.origin == MINDFORMERS and not self.insists else None
+            refusal = quick(self.storage, self.found.root, candidate, self.world_size or guess)
+            if refusal is None:
+                return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
+                        "refused": [r.to_json() for r in self.refused], "notes": self.found.notes}
+            self.refused.append(refusal)
+        fresh = not any(candidate.existed for candidate in self.found.candidates)
+        end = "missing" if self.insists else "fresh" if fresh else "none"
+        return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
+                "notes": self.found.notes, "text": self._text(end), "exists": self.found.exists}
+
+    def _single(self, candidate: Candidate) -> Candidate:
+        """A file given directly and lying outside rank folders: its step is read, and every rank of the job uses it."""
+        if not (self.insists and candidate.step is None and candidate.problem is None):
+            return candidate
+        from dataclasses import replace
+
+        from mindresume.formats.rank_folders import header_of, scalars_of
+        file = candidate.files[0]
+        assert self.found is not None
+        scalars = scalars_of(self.storage, self.found.root, file, header_of(self.storage, self.found.root, file))
+        step = scalars.get("step_num")
+        problem = None if isinstance(step, int) else Refusal(
+            None, f"{file.path} holds no step_num: weights only, not a training state", file.path)
+        return replace(candidate, step=step if isinstance(step, int) else None, problem=problem,
+                       files=dict.fromkeys(range(self.world_size or 1), file), world_size=self.world_size or 1,
+                       epoch=scalars.get("epoch_num", candidate.epoch))
+
+    def _text(self, end: str) -> str:
+        assert self.found is not None
+        table = "\n".join(f"  {refusal}" for refusal in self.refused)
+        if end == "missing":
+            return f"the checkpoint that was asked for cannot be used:\n{table}"
+        if end == "none":
+            return (f"{self.found.root} holds checkpoints, but none can be used:\n{table}\n"
+                    f"Repair or restore one of them, give another load_checkpoint, or, to start afresh, set "
+                    f"resume_training: False")
+        return ""
+
+
+def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...]) -> Choice:
+    end = message["end"]
+    refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
+    if end == "missing":
+        raise MissingCheckpointError(message["text"])
+    if end == "none":
+        raise NoUsableCheckpointError(message["text"], refused)
+    if end == "error":
+        raise AgreementError(f"rank 0 could not choose a checkpoint: {message['text']}")
+    chosen = candidate_from_json(message["candidate"]) if end == "chosen" else None
+    return Choice(chosen, refused, tuple(message.get("notes", ())), end == "fresh", shards, message["root"])
+
+
+def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
+    value = {**asdict(candidate), "problem": None, "state": candidate.state.to_json() if candidate.state else None}
+    value["files"] = [[rank, *file.to_json()] for rank, file in candidate.files.items()]
+    return value
+
+
+def candidate_from_json(value: dict[str, Any]) -> Candidate:
+    return Candidate(**{**value, "files": {rank: FileRecord.from_json(rest) for rank, *rest in value["files"]},
+                        "order": tuple(value["order"]), "records": tuple(value["records"]),
+                        "state": TrainingState.from_json(value["state"]) if value["state"] else None})

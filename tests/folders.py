@@ -1,0 +1,129 @@
+"""Checkpoint folders for the tests: written by the product itself, as several ranks would, or as mindformers would."""
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from mindresume.files import encode
+from mindresume.formats.rank_folders import FileName, folder_name, meta_json
+from mindresume.manifest import run_name
+from mindresume.state import TrainingState
+from mindresume.store.commit import Committer, Place, Shard, write_shard
+from mindresume.store.retention import KEEP_ALL
+from mindresume.store.storage import PosixStorage
+
+STORAGE = PosixStorage()
+RUN = run_name(1, "0000aaaa")
+PER_EPOCH = 10
+
+
+def state_of(step: int, batch: int = 8) -> TrainingState:
+    return TrainingState(step, PER_EPOCH, step, batch, 1.0, None, PER_EPOCH)
+
+
+def tensors_of(rank: int, step: int, replicas: int = 2) -> dict[str, np.ndarray]:
+    """Of a data-parallel job: ranks with the same ``rank % replicas`` hold the same weights."""
+    random = np.random.default_rng([rank % replicas, step])
+    return {"embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
+            "adam_m.embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
+            "layer.bias": random.standard_normal(5).astype(np.float32), **counters(step)}
+
+
+def counters(step: int, batch: int = 8) -> dict[str, np.ndarray]:
+    return {"epoch_num": np.array(state_of(step).epoch, np.int64), "step_num": np.array(step, np.int64),
+            "global_step": np.array([step], np.int32), "loss_scale": np.array(1.0, np.float32),
+            "global_batch_size": np.array(batch, np.int64)}
+
+
+def name_of(rank: int, step: int, suffix: int = 0, fmt: str = "safetensors") -> FileName:
+    state = state_of(step)
+    return FileName("net", rank, suffix, state.epoch, state.step_in_epoch, fmt)
+
+
+def place_of(root: Path, rank: int, world: int, run: str = RUN) -> Place:
+    return Place(STORAGE, str(root), run, rank, world)
+
+
+def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt: str = "safetensors", suffix: int = 0,
+               replicas: int = 2, at: float = 1000.0) -> None:
+    shard = Shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
+                  random={"python": f"of rank {rank}"}, metadata={"format": "ms", "remove_redundancy": "False"})
+    write_shard(place_of(root, rank, world, run), shard, clock=lambda: at + step)
+
+
+def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,
+         replicas: int = 2) -> Committer:
+    """A whole, committed checkpoint."""
+    for rank in reversed(range(world)):
+        write_rank(root, step, rank, world, run, fmt, suffix, replicas)
+    committer = Committer(place_of(root, 0, world, run), policy)
+    committer.saved(step)
+    assert committer.pending == []
+    return committer
+
+
+def path_of(root: Path, step: int, rank: int, suffix: int = 0, fmt: str = "safetensors") -> Path:
+    return Path(root) / folder_name(rank) / str(name_of(rank, step, suffix, fmt))
+
+
+def write_foreign(root: Path, step: int, world: int = 4, suffix: int = 0, fmt: str = "safetensors", meta: bool = True,
+                  time: float | None = None, ranks: list[int] | None = None) -> None:
+    """As mindformers without mindresume writes it: no record, no label."""
+    for rank in range(world) if ranks is None else ranks:
+        path = path_of(root, step, rank, suffix, fmt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"format": "ms", "remove_redundancy": "False"} if fmt == "safetensors" else {}
+        path.write_bytes(b"".join(bytes(piece) for _, piece in encode(fmt, tensors_of(rank, step), metadata)))
+        if time is not None:
+            os.utime(path, (time, time))
+        if meta:
+            (path.parent / "meta.json").write_text(json.dumps(meta_json(name_of(rank, step, suffix, fmt))))
+
+
+class Ranks:
+    """Several ranks as threads; each gets a Group. ``run(function)`` calls function(group) on all, returns the results."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.board: list[bytes] = [b""] * size
+
+    class Member:
+        def __init__(self, ranks: Ranks, rank: int):
+            self.ranks, self.rank, self.size = ranks, rank, ranks.size
+
+        def gather(self, message: bytes) -> list[bytes]:
+            self.ranks.board[self.rank] = message
+            self.ranks.barrier.wait()
+            replies = list(self.ranks.board)
+            self.ranks.barrier.wait()
+            return replies
+
+        def broadcast(self, message: bytes) -> bytes:
+            return self.gather(message)[0]
+
+    def run(self, function) -> list:
+        results: list = [None] * self.size
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(self.Member(self, rank))
+            except Exception as error:
+                results[rank] = error
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        return results
+
+
+def flip_bit(path: Path, offset: int = -3) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
