@@ -1,0 +1,4 @@
+"""``python -m mindresume``: the command line."""
+from mindresume.cli import main
+
+main()

@@ -1,0 +1,26 @@
+"""The command line: one file a command. Starts without mindspore, and imports what a command needs when it runs."""
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    name="mindresume", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Looks at folders of checkpoints as a resume would: what is there, what would be taken, is every byte as written.\n\n"
+         "[bold]mindresume ls output/checkpoint[/bold]      every saved step, complete or not\n\n"
+         "[bold]mindresume which output/checkpoint[/bold]   what a resume would take, and why nothing newer\n\n"
+         "[bold]mindresume verify output/checkpoint[/bold]  reads everything and names what is damaged\n\n"
+         "Folders written by mindformers alone are understood too. --json prints one JSON document for programs.")
+
+
+def main() -> None:
+    """Entry point of the console script. Exit status 2 and one line for errors of ours, as for wrong arguments."""
+    import sys
+
+    from mindresume.cli import ls, plugin_path, verify, which  # noqa: F401  each registers its command
+    from mindresume.errors import MindResumeError
+    try:
+        app()
+    except (MindResumeError, OSError) as error:
+        print(f"mindresume: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,83 @@
+"""What the commands share: arguments, tables, sizes, the progress bar."""
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats.rank_folders import is_root
+from mindresume.store.storage import PosixStorage
+
+Folder = Annotated[str, typer.Argument(
+    metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it will do), a rank folder, "
+                        "or one file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+WorldSize = Annotated[int | None, typer.Option(
+    "--world-size", min=1, metavar="N", help="Ranks of the job that would resume. Default: that of the manifest, else of the "
+                                             "strategy folder beside, else the number of rank folders.")]
+
+
+def locate(folder: str) -> str:
+    """``folder``, or the ``checkpoint`` folder in it. FileNotFoundError if there is nothing."""
+    if not os.path.exists(folder):
+        raise FileNotFoundError(f"{folder} does not exist")
+    inner = os.path.join(folder, "checkpoint")
+    storage = PosixStorage()
+    return inner if os.path.isdir(folder) and not is_root(storage, folder) and is_root(storage, inner) else folder
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def size_text(size: float | None) -> str:
+    if size is None:
+        return "?"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def time_text(seconds: float | None) -> str:
+    return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def origin_text(candidate: Candidate) -> str:
+    return "mindformers" if candidate.origin == MINDFORMERS else f"run {candidate.run}"
+
+
+def world_text(found: Scan, world_size: int | None) -> str:
+    """One sentence on the number of ranks that was assumed, empty if the manifests say it."""
+    foreign = any(candidate.origin == MINDFORMERS for candidate in found.candidates)
+    if world_size is not None or not foreign or found.expected_ranks is None:
+        return ""
+    return (f"{found.expected_ranks} ranks are assumed from {found.expected_source}, for what mindformers wrote without a "
+            f"manifest; --world-size says it for sure")
+
+
+def refusal_json(root: str, refusal: Refusal) -> dict[str, Any]:
+    value = refusal.to_json()
+    return {**value, "file": os.path.join(root, value["file"]) if value["file"] else None}
+
+
+@contextmanager
+def progress_bar(total: int, what: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar with throughput on the terminal's stderr; nothing if ``quiet`` or stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    with Progress(TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+                  TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

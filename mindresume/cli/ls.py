@@ -1,0 +1,64 @@
+"""``mindresume ls``"""
+from __future__ import annotations
+
+import os
+
+from mindresume.cli import app
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, size_text, time_text, world_text
+from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.resume.prove import quick
+from mindresume.resume.select import candidates_for
+from mindresume.store.storage import PosixStorage
+
+
+@app.command()
+def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> None:
+    """Lists every saved step, newest first: complete or not, and what is wrong with it.
+
+    Names, records and sizes are checked, contents are not (that is `verify`).
+    """
+    storage = PosixStorage()
+    found, _ = candidates_for(storage, locate(folder))
+    rows = []
+    for candidate in found.candidates:
+        ranks = world_size or (found.expected_ranks if candidate.origin == MINDFORMERS else None)
+        rows.append((candidate, quick(storage, found.root, candidate, ranks)))
+    if json:
+        print_json({"root": found.root, "checkpoints": [_row(found.root, *row) for row in rows],
+                    "notes": list(found.notes)})
+        return
+    _print(storage, found.root, rows)
+    for note in (*found.notes, world_text(found, world_size)):
+        if note:
+            print(note)
+
+
+def _row(root: str, candidate: Candidate, problem: Refusal | None) -> dict[str, object]:
+    return {"step": candidate.step, "epoch": candidate.epoch, "format": candidate.format, "ranks": candidate.world_size,
+            "origin": candidate.origin, "run": candidate.run, "committed": candidate.committed, "usable": problem is None,
+            "problem": problem.reason if problem else None, "saved_at": candidate.saved_at,
+            "files": [os.path.join(root, file.path) for file in candidate.files.values()]}
+
+
+def _print(storage: PosixStorage, root: str, rows: list[tuple[Candidate, Refusal | None]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    if not rows:
+        print(f"{root}: no checkpoints")
+        return
+    table = Table(title=root, title_justify="left")
+    for name in ("step", "epoch", "ranks", "size", "format", "written by", "saved", "state"):
+        table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left",
+                         overflow="fold")
+    for candidate, problem in rows:
+        sizes = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
+        state = problem.reason if problem else "complete" if candidate.committed or candidate.origin == MINDFORMERS \
+            else "complete, not yet committed"
+        table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
+                      size_text(sum(status.size for status in sizes if status)), candidate.format, origin_text(candidate),
+                      time_text(candidate.saved_at), state, style="" if problem is None else "yellow")
+    Console().print(table)
+
+
+def _text(value: int | None) -> str:
+    return "?" if value is None else str(value)
