@@ -1,0 +1,130 @@
+"""The live MindSpore network: its parameters as numpy arrays, their layouts, and loading them. Imports mindspore late."""
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mindresume.errors import LoadError, SaveError
+from mindresume.layout import TensorLayout
+
+# Parameters that live only within a step or a request: never saved, and missing ones are no error
+# (mindformers core/callback/callback.py, CheckpointMonitor.filter_list).
+TRANSIENT = ("accu_grads", "fi_parameter", "zeros_k_pe", "zeros_k_nope", "zeros_value_states", "_cache",
+             "_device_local_norm", "_device_local_loss", "expert_load", "max_logits_val")
+
+
+def is_transient(name: str) -> bool:
+    return any(part in name for part in TRANSIENT)
+
+
+def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
+    """{name: array} of MindSpore tensors or parameters, or plain numbers, bfloat16 as ml_dtypes.bfloat16.
+
+    On CPU an array may share memory with the parameter: write it before the next step. SaveError for parameters that are
+    no tensors (MapParameter).
+    """
+    return {name: to_numpy(name, value) for name, value in parameters}
+
+
+def to_numpy(name: str, value: Any) -> np.ndarray:
+    """As mindspore.save_checkpoint would store it: int becomes int64, float float32, both 0-d."""
+    if isinstance(value, str):
+        return np.array(value)
+    if isinstance(value, (bool, np.bool_)):
+        return np.array(value, np.bool_)
+    if isinstance(value, (int, np.integer)):
+        return np.array(value, np.int64)
+    if isinstance(value, (float, np.floating)):
+        return np.array(value, np.float32)
+    if isinstance(value, np.ndarray):
+        return value
+    if not hasattr(value, "asnumpy"):
+        raise SaveError(f"parameter {name} is a {type(value).__name__}; only tensors can be saved")
+    if hasattr(value, "init_data") and getattr(value, "has_init", False):
+        value.init_data()
+    array = value.asnumpy()
+    if "bfloat16" in str(value.dtype).lower() and array.dtype != ml_dtypes.bfloat16:
+        array = array.view(ml_dtypes.bfloat16) if array.dtype.itemsize == 2 else array.astype(ml_dtypes.bfloat16)
+    return array
+
+
+def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]],
+            warn: Callable[[str], None]) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """{name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
+
+    Its rows: (device matrix, tensor map, slice shape, field, uniform split, optimizer group, full shape, ...). The number of
+    optimizer shards follows from the sizes: full shape / cuts / what this rank holds. A row that does not fit is left out
+    with a warning: such a tensor can still be saved and loaded, not re-cut.
+    """
+    found = {}
+    for name, row in (table or {}).items():
+        if name not in shapes:
+            continue
+        matrix, tensor_map = tuple(row[0]), tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1])
+        full, held = tuple(row[6]) or shapes[name], math.prod(shapes[name])
+        try:
+            plain = TensorLayout(matrix, tensor_map)
+            cuts = math.prod(matrix) // plain.replicas
+            pieces = math.prod(full) // cuts // held if held else 1
+            layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
+            expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
+        except (ValueError, ZeroDivisionError) as error:
+            warn(f"{name}: its layout is not recorded: {error}")
+            continue
+        if expected != shapes[name]:
+            warn(f"{name}: its layout is not recorded: it says {expected}, the parameter is {shapes[name]}")
+            continue
+        found[name] = (layout, full)
+    return found
+
+
+def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
+              may_miss: Callable[[str], bool] = is_transient) -> None:
+    """LoadError that names every tensor of the network that the checkpoint lacks or holds in another shape or dtype.
+
+    ``wanted``: {name: (shape, dtype)} of the network; transient parameters may be missing.
+    """
+    problems = []
+    for name, (shape, dtype) in wanted.items():
+        if name not in arrays:
+            if not may_miss(name):
+                problems.append(f"{name} is not in the checkpoint")
+        elif tuple(arrays[name].shape) != shape and arrays[name].size != 1:
+            problems.append(f"{name} is {tuple(arrays[name].shape)} in the checkpoint, {shape} in the network")
+        elif str(arrays[name].dtype) != dtype:
+            problems.append(f"{name} is {arrays[name].dtype} in the checkpoint, {dtype} in the network")
+    if problems:
+        raise LoadError(f"the checkpoint does not fit the network ({len(problems)} tensors): "
+                        + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
+                        + ". Was the model configuration or the parallel strategy changed? For another strategy set "
+                          "auto_trans_ckpt: True")
+
+
+def capture_random() -> dict[str, Any]:
+    """Python's, numpy's and MindSpore's generators of this process."""
+    import mindspore as ms
+
+    from mindresume.resume import random_state
+    state = random_state.capture()
+    seed = ms.get_seed()
+    state["mindspore"] = {"seed": None if seed is None else int(seed),
+                          "state": base64.b64encode(ms.get_rng_state().asnumpy().tobytes()).decode()}
+    return state
+
+
+def restore_random(state: Mapping[str, Any]) -> list[str]:
+    """Sets the generators back; returns the names of those that were."""
+    import mindspore as ms
+
+    from mindresume.resume import random_state
+    restored = random_state.restore(state)
+    saved = state.get("mindspore")
+    if saved:
+        ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
+        restored.append("mindspore")
+    return restored

@@ -1,0 +1,19 @@
+"""Importing this module brings mindresume into mindformers: our CheckpointMonitor in its registry, our hooks in its trainer.
+
+    import mindresume.plugin
+    from mindformers import Trainer
+"""
+from mindresume.plugin import adapter
+
+
+def install() -> None:
+    """Idempotent. ConfigError if the installed mindformers has not got the places to hook in."""
+    from mindresume.plugin import hooks
+    from mindresume.plugin.monitor import CheckpointMonitor
+    for sentence in adapter.check_versions():
+        adapter.logger().warning("mindresume: %s", sentence)
+    adapter.register_monitor(CheckpointMonitor)
+    hooks.install()
+
+
+install()

@@ -1,0 +1,129 @@
+"""Everything that depends on the version of mindformers and mindspore: where to hook in, and what to call.
+
+Supported: mindformers 1.9.0 with mindspore 2.9.0. A place that has moved is found at installation, not in the middle of a
+training. Names are patched where they are used, in the modules that imported them.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module, metadata
+from typing import Any
+
+from mindresume.errors import ConfigError
+
+SUPPORTED = (("mindformers", "1.9"), ("mindspore", "2.9"))
+ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into a callback of this very name
+
+# what is replaced -> the modules that hold the name
+TRAINER = "mindformers.trainer.trainer"
+BASE_TRAINER = "mindformers.trainer.base_trainer"
+TRAINER_UTILS = "mindformers.trainer.utils"
+
+
+def check_versions() -> list[str]:
+    """Sentences about installed versions that were not tested together; empty if all is as supported."""
+    found = []
+    for name, wanted in SUPPORTED:
+        version = metadata.version(name)
+        if not (version + ".").startswith(wanted + "."):
+            found.append(f"{name} {version} is installed; mindresume is tested with {name} {wanted}")
+    return found
+
+
+def logger() -> Any:
+    from mindformers.tools.logger import logger as mindformers_logger
+    return mindformers_logger
+
+
+def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces ``module.name`` (a dot in ``name``: a method of a class) by ``make(original)``. Twice is once.
+
+    ConfigError if it is not there: this version of mindformers is not supported.
+    """
+    holder: Any = import_module(module)
+    *parents, last = name.split(".")
+    try:
+        for parent in parents:
+            holder = getattr(holder, parent)
+        original = holder.__dict__[last] if isinstance(holder, type) else getattr(holder, last)
+    except (AttributeError, KeyError) as error:
+        raise ConfigError(f"{module}.{name} is not in the installed mindformers {metadata.version('mindformers')}; "
+                          f"mindresume supports {SUPPORTED[0][1]}") from error
+    if getattr(original, "_mindresume", False):
+        return
+    replacement = make(original)
+    replacement._mindresume = True
+    setattr(holder, last, replacement)
+
+
+def register_monitor(monitor: type) -> None:
+    """Puts our callback under the name CheckpointMonitor; the built-in stays importable."""
+    import_module("mindformers.core.callback")                # registers the built-in; ours must come after it
+    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+    MindFormerRegister.register_cls(monitor, module_type=MindFormerModuleType.CALLBACK, alias=ALIAS)
+
+
+def is_parallel() -> bool:
+    """Whether the front end cuts parameters (semi-auto, auto or hybrid parallel)."""
+    from mindspore import context
+    return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+
+
+def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+    """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order."""
+    from mindspore.train.serialization import _convert_save_obj_to_param_list
+    rows = _convert_save_obj_to_param_list(network, integrated, {}, choose)
+    # a parameter offloaded to disk comes as ["offload_parameter", tensor, shape, dtype, key]
+    return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
+
+
+def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]:
+    """Redundancy removal of Checkpoint 1.0: which of the replicated parameters this rank saves, by MindSpore's own
+    assignment (mindformers core/callback/callback.py, remove_redundancy)."""
+    from mindspore import context
+    from mindspore.train._utils import get_parameter_redundancy, remove_param_redundancy
+    table = network.parameter_layout_dict
+    if not table:
+        mine = remove_param_redundancy(get_parameter_redundancy(network)).get(rank) or ()
+        return lambda name: name in mine
+    stage = world_size // context.get_auto_parallel_context("pipeline_stages")
+    redundancy = get_parameter_redundancy(table, rank // stage * stage)
+    mine, laid_out = remove_param_redundancy(redundancy).get(rank) or (), set(table)
+    return lambda name: name not in laid_out or name in mine
+
+
+def compile_for_load(config: Any, model: Any, dataset: Any) -> None:
+    """Compiles the network so that its parameters have their slices (and the strategy files are written); then waits for
+    the other ranks, as mindformers does before it loads."""
+    from mindspore.communication.comm_func import barrier
+    utils = import_module(TRAINER_UTILS)
+    runner = config.runner_config
+    utils.compile_model(model=model, dataset=dataset, mode=config.context.mode, sink_mode=runner.sink_mode,
+                        epoch=runner.epochs, sink_size=runner.sink_size)
+    barrier()
+
+
+def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
+    """Copies the arrays into the parameters; with ``remove_redundancy`` replicas receive what other ranks loaded.
+    Returns the names of parameters of the network that got nothing."""
+    import ml_dtypes
+    from mindspore import Parameter, Tensor, load_param_into_net
+    from mindspore import dtype as mstype
+
+    def tensor(array: Any) -> Any:
+        if array.dtype == ml_dtypes.bfloat16:
+            return Tensor(array.astype("float32"), mstype.bfloat16)     # exact: every bfloat16 is a float32
+        return Tensor(array)
+    parameters = {name: Parameter(tensor(array), name=name) for name, array in arrays.items()}
+    return load_param_into_net(network, parameters, remove_redundancy=remove_redundancy)[0]
+
+
+def wanted_of(network: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (shape, dtype)} of the parameters this rank holds."""
+    parallel = is_parallel()
+    wanted = {}
+    for _, parameter in network.parameters_and_names():
+        if parameter.param_info.is_pipeline_shared_param or (parallel and not parameter.sliced):
+            continue
+        wanted[parameter.name] = (tuple(parameter.shape), str(parameter.dtype).lower())
+    return wanted

@@ -1,0 +1,57 @@
+"""The ranks of the running job as a ``mindresume.resume.select.Group``, on the communication that mindformers initialised."""
+from __future__ import annotations
+
+import numpy as np
+
+from mindresume.resume.select import Group, Solo
+
+
+def group_of_job() -> Group:
+    """One process: no communication at all."""
+    from mindspore.communication import GlobalComm, get_group_size, get_rank
+    if not GlobalComm.INITED or get_group_size() == 1:
+        return Solo()
+    return MindSporeGroup(get_rank(), get_group_size())
+
+
+class MindSporeGroup:
+    """Bytes through ``Broadcast`` and ``AllGather`` of int32, the type that every back end's library supports.
+
+    A lost rank ends these calls with the time limit of the back end's collectives, as it does any step of the training.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def broadcast(self, message: bytes) -> bytes:
+        length = int(self._broadcast(np.array([len(message)], np.int32))[0])
+        payload = message if self.rank == 0 else b""
+        return _bytes(self._broadcast(_words(payload, length)), length)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        lengths = self._gather(np.array([len(message)], np.int32)).tolist()
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size
+        rows = self._gather(_words(message, longest)).reshape(self.size, -1)
+        return [_bytes(row, length) for row, length in zip(rows, lengths, strict=True)]
+
+    @staticmethod
+    def _broadcast(array: np.ndarray) -> np.ndarray:
+        from mindspore import Tensor, ops
+        return ops.Broadcast(0)((Tensor(array),))[0].asnumpy()
+
+    @staticmethod
+    def _gather(array: np.ndarray) -> np.ndarray:
+        from mindspore import Tensor, ops
+        return ops.AllGather()(Tensor(array)).asnumpy()
+
+
+def _words(message: bytes, length: int) -> np.ndarray:
+    """``message`` filled up with zeros to ``length`` bytes, as whole int32 words, at least one."""
+    padded = message.ljust(max(4, (length + 3) // 4 * 4), b"\0")
+    return np.frombuffer(padded, np.int32).copy()
+
+
+def _bytes(words: np.ndarray, length: int) -> bytes:
+    return np.ascontiguousarray(words).tobytes()[:length]

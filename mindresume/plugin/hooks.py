@@ -1,0 +1,279 @@
+"""Hooks into the graph trainer of mindformers: choosing at the start, counters, loading. Nothing is patched on disk.
+
+    Trainer.train / finetune
+      _check_config_rules             ─▶ choose_checkpoint: scan, prove, agree; or a fresh start
+      get_resume_checkpoint           ─▶ the chosen file's name
+      load_resume_context_from_...    ─▶ set_progress: initial step and epoch, loss scale
+      check_runner_config             ─▶ remembers data and sink size; ends a training that is complete already
+      transform_and_load_checkpoint   ─▶ load_shard: reads what this rank proved, verified again while it is read
+
+A training that does not resume, Checkpoint 2.0 (``use_legacy_format: False``) and ``auto_trans_ckpt`` pass through to mindformers
+(the latter with the checkpoint chosen here).
+"""
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+
+from mindresume.errors import LoadError, TrainingCompleteError
+from mindresume.files import read_header, read_tensor
+from mindresume.files.checksum import Checksums, checksummed
+from mindresume.network import check_fit, is_transient
+from mindresume.plugin import adapter, session
+from mindresume.plugin.group import group_of_job
+from mindresume.resume.progress import check_sink, progress_of
+from mindresume.resume.prove import ProvenShard
+from mindresume.resume.select import Choice, select
+from mindresume.settings import Settings
+from mindresume.store.storage import PosixStorage, Storage
+
+DATA_KEYS = ("ignore_data_skip", "data_skip_steps")       # documents 002 and 003 show them below `trainer:`
+
+
+def install() -> None:
+    """Idempotent. ConfigError if a place to hook in is not there."""
+    for method in ("train", "finetune"):
+        adapter.replace(adapter.TRAINER, f"Trainer.{method}", _training)
+    adapter.replace(adapter.TRAINER, "Trainer._check_config_rules", _rules)
+    adapter.replace(adapter.TRAINER, "build_trainer", _lift_keys)
+    adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
+    adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
+    adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
+    adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
+    adapter.replace(adapter.BASE_TRAINER, "preload_ckpt", _preload)
+    adapter.replace(adapter.BASE_TRAINER, "transform_and_load_checkpoint", _load)
+
+
+# ---- the wrappers --------------------------------------------------------------------------------------------------
+
+def _training(original: Any) -> Any:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
+        started.training = True
+        try:
+            return original(self, *args, **kwargs)
+        except TrainingCompleteError as error:
+            adapter.logger().info("mindresume: %s", error)
+            return None
+        finally:
+            started.training = False
+    return run
+
+
+def _rules(original: Any) -> Any:
+    @functools.wraps(original)
+    def check(self: Any) -> Any:
+        lift_data_keys(self.config)
+        if session.current().training:
+            choose_checkpoint(self.config, session.current())
+        return original(self)
+    return check
+
+
+def _lift_keys(original: Any) -> Any:
+    @functools.wraps(original)
+    def build(config: Any, *args: Any, **kwargs: Any) -> Any:
+        # The trainer's constructor would raise a TypeError; they reach the top level in lift_data_keys.
+        return original(type(config)(**{k: v for k, v in config.items() if k not in DATA_KEYS}), *args, **kwargs)
+    return build
+
+
+def _resume_name(original: Any) -> Any:
+    @functools.wraps(original)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        current = session.current()
+        if not current.resumes:
+            return original(*args, **kwargs)
+        return os.path.basename(current.choice.chosen.files[current.group.rank].path)
+    return get
+
+
+def _only_folders(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_hf(path: str) -> bool:
+        return os.path.isdir(path) and original(path)      # 1.9.0 raises for a file and refuses to resume from one
+    return is_hf
+
+
+def _context(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(config: Any, dataset: Any) -> None:
+        current = session.current()
+        if not current.resumes:
+            return original(config, dataset)
+        return set_progress(config, dataset.get_dataset_size(), current)
+    return load
+
+
+def _runner_config(original: Any) -> Any:
+    @functools.wraps(original)
+    def check(config: Any, dataset: Any) -> None:
+        original(config, dataset)
+        current, runner = session.current(), config.runner_config
+        current.dataset_size = config.data_size
+        current.sink_size = runner.sink_size if runner.sink_mode else None
+        if current.resumes and runner.initial_epoch >= runner.epochs:
+            raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
+                                        f"{runner.origin_epochs} epochs of {config.data_size} steps. Nothing was trained or "
+                                        f"saved. For more, raise runner_config.epochs")
+    return check
+
+
+def _preload(original: Any) -> Any:
+    @functools.wraps(original)
+    def preload(config: Any) -> Any:
+        return None if session.current().resumes else original(config)
+    return preload
+
+
+def _load(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(config: Any, model: Any, network: Any, dataset: Any, optimizer: Any = None, **kwargs: Any) -> Any:
+        current = session.current()
+        if not current.resumes or config.auto_trans_ckpt or config.only_save_strategy:
+            return original(config, model, network, dataset, optimizer=optimizer, **kwargs)
+        if config.use_parallel and adapter.is_parallel():
+            adapter.compile_for_load(config, model, dataset)
+        return load_shard(model._train_network, current, PosixStorage())
+    return load
+
+
+# ---- what they do --------------------------------------------------------------------------------------------------
+
+def lift_data_keys(config: Any) -> None:
+    """``trainer: {ignore_data_skip, data_skip_steps}`` as documented, to the top level where mindformers reads them."""
+    for key in DATA_KEYS:
+        if key in (config.get("trainer") or {}):
+            value = config.trainer.pop(key)
+            if config.get(key) is None:
+                config[key] = value
+
+
+def choose_checkpoint(config: Any, current: session.Session) -> None:
+    """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config`` to what was chosen by all ranks.
+
+    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
+    """
+    if not config.resume_training or not applies(config):
+        return
+    path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
+    log, storage = adapter.logger(), PosixStorage()
+    if named and os.path.isfile(path):
+        log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
+        named = None
+    world_size = None if config.auto_trans_ckpt else current.group.size
+    choice = select(storage, path, current.group, world_size, named, complete=current.settings.verify == "full")
+    for refusal in choice.refused:
+        log.warning("mindresume: not resuming from %s", refusal)
+    for note in choice.notes:
+        log.info("mindresume: %s", note)
+    if choice.chosen is None:
+        log.info("mindresume: fresh start: %s holds no checkpoint that was ever complete; weights are initialised at random",
+                 path)
+        config.resume_training, config.load_checkpoint = False, ""
+        return
+    current.choice = choice
+    log.info("mindresume: %s", choice.explain().splitlines()[-1])
+    if not os.path.isfile(path):
+        config.load_checkpoint = choice.root
+    if config.get("load_ckpt_format", "ckpt") != choice.chosen.format:
+        log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
+        config.load_ckpt_format = choice.chosen.format
+    config.resume_training = True
+
+
+def applies(config: Any) -> bool:
+    """Whether this is a resume of Checkpoint 1.0 from rank folders or a file; anything else is left to mindformers."""
+    if config.get("checkpoint") or config.get("use_legacy_format", True) is False or not config.load_checkpoint:
+        return False
+    path = config.load_checkpoint
+    if not os.path.isdir(path):
+        return True
+    names = os.listdir(path)
+    loose = any(name.endswith((".safetensors", ".ckpt")) for name in names)
+    rank_folder = os.path.basename(path.rstrip("/")).startswith("rank_")
+    return rank_folder or not loose or any(name.startswith("rank_") for name in names)
+
+
+def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:
+    """Initial step, epoch and loss scale of the run, from the state of the chosen checkpoint. ProgressError: see progress."""
+    shard, runner, log = current.shard, config.runner_config, adapter.logger()
+    state = counters(current.choice, shard)
+    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    progress = progress_of(state["step_num"], state["global_step"], state["global_batch_size"], runner.global_batch_size,
+                           sink_size or dataset_size)
+    if sink_size:
+        check_sink(progress, sink_size)
+    runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
+    runner.initial_epoch = progress.initial_epoch
+    current.global_step = progress.global_step
+    scale = state["loss_scale"]
+    if scale is not None and runner_scale(config) is not None:
+        if hasattr(config.runner_wrapper.scale_sense, "loss_scale_value"):
+            config.runner_wrapper.scale_sense.loss_scale_value = scale
+        else:
+            config.runner_wrapper.scale_sense = scale
+    log.info("mindresume: continues after step %d (epoch %d done), global batch size %s, loss scale %s%s",
+             progress.initial_step, progress.initial_epoch, runner.global_batch_size, scale,
+             "" if progress.step_scale == 1 else f"; steps scaled by {progress.step_scale:g} from {state['step_num']}")
+
+
+def runner_scale(config: Any) -> Any:
+    wrapper = config.get("runner_wrapper")
+    return None if wrapper is None else wrapper.get("scale_sense")
+
+
+def counters(choice: Choice, shard: ProvenShard | None) -> dict[str, Any]:
+    """step_num, global_step, global_batch_size and loss_scale of the chosen checkpoint, from its record or its file."""
+    if shard is not None and shard.state is not None:
+        state = shard.state
+        return {"step_num": state.step, "global_step": state.global_step, "global_batch_size": state.global_batch_size,
+                "loss_scale": state.loss_scale}
+    scalars = dict(shard.scalars) if shard is not None else {}
+    step = scalars.get("step_num", choice.chosen.step)
+    return {"step_num": step, "global_step": int(scalars.get("global_step", step)),
+            "global_batch_size": scalars.get("global_batch_size"), "loss_scale": scalars.get("loss_scale")}
+
+
+def load_shard(network: Any, current: session.Session, storage: Storage) -> None:
+    """Loads what this rank proved into ``network`` (with its optimizer). LoadError if it does not fit."""
+    log, choice = adapter.logger(), current.choice
+    arrays, deduplicated = read_shard(storage, choice.root, current.shard)
+    if "global_step" in arrays:
+        arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
+    check_fit(arrays, adapter.wanted_of(network), (lambda name: True) if deduplicated else is_transient)
+    left = [name for name in adapter.load_into(network, arrays, deduplicated) if not is_transient(name)]
+    if left:
+        raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
+    log.info("mindresume: loaded %d tensors of rank %d, %.1f MiB", len(arrays), current.group.rank,
+             sum(array.nbytes for array in arrays.values()) / 2**20)
+
+
+def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[str, np.ndarray], bool]:
+    """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
+    again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
+    arrays, deduplicated = {}, False
+    for source in shard.sources:
+        path = os.path.join(root, source.file.path)
+        with storage.open(path) as file:
+            header = read_header(file, path)
+            deduplicated = deduplicated or header.metadata.get("remove_redundancy") == "True"
+            for name in source.names or header.tensors:
+                if header.tensors[name].dtype == "str":
+                    continue
+                arrays[name] = read_tensor(file, header.tensors[name])
+                row = shard.details.tensors.get(name) if shard.details else None
+                if row is not None and _checksum(arrays[name]) != row.checksum:
+                    raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
+    return arrays, deduplicated
+
+
+def _checksum(array: np.ndarray) -> str:
+    result = Checksums()
+    for _ in checksummed([("tensor", memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))], result):
+        pass
+    return result.tensors["tensor"]
