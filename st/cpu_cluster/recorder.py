@@ -1,0 +1,93 @@
+"""Records every step exactly, and can kill the process at an exact step.
+
+What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that it survives SIGKILL. ``{rank}`` in the
+path becomes the rank; without it only rank 0 records.
+
+    {"step": 7, "loss": 4.85203, "hex": "409b43d4", "lr": 0.0002, "batch": "5f3c...", "samples": ["9a0c...", ...],
+     "epoch": 1, "epoch_step": 7, "time": 1760000000.1}
+
+step        the optimizer's global_step after the step: counts on over a resume that restored it
+hex         the bits of the float32 loss, for exact comparison
+lr          the learning rate that the training cell returned, null if it returns none
+samples     one id a row of this rank's batch: 12 hex digits of SHA-256 over the row in the first input column; the
+            rows of ``st/data/make_data.py`` are distinct, so an id is a sample
+batch       the same over the whole column, 16 digits
+epoch, epoch_step    as the callbacks see them: in sink mode "epoch" is the sink, after a resume epoch_step restarts
+In sink mode there is a line for each step within the sink too; only the last one comes after the callbacks.
+
+``CPU_CLUSTER_KILL=RANK@STEP`` (or ``all@STEP``): that rank (every rank) sends itself SIGKILL at the end of step STEP,
+after all callbacks of the step, a checkpoint save included; within a sink right after the step.
+
+Why: a resumed run must equal the uninterrupted one bit by bit and sample by sample, and a log rounds.
+"""
+import hashlib
+import json
+import os
+import signal
+import time
+
+import numpy as np
+from mindspore.train.callback import Callback
+
+
+def global_step(cb: object) -> int:
+    """The optimizer's own count of steps. ``cb``: the parameters that callbacks get."""
+    optimizer = cb.optimizer if cb.optimizer is not None else cb.train_network.optimizer
+    return int(optimizer.global_step.asnumpy().reshape(-1)[0])
+
+
+def sample_ids(rows: np.ndarray) -> list[str]:
+    """One id a row of ``rows`` [batch, ...]."""
+    return [hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest()[:12] for row in rows]
+
+
+class StepRecorder(Callback):
+    """Appends to ``path``."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the process trains
+
+    def step_end(self, run_context):
+        cb = run_context.original_args()
+        self.step_in_sink(cb, cb.net_outputs, cb.train_dataset_element, cb.cur_step_num)
+
+    def step_in_sink(self, cb, outputs, batch, step):
+        """``step``: steps since the process began to train."""
+        outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        loss = np.float32(outputs[0].asnumpy().mean())
+        rows = (batch[0] if isinstance(batch, (tuple, list)) else batch).asnumpy()
+        line = {"step": global_step(cb), "loss": float(loss), "hex": loss.tobytes()[::-1].hex(),
+                "lr": float(outputs[3].asnumpy()) if len(outputs) > 3 else None,
+                "batch": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "samples": sample_ids(rows),
+                "epoch": cb.cur_epoch_num, "epoch_step": (step - 1) % cb.batch_num + 1, "time": round(time.time(), 3)}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+
+class KillSelf(Callback):
+    """Ends this process as a crash would, at the end of the first step >= ``step``."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self.step = step
+
+    def step_end(self, run_context):
+        self.step_in_sink(run_context.original_args())
+
+    def step_in_sink(self, cb, *_):
+        if global_step(cb) >= self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def from_environment() -> list[Callback]:
+    """The callbacks asked for by the two variables; they run after all others of a step."""
+    rank, callbacks = os.environ.get("RANK_ID", "0"), []
+    path = os.environ.get("CPU_CLUSTER_STEPS")
+    if path and ("{rank}" in path or rank == "0"):
+        callbacks.append(StepRecorder(path.replace("{rank}", rank)))
+    who, _, step = os.environ.get("CPU_CLUSTER_KILL", "").partition("@")
+    if who in ("all", rank) and step:
+        callbacks.append(KillSelf(int(step)))
+    return callbacks

@@ -1,0 +1,108 @@
+"""Runs any unmodified program on the CPU cluster: the patches of this package are put around it.
+
+    python st/cpu_cluster/run.py program.py args...
+    python st/cpu_cluster/run.py -m package args...
+    msrun --worker_num=4 --local_worker_num=4 --join=True ... st/cpu_cluster/run.py program.py args...
+
+What: the program sees its own ``sys.argv`` and ``sys.path[0]``, as if Python had started it; the working directory may
+be any. Why: the programs under test must stay as users run them on Ascend.
+
+msrun starts the same command line once more as the scheduler of the job. That process does not run the program: it
+joins the communication and waits. It ends soon after the last worker of the job, so a worker that fails before the
+cluster is complete does not leave msrun waiting until its time-out.
+"""
+import ctypes
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+SCHEDULER = "import mindspore as ms; ms.set_device('CPU'); from mindspore.communication import init; init()"
+_LIBC = ctypes.CDLL(None)
+
+
+def die_with_parent() -> None:
+    """In a child, before exec: SIGKILL when the thread that started it ends, so that nothing is ever left behind."""
+    _LIBC.prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG
+
+
+def workers_alive(port: str) -> bool:
+    """Whether a worker of the job with that scheduler port runs on this host. Told by the environment of processes, so
+    zombies do not count."""
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit():
+            continue
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as f:
+                environment = f.read().split(b"\0")
+        except OSError:                       # it has ended, or belongs to another user
+            continue
+        if b"MS_ROLE=MS_WORKER" in environment and f"MS_SCHED_PORT={port}".encode() in environment:
+            return True
+    return False
+
+
+def join_as_scheduler(first_worker: float = 60., after_last: float = 3., poll: float = .5) -> int:
+    """Serves as the scheduler until its job is over; returns the exit code.
+
+    MindSpore's scheduler holds the interpreter lock while it waits, so it gets a process of its own.
+
+    Args:
+        first_worker: seconds until the first worker must run.
+        after_last: seconds that the scheduler has to end by itself after the last worker. Then it is ended, with exit
+            code 0: whether the job failed is for the workers to say.
+        poll: seconds between looks.
+    """
+    from st import cpu_cluster
+    port, started, last_seen = os.environ.get("MS_SCHED_PORT", ""), time.monotonic(), None
+    scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], preexec_fn=die_with_parent)
+    try:
+        while scheduler.poll() is None:
+            time.sleep(poll)
+            if workers_alive(port):
+                last_seen = time.monotonic()
+            elif time.monotonic() > (started + first_worker if last_seen is None else last_seen + after_last):
+                return 0
+        return scheduler.returncode if scheduler.returncode >= 0 else 128 - scheduler.returncode
+    finally:
+        scheduler.kill()
+        scheduler.wait()
+        shutil.rmtree(cpu_cluster.exchange_folder(), ignore_errors=True)
+
+
+def run_program(arguments: list[str]) -> None:
+    """``arguments``: program.py or -m package, then its own arguments."""
+    from st import cpu_cluster
+    cpu_cluster.before_mindformers()
+    cpu_cluster.after_mindformers()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] == "-m" and len(sys.argv) < 3:
+        sys.exit(__doc__)
+    # The own folder must not be searched: its modules (kernels, launch, ...) would hide others of these names.
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != HERE] + [ROOT]
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        sys.exit(join_as_scheduler())
+    if os.environ.get("MS_WORKER_NUM"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")       # several processes share the cores; the losses are the same
+    if sys.argv[1] != "-m" and not os.path.isfile(sys.argv[1]):
+        sys.exit(f"run.py: no program {sys.argv[1]!r} in {os.getcwd()}")
+    run_program(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
