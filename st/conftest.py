@@ -1,0 +1,42 @@
+"""What the system tests share: the device, the training data, and runs that several tests compare with."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from st.jobs import ROOT, Run  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device-target", default="CPU", choices=["CPU", "Ascend"],
+                     help="Ascend: the same tests on real devices, without the CPU cluster")
+
+
+@pytest.fixture(scope="session")
+def device(request) -> str:
+    return request.config.getoption("--device-target")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole_single(tmp_path_factory, data, device) -> Run:
+    """The uninterrupted Qwen3 run of one process: 40 steps, saves at 5, 10 ... 40, keeps 3. Read it, do not change it."""
+    return Run(tmp_path_factory.mktemp("whole_single"), "quickstart_qwen3.yaml", data, device=device).start().ended()
+
+
+@pytest.fixture(scope="session")
+def whole_four(tmp_path_factory, data, device) -> Run:
+    """The same on 4 processes, data parallel 2 x model parallel 2."""
+    return Run(tmp_path_factory.mktemp("whole_four"), "quickstart_qwen3_dp2tp2.yaml", data, 4,
+               device=device).start().ended()

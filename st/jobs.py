@@ -1,0 +1,221 @@
+"""Trainings as a user starts them, in real processes, for the system tests and the quickstart.
+
+    run = Run(folder, config="quickstart_qwen3_dp2tp2.yaml", workers=4, data=data)
+    run.start(); assert run.wait() == 0; run.steps()
+
+Everything goes through the repository's run_mindformer.py (or another ``program``) and scripts/msrun_launcher.sh; on the CPU
+around it st/cpu_cluster/run.py. What each step saw and gave is recorded by st/cpu_cluster/recorder.py.
+"""
+from __future__ import annotations
+
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mindresume.store.storage import TEMPORARY  # noqa: E402
+from st.cpu_cluster.launch import free_port  # noqa: E402
+
+PAUSE = 0.0005                       # seconds between looks at the folder while waiting for a half-written file
+
+
+@dataclass
+class Run:
+    """One training in its own folder; every ``start`` is another life of it, by the same command.
+
+    ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU" or
+    "Ascend" (then without the CPU cluster, and without recorded steps).
+    """
+    folder: Path
+    config: str
+    data: Path
+    workers: int = 1
+    program: Path = ROOT / "run_mindformer.py"
+    device: str = "CPU"
+    legacy: bool = False
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+    lives: list[int] = field(default_factory=list)           # number of recorded steps before each start
+
+    @property
+    def losses(self) -> Path:
+        return self.folder / "steps.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "output" / "checkpoint"
+
+    def steps(self, life: int | None = None) -> list[dict]:
+        """Recorded steps of all lives in order, or of one (-1: the last)."""
+        if not self.losses.exists():
+            return []
+        lines = self.losses.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        if life is None:
+            return rows
+        ends = [*self.lives[1:], len(rows)]
+        return rows[self.lives[life]:ends[life]]
+
+    def log(self, rank: int = 0) -> str:
+        """What one rank of the last life printed."""
+        path = self.folder / "output" / "msrun_log" / f"worker_{rank}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if self.workers > 1 else self.launcher_log()
+
+    def launcher_log(self) -> str:
+        return (self.folder / f"launcher_{len(self.lives)}.log").read_text(encoding="utf-8", errors="replace")
+
+    def command(self, extra: str = "") -> list[str]:
+        config = self.config if os.path.isabs(self.config) else f"{ROOT}/configs/{self.config}"
+        inner = (f"{self.program} --config {config} --run_mode train "
+                 f"--train_dataset {self.data}/{'legacy' if self.legacy else 'mcore'}.mindrecord {extra}")
+        if self.device == "CPU":
+            inner = f"{ROOT}/st/cpu_cluster/run.py {inner}"
+        else:
+            inner += f" --device_target {self.device}"
+        return ["bash", str(ROOT / "scripts" / "msrun_launcher.sh"), inner, str(self.workers), str(free_port()),
+                "output/msrun_log", "True", "300"]
+
+    def start(self, extra: str = "", prefix: tuple[str, ...] = (), **environment: str) -> Run:
+        """``extra``: more arguments of the program. ``prefix``: words before the command, such as a shell with limits."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lives.append(len(self.steps()))
+        self.started = time.time()
+        settings = dict(os.environ, CPU_CLUSTER_STEPS=str(self.losses), PYTHON=sys.executable, PYTHONPATH=str(ROOT),
+                        **environment)
+        with open(self.folder / f"launcher_{len(self.lives)}.log", "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen([*prefix, *self.command(extra)], cwd=self.folder, env=settings, stdout=log,
+                                            stderr=subprocess.STDOUT, start_new_session=True)
+        return self
+
+    def wait(self, timeout: float = 400.0) -> int:
+        """The exit status of the job. TimeoutExpired after ``timeout`` seconds; nothing of the job is left behind."""
+        try:
+            return self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                self.signal_all(signal.SIGKILL)
+                self.process.wait()
+
+    def ended(self, timeout: float = 400.0) -> Run:
+        """Waits for a job that must succeed. AssertionError with the end of its log if it does not."""
+        status = self.wait(timeout)
+        assert status == 0, f"exit status {status}; the end of the log of {self.folder}:\n" + \
+            "\n".join(self.log().splitlines()[-30:])
+        return self
+
+    def members(self) -> list[int]:
+        """Every process of the job, found by session and by descent, scheduler and launcher included."""
+        return family(self.process.pid)
+
+    def worker(self, rank: int) -> int:
+        """The process of one rank."""
+        for pid in self.members():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if b"MS_ROLE=MS_WORKER" in environment and f"RANK_ID={rank}".encode() in environment and b"run.py" in command:
+                return pid
+        raise LookupError(f"no process of rank {rank}")
+
+    def signal_all(self, number: int) -> int:
+        """Sends a signal to every process of the job; returns how many there were."""
+        members = self.members()
+        for pid in members:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        return len(members)
+
+    def kill(self) -> int:
+        killed = self.signal_all(signal.SIGKILL)
+        self.process.wait()
+        return killed
+
+    def half_written(self) -> list[str]:
+        """Files of a save in progress."""
+        return sorted(path for folder in glob.glob(str(self.checkpoints / "rank_*")) for path in
+                      (os.path.join(folder, name) for name in os.listdir(folder)) if path.endswith(TEMPORARY))
+
+    def stop_in_a_save(self, first_step: int) -> list[str]:
+        """Stops the job (SIGSTOP) in the middle of a save after ``first_step``, by looking at its folder; nothing is injected.
+        Returns the half-written files; the caller kills or continues. RuntimeError if the training ends before."""
+        while self.process.poll() is None:
+            done = self.steps(-1)
+            if not done or done[-1]["step"] < first_step:
+                time.sleep(0.05)
+                continue
+            if self.half_written():
+                self.signal_all(signal.SIGSTOP)
+                half = self.half_written()
+                if half:
+                    return half
+                self.signal_all(signal.SIGCONT)
+            time.sleep(PAUSE)
+        raise RuntimeError(f"{self.folder}: the training ended before a save could be cut")
+
+    def until(self, step: int, timeout: float = 300.0) -> None:
+        """Waits until this life has recorded ``step``. TimeoutError; RuntimeError if the job ends before."""
+        while not any(row["step"] >= step for row in self.steps(-1)):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.folder}: the training ended before step {step}:\n{self.log()[-3000:]}")
+            if time.time() - self.started > timeout:
+                raise TimeoutError(f"{self.folder}: step {step} was not reached in {timeout} s")
+            time.sleep(0.02)
+
+    def mindresume(self, *arguments: str) -> subprocess.CompletedProcess:
+        """The command line, as a user calls it."""
+        return subprocess.run([sys.executable, "-m", "mindresume", *arguments], cwd=ROOT, capture_output=True, text=True,
+                              check=False)
+
+    def which(self, *arguments: str) -> dict:
+        """What a resume would take now."""
+        return json.loads(self.mindresume("which", "--json", str(self.checkpoints), *arguments).stdout)
+
+
+def family(leader: int) -> list[int]:
+    """Processes of a session and their descendants."""
+    parents, sessions = {}, {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[0] != "Z":
+                parents[int(entry)], sessions[int(entry)] = int(fields[1]), int(fields[3])
+
+    def belongs(pid: int) -> bool:
+        while pid > 1:
+            if pid == leader or sessions.get(pid) == leader:
+                return True
+            pid = parents.get(pid, 0)
+        return False
+    return [pid for pid in parents if belongs(pid)]
+
+
+def differences(reference: list[dict], other: list[dict]) -> list[str]:
+    """What is not bit-identical between the recorded steps of two runs: losses and sample ids, by step. Steps that only one has
+    are differences as well, except those of ``reference`` before the first of ``other``."""
+    known = {row["step"]: row for row in reference}
+    found = []
+    for row in other:
+        match = known.get(row["step"])
+        if match is None:
+            found.append(f"step {row['step']} is only in one of them")
+        elif (match["hex"], match["samples"]) != (row["hex"], row["samples"]):
+            found.append(f"step {row['step']}: loss {match['loss']!r} and {row['loss']!r}, "
+                         f"{'same' if match['samples'] == row['samples'] else 'other'} samples")
+    wanted = [step for step in known if other and step >= other[0]["step"]]
+    missing = sorted(set(wanted) - {row["step"] for row in other})
+    return found + [f"step {step} is missing" for step in missing]
