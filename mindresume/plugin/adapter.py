@@ -18,6 +18,7 @@ ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into
 TRAINER = "mindformers.trainer.trainer"
 BASE_TRAINER = "mindformers.trainer.base_trainer"
 TRAINER_UTILS = "mindformers.trainer.utils"
+REGISTER = "mindformers.tools.register.register"
 
 
 def check_versions() -> list[str]:
@@ -36,7 +37,7 @@ def logger() -> Any:
 
 
 def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces ``module.name`` (a dot in ``name``: a method of a class) by ``make(original)``. Twice is once.
+    """Replaces ``module.name`` (a dot in ``name``: a method or class method) by ``make(original)``. Twice is once.
 
     ConfigError if it is not there: this version of mindformers is not supported.
     """
@@ -49,11 +50,12 @@ def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
     except (AttributeError, KeyError) as error:
         raise ConfigError(f"{module}.{name} is not in the installed mindformers {metadata.version('mindformers')}; "
                           f"mindresume supports {SUPPORTED[0][1]}") from error
-    if getattr(original, "_mindresume", False):
+    function = original.__func__ if isinstance(original, classmethod) else original
+    if getattr(function, "_mindresume", False):
         return
-    replacement = make(original)
+    replacement = make(function)
     replacement._mindresume = True
-    setattr(holder, last, replacement)
+    setattr(holder, last, classmethod(replacement) if isinstance(original, classmethod) else replacement)
 
 
 def register_monitor(monitor: type) -> None:

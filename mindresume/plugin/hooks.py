@@ -1,5 +1,6 @@
 """Hooks into the graph trainer of mindformers: choosing at the start, counters, loading. Nothing is patched on disk.
 
+    MindFormerRegister.get_cls       ─▶ the documented data keys below `trainer:` do not reach the trainer's constructor
     Trainer.train / finetune
       _check_config_rules             ─▶ choose_checkpoint: scan, prove, agree; or a fresh start
       get_resume_checkpoint           ─▶ the chosen file's name
@@ -21,6 +22,7 @@ import numpy as np
 from mindresume.errors import LoadError, TrainingCompleteError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import Checksums, checksummed
+from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.network import check_fit, is_transient
 from mindresume.plugin import adapter, session
 from mindresume.plugin.group import group_of_job
@@ -30,7 +32,6 @@ from mindresume.resume.select import Choice, select
 from mindresume.settings import Settings
 from mindresume.store.storage import PosixStorage, Storage
 
-DATA_KEYS = ("ignore_data_skip", "data_skip_steps")       # documents 002 and 003 show them below `trainer:`
 
 
 def install() -> None:
@@ -38,7 +39,7 @@ def install() -> None:
     for method in ("train", "finetune"):
         adapter.replace(adapter.TRAINER, f"Trainer.{method}", _training)
     adapter.replace(adapter.TRAINER, "Trainer._check_config_rules", _rules)
-    adapter.replace(adapter.TRAINER, "build_trainer", _lift_keys)
+    adapter.replace(adapter.REGISTER, "MindFormerRegister.get_cls", _trainer_class)
     adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
     adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
@@ -67,19 +68,28 @@ def _training(original: Any) -> Any:
 def _rules(original: Any) -> Any:
     @functools.wraps(original)
     def check(self: Any) -> Any:
-        lift_data_keys(self.config)
+        for note in lift_data_skip(self.config):
+            adapter.logger().info("mindresume: %s", note)
         if session.current().training:
             choose_checkpoint(self.config, session.current())
         return original(self)
     return check
 
 
-def _lift_keys(original: Any) -> Any:
+def _trainer_class(original: Any) -> Any:
+    """Documents 002 and 003 show ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:``, whose constructor would raise
+    a TypeError. The registry is asked for the class after a plug-in named in that block was loaded; so both ways in work."""
     @functools.wraps(original)
-    def build(config: Any, *args: Any, **kwargs: Any) -> Any:
-        # The trainer's constructor would raise a TypeError; they reach the top level in lift_data_keys.
-        return original(type(config)(**{k: v for k, v in config.items() if k not in DATA_KEYS}), *args, **kwargs)
-    return build
+    def get_cls(cls: Any, module_type: Any, class_name: Any = None) -> Any:
+        found = original(cls, module_type, class_name)
+        if module_type != "trainer":
+            return found
+
+        @functools.wraps(found, updated=())
+        def build(*args: Any, **kwargs: Any) -> Any:
+            return found(*args, **{key: value for key, value in kwargs.items() if key not in DATA_KEYS})
+        return build
+    return get_cls
 
 
 def _resume_name(original: Any) -> Any:
@@ -143,15 +153,6 @@ def _load(original: Any) -> Any:
 
 
 # ---- what they do --------------------------------------------------------------------------------------------------
-
-def lift_data_keys(config: Any) -> None:
-    """``trainer: {ignore_data_skip, data_skip_steps}`` as documented, to the top level where mindformers reads them."""
-    for key in DATA_KEYS:
-        if key in (config.get("trainer") or {}):
-            value = config.trainer.pop(key)
-            if config.get(key) is None:
-                config[key] = value
-
 
 def choose_checkpoint(config: Any, current: session.Session) -> None:
     """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config`` to what was chosen by all ranks.

@@ -1,0 +1,225 @@
+"""The command line of ``run_mindformer.py``: what may be written there and what it means. Changes no configuration.
+
+    launch = parse(sys.argv[1:], script_folder)
+    launch.flags["load_checkpoint"], launch.options, launch.free     # given flags; key=value pairs in order
+
+Names, meaning and order of effect are those of MindSpore Transformers. Imports neither mindspore nor mindformers, so
+that ``--help`` and a wrong argument answer at once.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindresume.launch.values import parse_bool, parse_bool_or_name, parse_value
+
+RUN_MODES = ("train", "finetune", "eval", "predict", "predict_with_train_model")
+
+DESCRIPTION = "Trains, evaluates or predicts with MindSpore Transformers; mindresume saves and resumes."
+
+EXAMPLES = """\
+any other key of the configuration:
+  --key VALUE, --key=VALUE, --a.b.c VALUE     numbers index lists: --callbacks.1.save_checkpoint_steps 5
+  values: True, 1, 1e-5, None, [1, 2], {a: 1}, text; '"1"' is the text 1
+  order of effect: flags, --options, data set and runner flags, then these; the later one wins
+
+start:
+  python run_mindformer.py --config configs/qwen3.yaml --run_mode train --train_dataset_dir /data/wiki.mindrecord
+resume from the newest good checkpoint of ./output/checkpoint (several devices: scripts/msrun_launcher.sh):
+  python run_mindformer.py --config configs/qwen3.yaml --load_checkpoint ./output/checkpoint --resume_training True
+"""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. ``key``: the configuration key it sets, None = treated specially; ``late``: takes effect after
+    --options; ``many``: takes several values."""
+
+    name: str
+    kind: Callable[[str], Any]
+    key: str | None
+    help: str
+    late: bool = False
+    many: bool = False
+    choices: tuple | None = None
+
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "what to run": (
+        Flag("run_mode", str, None, "what to do", choices=RUN_MODES),
+        Flag("mode", int, "context.mode", "0: graph mode; 1: PyNative trainer, run from the configuration file alone",
+             choices=(0, 1)),
+        Flag("device_target", str, "context.device_target", "Ascend, GPU or CPU"),
+        Flag("device_id", int, "context.device_id", "device of a run on one device"),
+        Flag("use_parallel", parse_bool, "use_parallel", "run on several devices"),
+        Flag("seed", int, "seed", "random seed"),
+        Flag("output_dir", str, "output_dir", "folder of logs, strategies and checkpoints", late=True),
+        Flag("remote_save_url", str, "remote_save_url", "remote folder that receives the output"),
+        Flag("profile", parse_bool, "profile", "record a profile"),
+        Flag("trust_remote_code", parse_bool, "trust_remote_code", "let a Hugging Face tokenizer run its own code",
+             late=True),
+        Flag("register_path", str, None, "folder of your own registered classes; relative to this script"),
+    ),
+    "checkpoint and resume": (
+        Flag("load_checkpoint", str, "load_checkpoint", "folder or file to load"),
+        Flag("resume_training", parse_bool_or_name, "resume_training",
+             "True: go on from the newest good checkpoint; or the name of one; False: load weights only"),
+        Flag("auto_trans_ckpt", parse_bool, "auto_trans_ckpt", "convert the checkpoint to the layout of this run"),
+        Flag("src_strategy_path_or_dir", str, "src_strategy_path_or_dir", "strategy files of that checkpoint"),
+        Flag("transform_process_num", int, "transform_process_num", "processes that convert"),
+        Flag("only_save_strategy", parse_bool, "only_save_strategy", "write the strategy files and stop"),
+        Flag("strategy_load_checkpoint", str, None, "strategy file to compile with, or the folder that holds it"),
+    ),
+    "data set and training": (
+        Flag("train_dataset_dir", str, "train_dataset.data_loader.dataset_dir",
+             "data to train on; --train_dataset is the same", late=True),
+        Flag("eval_dataset_dir", str, "eval_dataset.data_loader.dataset_dir", "data to evaluate on", late=True),
+        Flag("do_eval", parse_bool, "do_eval", "evaluate during training"),
+        Flag("epochs", int, "runner_config.epochs", "epochs to train", late=True),
+        Flag("batch_size", int, "runner_config.batch_size", "samples a step on each data-parallel rank", late=True),
+        Flag("gradient_accumulation_steps", int, "runner_config.gradient_accumulation_steps",
+             "steps whose gradients are added up before an update", late=True),
+        Flag("sink_mode", parse_bool, "runner_config.sink_mode", "data sink mode", late=True),
+        Flag("num_samples", int, None, "samples to use of the training and evaluation data", late=True),
+    ),
+    "predict": (
+        Flag("predict_data", str, None, "texts, files or a folder of images", late=True, many=True),
+        Flag("predict_batch_size", int, None, "batch size of a prediction", late=True),
+        Flag("modal_type", str, None, "kind of each --predict_data: text, image or video", late=True, many=True),
+        Flag("adapter_id", str, None, "LoRA adapters to predict with (slora)", late=True, many=True),
+        Flag("do_sample", parse_bool, "model.model_config.do_sample", "sample instead of taking the likeliest token",
+             late=True),
+    ),
+}
+FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A parsed command line. ``flags`` holds only what was given; ``options`` and ``free`` keep the order written."""
+
+    config: str
+    mindresume: bool = True
+    flags: dict[str, Any] = field(default_factory=dict)
+    options: tuple[tuple[str, Any], ...] = ()
+    free: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def pynative(self) -> bool:
+        return self.flags.get("mode") == 1
+
+    def without_effect_in_pynative(self) -> list[str]:
+        """What was given although the PyNative trainer reads the configuration file alone."""
+        return ([f"--{name}" for name in self.flags if name not in ("mode", "register_path")]
+                + ["--options"] * bool(self.options) + [f"--{key}" for key, _ in self.free])
+
+
+def parse(argv: Sequence[str], folder: str) -> Launch:
+    """Parses the arguments; relative paths of --config and --register_path are relative to ``folder`` (the script's).
+
+    A wrong argument ends the process with status 2 and a last line that names the flag, as argparse does.
+    """
+    parser = _build_parser()
+    # An own option of the name --train_dataset would make abbreviations such as --train_data ambiguous.
+    argv = [_replace_alias(word, "--train_dataset", "--train_dataset_dir") for word in argv]
+    given, rest = parser.parse_known_args(argv)
+    try:
+        options = tuple(_pair(word) for word in given.options or ())
+        free = tuple(_free_pairs(rest))
+        config = find_file(given.config, folder)
+        flags = {name: getattr(given, name) for name in FLAGS if getattr(given, name) is not None}
+        if "register_path" in flags:
+            flags["register_path"] = _register_folder(flags["register_path"], folder)
+    except ValueError as error:
+        parser.error(str(error))
+    return Launch(config, given.mindresume, flags, options, free)
+
+
+def find_file(path: str, folder: str) -> str:
+    """The configuration file: absolute, in ``folder``, or in the working directory. ValueError if there is none."""
+    candidates = list(dict.fromkeys((os.path.join(folder, path), os.path.abspath(path))))
+    for candidate in candidates:
+        if os.path.isfile(candidate):
+            if not candidate.endswith((".yaml", ".yml")):
+                raise ValueError(f"argument --config: {candidate} must end in .yaml or .yml")
+            return candidate
+    raise ValueError(f"argument --config: no such file: {' or '.join(candidates)}")
+
+
+def _register_folder(path: str, folder: str) -> str:
+    path = os.path.join(folder, path)
+    if not os.path.isdir(path):
+        raise ValueError(f"argument --register_path: no such folder: {path}")
+    return path
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "run_mindformer.py", usage="run_mindformer.py --config FILE.yaml [flags] [--key value ...]",
+        description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE.yaml",
+                        help="configuration; looked up beside this script, then in the working directory")
+    parser.add_argument("--options", nargs="+", action="extend", metavar="KEY=VALUE",
+                        help="set keys of the configuration: runner_config.sink_size=2 callbacks.1.prefix=abc")
+    parser.add_argument("--no-mindresume", "--no_mindresume", dest="mindresume", action="store_false",
+                        help="use the checkpoint code of MindSpore Transformers itself")
+    for title, flags in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            group.add_argument(f"--{flag.name}", type=_named(flag.kind), nargs="+" if flag.many else None, default=None,
+                               help=flag.help, choices=flag.choices, metavar=None if flag.choices else _metavar(flag))
+    return parser
+
+
+def _named(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse shows the message of an ArgumentTypeError and puts the name of the flag before it."""
+    if kind in (str, int):
+        return kind
+
+    def convert(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return convert
+
+
+def _metavar(flag: Flag) -> str:
+    return {int: "N", parse_bool: "BOOL", parse_bool_or_name: "BOOL|NAME"}.get(flag.kind, "TEXT")
+
+
+def _replace_alias(word: str, alias: str, name: str) -> str:
+    return name + word[len(alias):] if word == alias or word.startswith(alias + "=") else word
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ValueError(f"argument --options: expected KEY=VALUE, got {word!r}")
+    try:
+        return key, parse_value(text, split_commas=True)
+    except ValueError as error:
+        raise ValueError(f"argument --options {key}: {error}") from error
+
+
+def _free_pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """``--key value`` and ``--key=value``; only the first = counts."""
+    pairs, words = [], list(words)
+    while words:
+        word = words.pop(0)
+        key, equals, text = word[2:].partition("=")
+        if not word.startswith("--") or not key:
+            raise ValueError(f"unexpected argument {word!r}: it belongs to no flag; other keys of the configuration "
+                             f"are written --key value or --key=value")
+        if not equals:
+            if not words or (words[0].startswith("--") and words[0] != "--"):
+                raise ValueError(f"argument --{key}: expected a value (--{key} VALUE or --{key}=VALUE)")
+            text = words.pop(0)
+        try:
+            pairs.append((key, parse_value(text)))
+        except ValueError as error:
+            raise ValueError(f"argument --{key}: {error}") from error
+    return pairs

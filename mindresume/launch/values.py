@@ -1,0 +1,92 @@
+"""Text of the command line -> values.
+
+    parse_value("1e-5") == 1e-5      parse_value("True") is True        parse_value("[1, [2, x]]") == [1, [2, "x"]]
+    parse_value("None") is None      parse_value("'1'") == "1"          parse_value("{a: 1}") == {"a": 1}
+
+Plain YAML is not used for single words: it would turn ``on`` into True, ``12:30`` into 750, ``2024-01-01`` into a date
+and would leave ``1e-5`` a string.
+"""
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import yaml
+
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None}
+_INTEGER = re.compile(r"[+-]?\d+")
+_FLOAT = re.compile(r"[+-]?((\d+\.\d*|\.\d+|\d+)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE)
+
+
+def parse_bool(text: str) -> bool:
+    """true/false, 1/0 or yes/no in any case; ValueError for anything else."""
+    word = text.strip().lower()
+    if word in TRUE or word in FALSE:
+        return word in TRUE
+    raise ValueError(f"expected true or false (also 1/0, yes/no), got {text!r}")
+
+
+def parse_bool_or_name(text: str) -> bool | str:
+    """What ``--resume_training`` takes: a truth value, or the name of a checkpoint. ValueError if empty."""
+    if not text.strip():
+        raise ValueError("expected true, false or the name of a checkpoint, got an empty value")
+    return parse_bool(text) if text.strip().lower() in TRUE + FALSE else text
+
+
+def parse_value(text: str, *, split_commas: bool = False) -> Any:
+    """The value of a configuration key: bool, None, int, float, list, tuple, dict or str.
+
+    ``split_commas``: ``a,b`` is the list ["a", "b"], as ``--options`` has it. Quotes keep text a string.
+    ValueError: the text begins like a list, dictionary or quoted string but is not one.
+    """
+    text = text.strip()
+    if text[:1] in ("[", "{", "(", "'", '"'):
+        return _structure(text)
+    if split_commas and "," in text:
+        return _structure(f"[{text}]")
+    return _word(text)
+
+
+def _word(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML structure only; every unquoted word goes through ``_word``."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+def _construct(_: yaml.Loader, node: yaml.ScalarNode) -> Any:
+    if node.style:
+        return node.value
+    if node.value.count("(") != node.value.count(")"):
+        raise yaml.YAMLError("a tuple of unquoted words inside a list")      # YAML would tear it into "(a" and "b)"
+    return _word(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct)
+
+
+def _structure(text: str) -> Any:
+    try:
+        value = ast.literal_eval(text)           # Python notation, the only one with tuples
+        if isinstance(value, (list, tuple, dict, str)):
+            return value
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass                                     # then it is YAML, or nothing
+    if text[0] == "(" and text[-1] == ")":
+        return tuple(_structure(f"[{text[1:-1]}]"))
+    try:
+        return yaml.load(text, Loader=_Loader)   # a SafeLoader; [true, abc] and {a: 1} are YAML
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{text!r} begins like a list, dictionary or quoted text but cannot be read as one; check the "
+                         f"brackets, or put it in quotes inside the quotes: '\"...\"'") from error

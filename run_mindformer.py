@@ -1,0 +1,93 @@
+"""Runs MindSpore Transformers with mindresume: ``python run_mindformer.py --help``.
+
+Takes the command line of the script of the same name in MindSpore Transformers. mindformers is imported only once the
+arguments are known to be right.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from mindresume.errors import ConfigError, TrainingCompleteError
+from mindresume.launch.arguments import Launch, parse
+from mindresume.launch.overrides import PREDICT_MODES, apply
+
+NAME = "run_mindformer.py"
+
+
+def run_pynative(launch: Launch) -> None:
+    """The PyNative trainer takes everything from the configuration file."""
+    say("--mode 1: mindresume is not active in PyNative mode yet; mindformers saves and resumes with its own code")
+    unused = launch.without_effect_in_pynative()
+    if unused:
+        say(f"--mode 1 reads the configuration file alone; without effect: {', '.join(unused)}")
+    from mindformers.pynative.trainer import Trainer
+    trainer = Trainer(launch.config)
+    if getattr(trainer, "is_inference", False):      # releases after 1.9.0
+        trainer.inference()
+    else:
+        trainer.train()
+
+
+def run_graph(launch: Launch) -> None:
+    """Graph mode: configuration, overrides, context, trainer, in this order."""
+    if launch.mindresume:
+        import mindresume.plugin  # noqa: F401  (its import installs everything)
+    from mindformers.core.context import build_context
+    from mindformers.tools.register import MindFormerConfig
+    from mindformers.trainer import Trainer
+    from mindformers.utils.file_utils import set_output_path
+
+    # The run mode selects the sections that the defaults of mindformers fill in, so it must be known while reading.
+    given = {"run_mode": launch.flags["run_mode"]} if "run_mode" in launch.flags else {}
+    config = MindFormerConfig(launch.config, **given)
+    for note in apply(config, launch):
+        say(note)
+    set_output_path(config.output_dir)
+    build_context(config)
+    trainer = Trainer(config)
+    if config.run_mode in PREDICT_MODES:
+        trainer.predict(predict_checkpoint=config.load_checkpoint, input_data=config.input_data,
+                        batch_size=config.predict_batch_size, adapter_id=config.adapter_id)
+    elif config.run_mode == "eval":
+        trainer.evaluate(eval_checkpoint=config.load_checkpoint)
+    else:
+        trainer.train()
+
+
+def set_register_path(path: str) -> None:
+    """Where ``auto_register`` of mindformers looks for classes of the user."""
+    os.environ["REGISTER_PATH"] = path
+    if path not in sys.path:
+        sys.path.append(path)
+
+
+def say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 done (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting."""
+    launch = parse(argv, os.path.dirname(os.path.abspath(__file__)))
+    if "register_path" in launch.flags:
+        set_register_path(launch.flags["register_path"])
+    rank = os.environ.get("RANK_ID")
+    where = f" on rank {rank}" if rank else ""
+    try:
+        (run_pynative if launch.pynative else run_graph)(launch)
+    except TrainingCompleteError as done:
+        say(str(done))
+    except ConfigError as error:
+        say(f"error{where}: {error}")
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines()
+        say(f"failed{where}: {type(error).__name__}: {lines[0] if lines else '(no message)'}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,278 @@
+#!/bin/bash
+# Starts a training on one or more devices with msrun, or with plain python for one worker. Usage: msrun_launcher.sh --help
+#
+# Takes the arguments of the script of the same name in MindSpore Transformers. What is different:
+#   - The exit status is that of the job, also with JOIN False: the script waits, quietly. MSRUN_DETACH=1 brings back the
+#     early return. msrun itself reports every failure as 1 (and Ctrl-C as 0), so the status of the worker that failed is
+#     taken from msrun's message on standard error; if that cannot be read, it stays msrun's own.
+#   - WORKER_NUM 1 runs.
+#   - When a worker has failed, msrun waits for its scheduler, which can wait CLUSTER_TIME_OUT for workers that msrun has
+#     just killed. Here the scheduler gets MSRUN_GRACE seconds.
+#   - SIGTERM and SIGINT end every process of the job; msrun alone leaves its workers behind on SIGTERM.
+#   - CMD is split into words as a shell does it with quotes, but nothing in it is expanded or run as a shell command.
+
+usage() {
+  cat <<'TEXT'
+usage: bash scripts/msrun_launcher.sh "CMD"
+       bash scripts/msrun_launcher.sh "CMD" WORKER_NUM
+       bash scripts/msrun_launcher.sh "CMD" WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT
+       bash scripts/msrun_launcher.sh "CMD" WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT
+
+CMD               script and arguments in one pair of quotes; line breaks after a backslash and inner quotes are understood
+WORKER_NUM        workers of the whole job (8); 1 runs CMD with python alone, without msrun
+LOCAL_WORKER      workers on this host (8); fewer than WORKER_NUM: start this script on every host with its own NODE_RANK
+MASTER_ADDR       address of the host that runs the scheduler (127.0.0.1)
+MASTER_PORT       port of the scheduler (8118)
+NODE_RANK         number of this host, from 0 (0)
+LOG_DIR           folder of worker_R.log and scheduler.log (output/msrun_log)
+JOIN              True: wait and show the logs of the workers here; False: wait without showing them (False)
+CLUSTER_TIME_OUT  seconds to wait until all workers have joined (7200)
+
+environment:
+  MSRUN_DETACH=1               with JOIN False: return as soon as the workers are started; the exit status then says
+                               nothing about the job
+  MSRUN_GRACE=S                seconds between SIGTERM and SIGKILL when the job is ended, and how long the scheduler
+                               may go on after a worker has failed (10)
+  MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
+  PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
+  LOG_MF_PATH=DIR              logs of mindformers (output/log)
+  PYTHON=PATH                  python to use; its folder goes to the front of PATH, so that msrun and the workers are its
+
+exit status: that of the job (of the first worker that failed; 128 + N if signal N ended it), 130 and 143 after SIGINT and
+SIGTERM, 2 for a wrong argument. Closing the terminal does not end the job.
+
+examples:
+  bash scripts/msrun_launcher.sh "run_mindformer.py --config configs/qwen3.yaml --run_mode train" 8
+  bash scripts/msrun_launcher.sh "run_mindformer.py --config configs/qwen3.yaml --run_mode train \
+    --load_checkpoint ./output/checkpoint --resume_training True" 8 8118 output/msrun_log True 7200
+TEXT
+}
+
+refuse() {
+  echo "msrun_launcher.sh: error: $*" >&2
+  exit 2
+}
+
+# ---------------------------------------------------------------------------------------------------- arguments
+for word in "$@"; do
+  if [[ $word == -h || $word == --help ]]; then
+    usage
+    exit 0
+  fi
+done
+
+WORKER_NUM=8
+LOCAL_WORKER=8
+MASTER_ADDR=127.0.0.1
+MASTER_PORT=8118
+NODE_RANK=0
+LOG_DIR=output/msrun_log
+JOIN=False
+CLUSTER_TIME_OUT=7200
+case $# in
+  1) echo "msrun_launcher.sh: no number of workers given, starting 8" ;;
+  2) WORKER_NUM=$2 LOCAL_WORKER=$2 ;;
+  6) WORKER_NUM=$2 LOCAL_WORKER=$2 MASTER_PORT=$3 LOG_DIR=$4 JOIN=$5 CLUSTER_TIME_OUT=$6 ;;
+  9) WORKER_NUM=$2 LOCAL_WORKER=$3 MASTER_ADDR=$4 MASTER_PORT=$5 NODE_RANK=$6 LOG_DIR=$7 JOIN=$8 CLUSTER_TIME_OUT=$9 ;;
+  *) usage >&2
+     refuse "expected 1, 2, 6 or 9 arguments, got $# (is CMD in quotes?)" ;;
+esac
+
+[[ $WORKER_NUM =~ ^[1-9][0-9]*$ ]] || refuse "WORKER_NUM must be a number from 1 on, got '$WORKER_NUM'"
+[[ $LOCAL_WORKER =~ ^[1-9][0-9]*$ ]] || refuse "LOCAL_WORKER must be a number from 1 on, got '$LOCAL_WORKER'"
+(( LOCAL_WORKER <= WORKER_NUM )) || refuse "LOCAL_WORKER is $LOCAL_WORKER, more than WORKER_NUM, $WORKER_NUM"
+[[ $MASTER_PORT =~ ^[0-9]+$ ]] || refuse "MASTER_PORT must be a number, got '$MASTER_PORT'"
+[[ $NODE_RANK =~ ^[0-9]+$ ]] || refuse "NODE_RANK must be a number from 0 on, got '$NODE_RANK'"
+[[ $CLUSTER_TIME_OUT =~ ^-?[0-9]+$ ]] || refuse "CLUSTER_TIME_OUT must be a number of seconds, got '$CLUSTER_TIME_OUT'"
+[[ -n $LOG_DIR ]] || refuse "LOG_DIR is empty"
+case ${JOIN,,} in
+  true) JOIN=True ;;
+  false) JOIN=False ;;
+  *) refuse "JOIN must be True or False, got '$JOIN'" ;;
+esac
+MSRUN_GRACE=${MSRUN_GRACE:-10}
+[[ $MSRUN_GRACE =~ ^[0-9]+$ ]] || refuse "MSRUN_GRACE must be a number of seconds, got '$MSRUN_GRACE'"
+
+# ---------------------------------------------------------------------------------------------------- environment
+if [[ -n ${PYTHON:-} ]]; then
+  found=$(command -v -- "$PYTHON") || refuse "PYTHON=$PYTHON cannot be run"
+  PYTHON=$(cd -- "$(dirname -- "$found")" && pwd)/$(basename -- "$found")
+  export PATH=${PYTHON%/*}:$PATH
+else
+  PYTHON=$(command -v python || command -v python3) || refuse "no python on PATH; set PYTHON"
+fi
+
+# Words of CMD, each ended by a zero byte. A backslash at the end of a line continues it, with or without blanks after it.
+split_words='
+import re, shlex, sys
+for word in shlex.split(re.sub(r"\\[ \t]*\r?\n", " ", sys.argv[1])):
+    sys.stdout.write(word + "\0")
+'
+mapfile -d '' -t COMMAND < <("$PYTHON" -ISc "$split_words" "$1" 2>/dev/null)
+(( ${#COMMAND[@]} )) || refuse "CMD is empty or its quotes are not closed: $1"
+case ${COMMAND[0]} in
+  *.py) [[ -f ${COMMAND[0]} ]] || refuse "${COMMAND[0]}: no such file in $PWD" ;;
+esac
+
+PROJECT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH=$PROJECT${PYTHONPATH:+:$PYTHONPATH}
+SUFFIX=${MF_LOG_SUFFIX:+_$MF_LOG_SUFFIX}
+LOG_DIR=$LOG_DIR$SUFFIX
+export LOG_MF_PATH=${LOG_MF_PATH:-$PWD/output/log$SUFFIX}
+case ${PLOG_REDIRECT_TO_OUTPUT:-False} in
+  [Ff]alse | 0) ;;
+  *) export ASCEND_PROCESS_LOG_PATH=$PWD/output/plog$SUFFIX
+     echo "msrun_launcher.sh: device logs are in $ASCEND_PROCESS_LOG_PATH" ;;
+esac
+ulimit -u unlimited 2>/dev/null      # many processes per host; without the right to raise the limit it stays as it is
+mkdir -p -- "$LOG_DIR" || refuse "LOG_DIR $LOG_DIR cannot be created"
+
+# ---------------------------------------------------------------------------------------------------- processes
+FAILED_WORKER='exit with exception\. Error code: (-?[0-9]+)\.'      # msrun's words
+
+# Every process of the job carries this variable, also when its parent is gone: msrun gives each worker a session of its own.
+MARK=MSRUN_LAUNCHER_JOB=$$.$RANDOM$RANDOM
+
+SUPERVISOR='' WATCHER='' DEADLINE=0
+
+# Sleeps without a process of its own, so that none is left behind: nothing ever arrives on this pipe.
+pause() {
+  read -rt "$1" -u "$NOTHING"
+}
+
+# Living processes of the job. The environment of a zombie reads as empty, so zombies are left out.
+members() {
+  local file
+  for file in $(grep -lsaF -- "$MARK" /proc/[0-9]*/environ 2>/dev/null); do
+    file=${file#/proc/}
+    echo "${file%/environ}"
+  done
+}
+
+# SIGTERM, MSRUN_GRACE seconds, SIGKILL. msrun goes first: it would kill all other workers as soon as one ends.
+end_job() {
+  if [[ -n $SUPERVISOR ]]; then
+    kill -KILL "$SUPERVISOR" 2>/dev/null
+    wait "$SUPERVISOR" 2>/dev/null      # keeps bash from printing that it was killed
+  fi
+  [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
+  local left
+  DEADLINE=$((SECONDS + MSRUN_GRACE))
+  left=$(members)
+  [[ -n $left ]] && kill -TERM $left 2>/dev/null
+  while left=$(members) && [[ -n $left ]]; do
+    (( SECONDS < DEADLINE )) || kill -KILL $left 2>/dev/null
+    pause 0.05
+  done
+}
+
+# Ends msrun MSRUN_GRACE seconds after it has reported a failed worker; what is left then is ended by run_job.
+watch_scheduler() {
+  local seconds=-1      # since the report
+  while kill -0 "$SUPERVISOR"; do
+    pause 1
+    if (( seconds >= 0 )) || grep -qE "$FAILED_WORKER" "$1"; then
+      (( ++seconds <= MSRUN_GRACE )) || kill -KILL "$SUPERVISOR"
+    fi
+  done
+}
+
+on_signal() {
+  trap 'DEADLINE=0' INT TERM      # a second signal: at once
+  echo "msrun_launcher.sh: SIG$1: ending the job (up to $MSRUN_GRACE s)" >&2
+  end_job
+  exit "$2"
+}
+
+# Runs "$@" and returns its exit status. STREAM: 1 copies all its output into the file RECORD, 2 only standard error.
+# Job control gives the job a process group of its own, so that Ctrl-C reaches this script alone and is handled in one
+# place, and keeps SIGINT usable in the job. A background group may not read the terminal, hence /dev/null.
+run_job() {
+  local stream=$1 record=$2 copier status
+  shift 2
+  : > "$record" || refuse "$record cannot be written"
+  trap 'on_signal INT 130' INT
+  trap 'on_signal TERM 143' TERM
+  trap '' HUP
+  exec {NOTHING}<> <(:)
+  set -m
+  if (( stream == 1 )); then
+    exec 3> >(trap '' INT TERM; exec tee -- "$record")
+    copier=$!
+    env "$MARK" "$@" < /dev/null >&3 2>&1 3>&- {NOTHING}>&- &
+  else
+    exec 3> >(trap '' INT TERM; exec tee -- "$record" >&2)
+    copier=$!
+    env "$MARK" "$@" < /dev/null 2>&3 3>&- {NOTHING}>&- &
+  fi
+  local child=$!
+  set +m
+  exec 3>&-
+  if (( stream == 2 )); then
+    SUPERVISOR=$child
+    watch_scheduler "$record" > /dev/null 2>&1 &
+    WATCHER=$!
+  fi
+  wait "$child" 2>/dev/null
+  status=$?
+  SUPERVISOR=''
+  if (( status == 0 )); then
+    [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
+  else
+    end_job                          # what a failed job left running
+  fi
+  for _ in {1..250}; do              # let the last lines through, but do not wait for a process that keeps the pipe
+    kill -0 "$copier" 2>/dev/null || break
+    pause 0.02
+  done
+  return "$status"
+}
+
+# ---------------------------------------------------------------------------------------------------- run
+if (( WORKER_NUM == 1 )); then
+  case ${COMMAND[0]} in
+    python | python3) COMMAND=("$PYTHON" "${COMMAND[@]:1}") ;;
+    pytest) ;;
+    *) COMMAND=("$PYTHON" "${COMMAND[@]}") ;;
+  esac
+  LOG=$LOG_DIR/worker_0.log
+  echo "msrun_launcher.sh: one worker, running without msrun:$(printf ' %q' "${COMMAND[@]}")"
+  echo "msrun_launcher.sh: log: $LOG"
+  run_job 1 "$LOG" "${COMMAND[@]}"
+  exit
+fi
+
+command -v msrun > /dev/null || refuse "no msrun on PATH; it comes with mindspore (activate its environment or set PYTHON)"
+[[ -n $(command -v python) ]] || refuse "no python on PATH, which msrun needs to start the workers"
+MSRUN=(msrun --worker_num="$WORKER_NUM" --local_worker_num="$LOCAL_WORKER" --master_port="$MASTER_PORT"
+       --log_dir="$LOG_DIR" --cluster_time_out="$CLUSTER_TIME_OUT")
+if (( LOCAL_WORKER < WORKER_NUM )); then
+  echo "msrun_launcher.sh: $LOCAL_WORKER of $WORKER_NUM workers on this host, node rank $NODE_RANK;" \
+       "start this script on the other hosts as well"
+  MSRUN+=(--master_addr="$MASTER_ADDR" --node_rank="$NODE_RANK")
+fi
+
+if [[ $JOIN == False && ${MSRUN_DETACH:-0} == 1 ]]; then
+  MSRUN+=(--join=False)
+elif [[ $JOIN == False ]]; then
+  MSRUN+=(--join=True --tail_worker_log="$WORKER_NUM")     # waits; shows the log of a worker that does not exist
+else
+  MSRUN+=(--join=True)
+fi
+echo "msrun_launcher.sh: running:$(printf ' %q' "${MSRUN[@]}" "${COMMAND[@]}")"
+echo "msrun_launcher.sh: logs: $LOG_DIR"
+if [[ ${MSRUN[*]} == *--join=False* ]]; then
+  exec "${MSRUN[@]}" "${COMMAND[@]}"
+fi
+
+ERRORS=$LOG_DIR/msrun_stderr.log
+run_job 2 "$ERRORS" "${MSRUN[@]}" "${COMMAND[@]}"
+STATUS=$?
+if (( STATUS != 0 )); then
+  code=$(sed -nE "s/.*$FAILED_WORKER.*/\1/p" "$ERRORS" | head -n 1)
+  if [[ -n $code ]]; then
+    STATUS=$(( code < 0 ? 128 - code : code & 255 ))
+  fi
+  echo "msrun_launcher.sh: the job failed with exit status $STATUS; logs: $LOG_DIR/worker_*.log, $LOG_DIR/scheduler.log" >&2
+fi
+exit "$STATUS"
