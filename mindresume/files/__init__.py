@@ -93,6 +93,6 @@ def _module(fmt: str, path: str | os.PathLike[str] | None = None) -> ModuleType:
 
 def _text(raw: bytes, path: str) -> str:
     try:
-        return raw.decode("utf-32-le").rstrip("\0")     # numpy, MindSpore's writer, pads texts with NUL
+        return raw.decode("utf-32-le")
     except UnicodeDecodeError as error:
         raise DamagedFileError(path, f"a text is not UTF-32: {error}") from error
