@@ -16,8 +16,8 @@ from mindresume.formats.rank_folders import is_root
 from mindresume.store.storage import PosixStorage
 
 Folder = Annotated[str, typer.Argument(
-    metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it will do), a rank folder, "
-                        "or one file.")]
+    metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
+                        "the run, will do), a rank folder, or one file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 WorldSize = Annotated[int | None, typer.Option(
     "--world-size", min=1, metavar="N", help="Ranks of the job that would resume. Default: that of the manifest, else of the "
@@ -25,12 +25,15 @@ WorldSize = Annotated[int | None, typer.Option(
 
 
 def locate(folder: str) -> str:
-    """``folder``, or the ``checkpoint`` folder in it. FileNotFoundError if there is nothing."""
+    """``folder``, or the checkpoint folder of the run in it. FileNotFoundError if there is nothing."""
     if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist")
-    inner = os.path.join(folder, "checkpoint")
     storage = PosixStorage()
-    return inner if os.path.isdir(folder) and not is_root(storage, folder) and is_root(storage, inner) else folder
+    for inner in ("", "checkpoint", os.path.join("output", "checkpoint")):
+        path = os.path.join(folder, inner) if inner else folder
+        if is_root(storage, path):
+            return path
+    return folder
 
 
 def print_json(value: Any) -> None:

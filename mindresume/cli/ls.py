@@ -49,7 +49,7 @@ def _print(storage: PosixStorage, root: str, rows: list[tuple[Candidate, Refusal
     table = Table(title=root, title_justify="left")
     for name in ("step", "epoch", "ranks", "size", "format", "written by", "saved", "state"):
         table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left",
-                         overflow="fold")
+                         overflow="fold", no_wrap=name not in ("written by", "state"))
     for candidate, problem in rows:
         sizes = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
         state = problem.reason if problem else "complete" if candidate.committed or candidate.origin == MINDFORMERS \

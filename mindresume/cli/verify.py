@@ -22,6 +22,7 @@ from mindresume.cli.common import (
     world_text,
 )
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.rank_folders import ranks_count
 from mindresume.resume.prove import prove, quick, read_size
 from mindresume.resume.select import candidates_for
 from mindresume.store.storage import PosixStorage
@@ -79,7 +80,7 @@ def _print(root: str, candidate: Candidate, bad: list[Refusal]) -> None:
     state = _state(candidate, bad)
     text = {"incomplete": "the save never completed; nothing is lost with it", "damaged": "DAMAGED",
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
-            "verified": f"every byte of {candidate.world_size} ranks is as it was written"}[state]
+            "verified": f"every byte of {ranks_count(candidate.world_size)} is as it was written"}[state]
     print(f"step {'?' if candidate.step is None else candidate.step} ({origin_text(candidate)}): {text}")
     for refusal in bad:
         where = os.path.join(root, refusal.file) if refusal.file else ""

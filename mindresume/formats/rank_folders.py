@@ -115,7 +115,7 @@ def scan(storage: Storage, root: str) -> Scan:
     names = storage.list(root)
     status = storage.status(root)
     ranks = sorted(rank for rank in map(folder_rank, names) if rank is not None)
-    ours, known, notes = _scan_records(storage, root)
+    ours, known, notes = scan_records(storage, root)
     with ThreadPoolExecutor(_THREADS) as pool:
         listings = dict(zip(ranks, pool.map(lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks),
                             strict=True))
@@ -139,8 +139,9 @@ def _attempted(storage: Storage, root: str) -> set[tuple[str, int]] | None:
     return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])} if names else None
 
 
-def _scan_records(storage: Storage, root: str) -> tuple[list[Candidate], set[str], list[str]]:
-    """Candidates from records and manifests, the paths of all files they name, and notes."""
+def scan_records(storage: Storage, root: str) -> tuple[list[Candidate], set[str], list[str]]:
+    """Candidates from records and manifests alone (no rank folder is listed), newest first, the paths of all files they name,
+    and notes."""
     folder = os.path.join(root, FOLDER)
     candidates, known, notes = [], set(), []
     for name, step, run in attempts(storage.list(folder)):
@@ -157,7 +158,7 @@ def _scan_records(storage: Storage, root: str) -> tuple[list[Candidate], set[str
             candidate = _from_records(storage, path, step, run, content)
         candidates.append(candidate)
         known.update(file.path for file in candidate.files.values())
-    return candidates, known, notes
+    return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
 
 
 def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
@@ -207,6 +208,11 @@ def ranks_text(ranks: list[int], most: int = 8) -> str:
     """'1, 2, 5 and 3 more'"""
     text = ", ".join(map(str, ranks[:most]))
     return text + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+
+
+def ranks_count(count: int) -> str:
+    """'1 rank', '4 ranks'"""
+    return f"{count} rank" + ("" if count == 1 else "s")
 
 
 # ---- files without records -----------------------------------------------------------------------------------------

@@ -106,18 +106,23 @@ def compile_for_load(config: Any, model: Any, dataset: Any) -> None:
 
 
 def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
-    """Copies the arrays into the parameters; with ``remove_redundancy`` replicas receive what other ranks loaded.
-    Returns the names of parameters of the network that got nothing."""
-    import ml_dtypes
-    from mindspore import Parameter, Tensor, load_param_into_net
-    from mindspore import dtype as mstype
-
-    def tensor(array: Any) -> Any:
-        if array.dtype == ml_dtypes.bfloat16:
-            return Tensor(array.astype("float32"), mstype.bfloat16)     # exact: every bfloat16 is a float32
-        return Tensor(array)
-    parameters = {name: Parameter(tensor(array), name=name) for name, array in arrays.items()}
+    """Hands the arrays to the parameters, without a copy; ``arrays`` is emptied on the way. With ``remove_redundancy`` replicas
+    receive what other ranks loaded. Returns the names of parameters of the network that got nothing."""
+    from mindspore import Parameter, load_param_into_net
+    parameters = {name: Parameter(tensor_of(arrays.pop(name)), name=name) for name in list(arrays)}
     return load_param_into_net(network, parameters, remove_redundancy=remove_redundancy)[0]
+
+
+def tensor_of(array: Any) -> Any:
+    """A MindSpore tensor with the very bits of ``array``, in the memory of ``array`` where MindSpore can."""
+    import ml_dtypes
+    from mindspore import Tensor
+    from mindspore import dtype as mstype
+    from mindspore.train.serialization import Tensor_
+    if array.dtype == ml_dtypes.bfloat16:
+        # by way of float32 the payload of a NaN would be lost
+        return Tensor(Tensor_.convert_bytes_to_tensor(array.tobytes(), tuple(array.shape), mstype.bfloat16))
+    return Tensor.from_numpy(array)
 
 
 def wanted_of(network: Any) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -33,7 +33,6 @@ from mindresume.settings import Settings
 from mindresume.store.storage import PosixStorage, Storage
 
 
-
 def install() -> None:
     """Idempotent. ConfigError if a place to hook in is not there."""
     for method in ("train", "finetune"):
@@ -246,12 +245,15 @@ def load_shard(network: Any, current: session.Session, storage: Storage) -> None
     arrays, deduplicated = read_shard(storage, choice.root, current.shard)
     if "global_step" in arrays:
         arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
-    check_fit(arrays, adapter.wanted_of(network), (lambda name: True) if deduplicated else is_transient)
+    wanted = adapter.wanted_of(network)
+    check_fit(arrays, wanted, (lambda name: True) if deduplicated else is_transient)
+    for name in set(wanted) & set(arrays):
+        arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
+    count, size = len(arrays), sum(array.nbytes for array in arrays.values())
     left = [name for name in adapter.load_into(network, arrays, deduplicated) if not is_transient(name)]
     if left:
         raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
-    log.info("mindresume: loaded %d tensors of rank %d, %.1f MiB", len(arrays), current.group.rank,
-             sum(array.nbytes for array in arrays.values()) / 2**20)
+    log.info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
 
 
 def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[str, np.ndarray], bool]:

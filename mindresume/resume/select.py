@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mindresume.errors import AgreementError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
-from mindresume.formats.rank_folders import folder_name, folder_rank, name_for_rank, parse_name, scan
+from mindresume.formats.rank_folders import folder_name, folder_rank, name_for_rank, parse_name, ranks_count, scan
 from mindresume.manifest import FileRecord
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.state import TrainingState
@@ -72,7 +72,7 @@ def describe(candidate: Candidate) -> str:
     first = candidate.files[min(candidate.files)].path if candidate.files else "no file"
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte"
-    return f"{first}, run {candidate.run}, {candidate.world_size} ranks, every byte checked"
+    return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, every byte checked"
 
 
 def candidates_for(storage: Storage, path: str, named: str | None = None, rank_of_path: int = 0) -> tuple[Scan, bool]:

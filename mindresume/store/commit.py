@@ -20,7 +20,7 @@ import numpy as np
 from mindresume.errors import RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
-from mindresume.formats import OURS, Candidate
+from mindresume.formats import Candidate
 from mindresume.formats.rank_folders import (
     META,
     FileName,
@@ -29,8 +29,9 @@ from mindresume.formats.rank_folders import (
     meta_json,
     name_for_rank,
     parse_name,
+    ranks_count,
     ranks_text,
-    scan,
+    scan_records,
 )
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
@@ -191,7 +192,7 @@ class Committer:
         attempt = self.place.attempt(step)
         manifest = self._manifest(attempt)
         publish(self.place.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.place.run)
-        self.log(f"step {step} committed: {self.place.world_size} ranks, "
+        self.log(f"step {step} committed: {ranks_count(self.place.world_size)}, "
                  f"{sum(file.size or 0 for file in manifest.files) / 2**20:.1f} MiB")
         try:
             self._point(manifest)
@@ -240,8 +241,8 @@ class Committer:
     def adopt(self) -> list[int]:
         """Writes the manifests of earlier runs whose ranks all recorded their files but that died before the commit."""
         adopted = []
-        for candidate in scan(self.place.storage, self.place.root).candidates:
-            if candidate.origin == OURS and candidate.attempt and candidate.problem is None and not candidate.committed:
+        for candidate in scan_records(self.place.storage, self.place.root)[0]:
+            if candidate.problem is None and not candidate.committed:
                 place = Place(self.place.storage, self.place.root, candidate.run or "", 0, candidate.world_size)
                 try:
                     manifest = Committer(place)._manifest(candidate.attempt)
@@ -257,7 +258,7 @@ class Committer:
     def prune(self) -> list[int]:
         """Removes the committed checkpoints that the policy does not keep, and saves that never completed: of earlier runs, and
         of this one before its newest commit (every rank is past them). Returns the steps of the former."""
-        found = [c for c in scan(self.place.storage, self.place.root).candidates if c.origin == OURS and c.attempt]
+        found, _, _ = scan_records(self.place.storage, self.place.root)
         complete = [c for c in found if c.committed]
         victims = [complete[index] for index in surplus(self.policy, complete)]
         newest = max((c.step for c in complete if c.run == self.place.run), default=0)
