@@ -81,7 +81,7 @@ class FileRecord:
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
         path, fmt, size, checksum = value
-        if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
+        if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise RecordError(f"file path {path!r} leaves the checkpoint folder")
         return cls(path, fmt, size, checksum)
 
@@ -143,6 +143,7 @@ class Record:
     @classmethod
     def decode(cls, head: Mapping[str, Any]) -> Record:
         with _field_errors("record"):
+            run_sequence(head["run"])
             return cls(head["run"], int(head["rank"]), int(head["world_size"]), TrainingState.from_json(head["state"]),
                        float(head["saved_at"]), FileRecord.from_json(head["file"]))
 
@@ -190,6 +191,7 @@ class Manifest:
         """RecordError if it is torn, altered or of another kind."""
         head, _ = unseal(file, "manifest")
         with _field_errors("manifest"):
+            run_sequence(head["run"])
             files = tuple(FileRecord.from_json(value) for value in head["files"])
             if not len(files) == len(head["records"]) == head["world_size"]:
                 raise RecordError(f"manifest: {len(files)} files and {len(head['records'])} records for "
@@ -211,10 +213,15 @@ def unseal(file: BinaryIO, kind: str) -> tuple[dict[str, Any], bytes]:
     if xxhash.xxh3_128_hexdigest(line).encode() != checksum:
         raise RecordError(f"not a {kind}: it is empty, cut short or altered")
     head = json.loads(line)
+    if not isinstance(head, dict):
+        raise RecordError(f"expected a {kind}, found {type(head).__name__}")
     if head.get("kind") != kind:
         raise RecordError(f"expected a {kind}, found {head.get('kind')!r}")
-    if head.get("version", 0) > VERSION:
-        raise RecordError(f"{kind} of version {head['version']}, this mindresume reads up to {VERSION}: install a newer one")
+    version = head.get("version")
+    if type(version) is not int:
+        raise RecordError(f"{kind} of version {version!r}, expected a whole number")
+    if version > VERSION:
+        raise RecordError(f"{kind} of version {version}, this mindresume reads up to {VERSION}: install a newer one")
     return head, line
 
 
@@ -232,7 +239,7 @@ class _field_errors:                                    # noqa: N801  a context 
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)) and not isinstance(error, RecordError):
+        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError)) and not isinstance(error, RecordError):
             raise RecordError(f"{self.kind}: a field is missing or wrong ({type(error).__name__}: {error})") from error
 
 

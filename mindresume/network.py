@@ -94,7 +94,7 @@ def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple
         if name not in arrays:
             if not may_miss(name):
                 problems.append(f"{name} is not in the checkpoint")
-        elif tuple(arrays[name].shape) != shape and arrays[name].size != 1:
+        elif tuple(arrays[name].shape) != shape and not arrays[name].size == math.prod(shape) == 1:
             problems.append(f"{name} is {tuple(arrays[name].shape)} in the checkpoint, {shape} in the network")
         elif str(arrays[name].dtype) != dtype:
             problems.append(f"{name} is {arrays[name].dtype} in the checkpoint, {dtype} in the network")

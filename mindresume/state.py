@@ -52,9 +52,9 @@ class TrainingState:
         if not isinstance(value, dict):
             raise RecordError(f"training state: expected an object, found {type(value).__name__}")
         known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
-        for name in ("step", "steps_per_epoch", "global_step"):
-            if not isinstance(known.get(name), int) or known[name] < 0:
-                raise RecordError(f"training state: {name} is {known.get(name)!r}, expected a count")
+        for name, least in (("step", 0), ("steps_per_epoch", 1), ("global_step", 0)):
+            if not isinstance(known.get(name), int) or known[name] < least:
+                raise RecordError(f"training state: {name} is {known.get(name)!r}, expected a count of at least {least}")
         return cls(**known)
 
 

@@ -24,9 +24,9 @@ WorldSize = Annotated[int | None, typer.Option(
                                              "strategy folder beside, else the number of rank folders.")]
 
 
-def locate(folder: str) -> str:
-    """``folder``, or the checkpoint folder of the run in it. FileNotFoundError if there is nothing."""
-    if not os.path.exists(folder):
+def locate(folder: str, must_exist: bool = True) -> str:
+    """``folder``, or the checkpoint folder of the run in it. FileNotFoundError if there is nothing and there must be."""
+    if must_exist and not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist")
     storage = PosixStorage()
     for inner in ("", "checkpoint", os.path.join("output", "checkpoint")):
@@ -51,7 +51,7 @@ def size_text(size: float | None) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def origin_text(candidate: Candidate) -> str:

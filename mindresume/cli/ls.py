@@ -4,8 +4,9 @@ from __future__ import annotations
 import os
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, size_text, time_text, world_text
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, size_text, time_text, world_text
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.manifest import run_sequence
 from mindresume.resume.prove import quick
 from mindresume.resume.select import candidates_for
 from mindresume.store.storage import PosixStorage
@@ -28,7 +29,9 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
                     "notes": list(found.notes)})
         return
     _print(storage, found.root, rows)
-    for note in (*found.notes, world_text(found, world_size)):
+    foreign = any(candidate.run is None for candidate in found.candidates)
+    for note in (*found.notes, "run -: written by mindformers, without records" if foreign else "",
+                 world_text(found, world_size)):
         if note:
             print(note)
 
@@ -46,18 +49,25 @@ def _print(storage: PosixStorage, root: str, rows: list[tuple[Candidate, Refusal
     if not rows:
         print(f"{root}: no checkpoints")
         return
-    table = Table(title=root, title_justify="left")
-    for name in ("step", "epoch", "ranks", "size", "format", "written by", "saved", "state"):
-        table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left",
-                         overflow="fold", no_wrap=name not in ("written by", "state"))
+    table = Table(title=root, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"):
+        table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)
     for candidate, problem in rows:
         sizes = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
-        state = problem.reason if problem else "complete" if candidate.committed or candidate.origin == MINDFORMERS \
-            else "complete, not yet committed"
         table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
-                      size_text(sum(status.size for status in sizes if status)), candidate.format, origin_text(candidate),
-                      time_text(candidate.saved_at), state, style="" if problem is None else "yellow")
+                      size_text(sum(status.size for status in sizes if status)), candidate.format,
+                      str(run_sequence(candidate.run)) if candidate.run else "-",
+                      time_text(candidate.saved_at), _state(candidate, problem), style="yellow" if problem else "")
     Console().print(table)
+    for _, problem in rows:
+        if problem:
+            print(problem)
+
+
+def _state(candidate: Candidate, problem: Refusal | None) -> str:
+    if problem is None:
+        return "complete"
+    return "unusable" if candidate.existed else "incomplete"
 
 
 def _text(value: int | None) -> str:

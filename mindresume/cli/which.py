@@ -29,7 +29,7 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Does what the job does at its start, for all ranks at once: every byte of the chosen checkpoint is checked.
     Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an error).
     """
-    storage, path = PosixStorage(), locate(folder)
+    storage, path = PosixStorage(), locate(folder, must_exist=False)
     found, _ = candidates_for(storage, path, named) if named is None else (None, True)
     total = sum(read_size(c, list(c.files)) for c in found.candidates[:1]) if found else 0
     error = None
@@ -55,21 +55,16 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
 
 
 def _print(choice: Choice, error: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    if choice.refused:
-        table = Table(title="refused, newest first", title_justify="left")
-        for name in ("step", "rank", "reason", "file"):
-            table.add_column(name, overflow="fold")
-        for refusal in choice.refused:
-            table.add_row(*("?" if value is None else str(value) for value in
-                            (refusal.step, refusal.rank, refusal.reason, refusal.file)))
-        Console().print(table)
+    for refusal in choice.refused:
+        print(f"refused  step {'?' if refusal.step is None else refusal.step}: {refusal.reason}"
+              + (f"\n         {os.path.join(choice.root, refusal.file)}" if refusal.file else ""))
     for note in choice.notes:
-        print(f"note: {note}")
+        print(f"note     {note}")
     if choice.chosen is not None:
-        print(f"a resume takes step {choice.chosen.step} (epoch {choice.chosen.epoch}): {describe(choice.chosen)}")
+        print(f"chosen   step {choice.chosen.step}, epoch {choice.chosen.epoch}: {describe(choice.chosen)}")
     elif choice.fresh:
-        print(f"{choice.root}: nothing was ever complete here; a resume starts afresh")
+        there = "no save was ever complete in" if os.path.exists(choice.root) else "there is no"
+        print(f"chosen   none: {there} {choice.root}; a resume starts afresh")
     else:
-        print(error.splitlines()[0] if choice.refused and error else error or "nothing to resume from")
+        print(f"chosen   none: a resume stops with an error\n{error}" if not choice.refused else
+              "chosen   none: a resume stops with an error that lists these reasons")

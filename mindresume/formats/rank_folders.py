@@ -151,7 +151,10 @@ def scan_records(storage: Storage, root: str) -> tuple[list[Candidate], set[str]
         if MANIFEST in content:
             try:
                 with storage.open(os.path.join(path, MANIFEST)) as file:
-                    candidate = _from_manifest(Manifest.read(file), path, content)
+                    manifest = Manifest.read(file)
+                if (manifest.run, manifest.step) != (run, step):
+                    raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
+                candidate = _from_manifest(manifest, path, content)
             except (RecordError, OSError) as error:
                 notes.append(f"{FOLDER}/{name}/{MANIFEST}: {error}; judged by the records of the ranks instead")
         if candidate is None:
@@ -245,7 +248,7 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
             if parsed and parsed.rank != rank:
                 notes.append(f"{path}: a file of rank {parsed.rank} in the folder of rank {rank}; ignored")
                 continue
-            template = str(parsed._replace(rank=0)) if parsed else re.sub(rf"(?<!\d){rank}(?!\d)", "{rank}", name)
+            template = str(parsed._replace(rank=0)) if parsed else _template(name, rank)
             group = groups.setdefault((template, fmt), _Group(template, fmt, {}, parsed.epoch if parsed else None))
             group.files[rank] = path
     candidates = []
@@ -254,6 +257,12 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
         if candidate is not None:
             candidates.append(candidate)
     return candidates, notes, metas
+
+
+def _template(name: str, rank: int) -> str:
+    """``name`` with its last number that is ``rank`` replaced: a prefix may hold the same number (``llama2_7b_2.ckpt``)."""
+    number = rf"(?<!\d){rank}(?!\d)"
+    return re.sub(rf"{number}(?!.*{number})", "{rank}", name)
 
 
 def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> list[str]:
@@ -284,7 +293,8 @@ def _from_group(storage: Storage, root: str, group: _Group,
     else:
         return replace(base, problem=problem)
     written = parse_label(header)
-    if written is not None and attempted is not None:
+    # A run that keeps no records here at all was copied without them; "never completed" can be said of the others only.
+    if written is not None and attempted is not None and any(run == written[0] for run, _ in attempted):
         if written in attempted:
             return None                     # a candidate already, by its folder of records; or one that is being removed
         run, step = written

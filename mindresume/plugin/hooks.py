@@ -61,6 +61,7 @@ def _training(original: Any) -> Any:
             return None
         finally:
             started.training = False
+            started.choice = None           # an evaluation or another training after this one loads its own checkpoint
     return run
 
 

@@ -131,10 +131,10 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
             return ProvenShard(rank, (Source(record.file),), record.state, details)
         wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in details.tensors.items()}) \
             if size == record.file.size else []
-    where = f"; damaged: {', '.join(wrong[:3])}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") \
-        if wrong else "; no tensor is damaged, the header or its padding is" if size == record.file.size else ""
-    return candidate.refuse(f"the file of rank {rank} is not what was written: checksum {checksum}, recorded "
-                            f"{record.file.checksum}{where}", record.file.path, rank)
+    damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
+        "no tensor, but the header or its padding"
+    return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
+                            f"recorded {record.file.checksum})", record.file.path, rank)
 
 
 def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mindresume.errors import AgreementError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import AgreementError, DamagedFileError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.files import FORMATS
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formats.rank_folders import folder_name, folder_rank, name_for_rank, parse_name, ranks_count, scan
 from mindresume.manifest import FileRecord
@@ -105,6 +106,8 @@ def _of_file(storage: Storage, path: str) -> Scan:
     if folder_rank(os.path.basename(folder)) is not None:
         return candidates_for(storage, os.path.dirname(folder), name)[0]
     fmt = name.rpartition(".")[2]
+    if fmt not in FORMATS:
+        raise MissingCheckpointError(f"{path} is no checkpoint: expected a file that ends in {' or '.join(FORMATS)}")
     parsed = parse_name(name)
     candidate = Candidate(None, MINDFORMERS, fmt, {0: FileRecord(name, fmt)}, 1, (0.0,),
                           epoch=parsed.epoch if parsed else None)
@@ -185,7 +188,10 @@ class _Chooser:
         from mindresume.formats.rank_folders import header_of, scalars_of
         file = candidate.files[0]
         assert self.found is not None
-        scalars = scalars_of(self.storage, self.found.root, file, header_of(self.storage, self.found.root, file))
+        try:
+            scalars = scalars_of(self.storage, self.found.root, file, header_of(self.storage, self.found.root, file))
+        except DamagedFileError as error:
+            return replace(candidate, problem=Refusal(None, error.reason, file.path))
         step = scalars.get("step_num")
         problem = None if isinstance(step, int) else Refusal(
             None, f"{file.path} holds no step_num: weights only, not a training state", file.path)

@@ -101,8 +101,13 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
             raise SaveError(f"{target}: wrote {size} bytes, expected {expected}")
         record = Record(place.run, place.rank, place.world_size, shard.state, clock(),
                         FileRecord(path, shard.name.format, size, sums.file))
-        publish(place.storage, os.path.join(attempt, record_name(place.rank)),
-                [record.encode(_details(shard, sums))], place.run)
+        recorded = os.path.join(attempt, record_name(place.rank))
+        try:
+            publish(place.storage, recorded, [record.encode(_details(shard, sums))], place.run)
+        except OSError:                     # a file without a record is worth nothing, fills the disk and blocks a retry
+            place.storage.remove(recorded)
+            place.storage.remove(target)
+            raise
     except OSError as error:
         raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: {error.strerror or error} "
                         f"({error.filename or target}). The checkpoints saved before are untouched") from error
@@ -149,6 +154,7 @@ class Committer:
         self.place, self.policy, self.log, self.clock, self.sleep = place, policy, log, clock, sleep
         self.pending: list[int] = []
         self.committed: list[int] = []
+        self._reasons: dict[int, str] = {}          # why a pending step could not be committed the last time
 
     def saved(self, step: int) -> None:
         self.pending.append(step)
@@ -160,7 +166,9 @@ class Committer:
             try:
                 missing = self.try_commit(step)
             except (OSError, RecordError) as error:
-                self.log(f"step {step} cannot be committed yet: {error}")
+                if self._reasons.get(step) != str(error):       # once, not five times a second until the deadline
+                    self.log(f"step {step} cannot be committed yet: {error}")
+                self._reasons[step] = str(error)
                 continue
             if not missing:
                 self.committed.append(step)
@@ -176,8 +184,8 @@ class Committer:
             self.sleep(pause)
         left = {step: self._missing(step) for step in self.pending}
         for step, ranks in left.items():
-            self.log(f"step {step} is not committed: no record of rank {ranks_text(ranks)} within {deadline:.0f} s. "
-                     f"A resume will take an older step")
+            reason = f"no record of rank {ranks_text(ranks)}" if ranks else self._reasons.get(step, "it was given up")
+            self.log(f"step {step} is not committed: {reason} within {deadline:.0f} s. A resume will take an older step")
         return left
 
     def _missing(self, step: int) -> list[int]:
