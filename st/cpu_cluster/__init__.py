@@ -17,7 +17,7 @@ or, in a program of your own, two calls in this order:
 Modules: ``kernels`` (operators without a CPU kernel), ``collectives`` (collectives the CPU library lacks), ``layouts``
 (completes the layouts after that), ``semi_auto`` (the semi-auto parallel front end), ``model_build`` (Model.build and
 the sink loop), ``recorder`` (exact loss and samples of every step; kill at a step), ``run`` and ``launch`` (programs).
-Verified with mindformers 1.9.0 on mindspore 2.9.0, Linux x86-64.
+Verified with mindformers 1.9.0 on mindspore 2.9.0 and 1.8.0 on 2.7.2, Linux x86-64.
 """
 import os
 
@@ -34,7 +34,7 @@ def exchange_folder() -> str:
     port.
     """
     return os.environ.get("CPU_CLUSTER_SHM") or \
-        f"/dev/shm/cpu_cluster-{os.environ.get('MS_SCHED_PORT', '0')}-{os.getppid()}"
+        f"/dev/shm/cpu_cluster-{os.getppid()}-{os.environ.get('MS_SCHED_PORT', '0')}"
 
 
 def before_mindformers() -> None:

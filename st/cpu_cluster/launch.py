@@ -53,27 +53,40 @@ def free_port(first: int = 18000) -> int:
     raise OSError(f"no free port in {first}..{first + 7999}")
 
 
+def remove_abandoned(shared_memory: str = "/dev/shm") -> None:
+    """Removes the exchange folders of jobs whose launcher was killed; the number in the name is its process id."""
+    for folder in glob.glob(f"{shared_memory}/cpu_cluster-*-*"):
+        owner = os.path.basename(folder).split("-")[1]
+        if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class Kill:
     """One ``--kill``. Raises argparse.ArgumentTypeError for a text that is not WHO@WHEN."""
 
     def __init__(self, text: str):
         who, _, when = text.partition("@")
-        self.kind, _, self.argument = when.partition(":")
-        if self.kind not in ("t", "log", "file") or not self.argument or not (who == "all" or who.isdigit()):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected RANK|all @ t:SECONDS | log:REGEX | file:GLOB")
-        self.rank, self.done = (None if who == "all" else int(who)), False
+        self.kind, _, argument = when.partition(":")
+        self.rank, self.done = (int(who) if who.isdigit() else None), False
+        try:
+            if self.kind not in ("t", "log", "file") or not argument or not (who == "all" or who.isdigit()):
+                raise ValueError(text)
+            self.argument = {"t": float, "log": re.compile, "file": str}[self.kind](argument)
+        except (ValueError, re.error) as error:
+            expected = "RANK|all @ t:SECONDS | log:REGEX | file:GLOB"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}") from error
 
     def due(self, seconds: float, logs: str) -> bool:
         """Whether its moment has come. ``seconds`` since the start; ``logs``: the folder of worker_R.log."""
         if self.kind == "t":
-            return seconds >= float(self.argument)
+            return seconds >= self.argument
         if self.kind == "file":
             return bool(glob.glob(self.argument, recursive=True))
         log = f"{logs}/worker_{self.rank or 0}.log"
         if not os.path.exists(log):
             return False
         with open(log, encoding="utf-8", errors="replace") as f:
-            return re.search(self.argument, f.read()) is not None
+            return self.argument.search(f.read()) is not None
 
 
 class Job:
@@ -102,7 +115,8 @@ class Job:
         shutil.rmtree(self.logs, ignore_errors=True)
         os.makedirs(self.logs)
         self.cwd, self.started, self.workers, self.scheduler = cwd, time.monotonic(), [], None
-        self.exchange = tempfile.mkdtemp(prefix="cpu_cluster-", dir="/dev/shm")     # see collectives.py
+        remove_abandoned()
+        self.exchange = tempfile.mkdtemp(prefix=f"cpu_cluster-{os.getpid()}-", dir="/dev/shm")     # see collectives.py
         base = dict(os.environ, **(env or {}), MS_WORKER_NUM=str(n), MS_SCHED_HOST="127.0.0.1",
                     MS_SCHED_PORT=str(port or free_port()), CPU_CLUSTER_SHM=self.exchange)
         base.setdefault("MS_TOPO_TIMEOUT", "60")        # seconds in which all workers must join

@@ -7,9 +7,9 @@
     legacy.mindrecord   input_ids [seq + 1] int32                                        (use_legacy: True, e.g. Llama)
     data.json           what was made; written last, so a folder that has it is complete
 
-The text is tokenised and cut into ``samples`` windows at equal distances, which overlap if the text is short. All windows
-are distinct, so the row of a sample identifies it. The same arguments give the same data; a folder that already holds
-them is left as it is.
+The text is tokenised and cut into ``samples`` windows at equal distances, which overlap if the text is short. All
+windows are distinct, so the row of a sample identifies it. The same arguments give the same data; a folder that already
+holds them is left as it is.
 """
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def train_tokenizer(text: str, vocab: int) -> Tokenizer:
 
 
 def cut(tokens: np.ndarray, samples: int, seq: int) -> np.ndarray:
-    """``samples`` distinct windows of ``tokens`` [n], at equal distances from its begin to its end: [samples, seq + 1] int32.
+    """``samples`` distinct windows of ``tokens`` [n], at equal distances from begin to end: [samples, seq + 1] int32.
 
     Raises ValueError if the text is too short for so many windows, or two of them are equal.
     """
     last = len(tokens) - (seq + 1)
     if samples < 1 or last < samples - 1:
-        raise ValueError(f"{len(tokens)} tokens give at most {max(last + 1, 0)} windows of {seq + 1}, but {samples} samples "
-                         "are asked for; choose 1 or more and fewer than that, or a longer text")
+        raise ValueError(f"{len(tokens)} tokens give at most {max(last + 1, 0)} windows of {seq + 1}, but {samples} "
+                         "samples are asked for; choose 1 or more and not more than that, or a longer text")
     starts = [i * last // max(samples - 1, 1) for i in range(samples)]
     windows = np.stack([tokens[s:s + seq + 1] for s in starts]).astype(np.int32)
     distinct = len(np.unique(windows[:, :-1], axis=0))
@@ -90,7 +90,8 @@ def describe(text: str, samples: int, seq: int, vocab: int) -> dict[str, object]
 
 def is_complete(folder: str, wanted: dict[str, object]) -> bool:
     """Whether ``folder`` holds all that ``wanted`` describes."""
-    names = [f"{n}.mindrecord{end}" for n in ("mcore", "legacy") for end in ("", ".db")] + ["tokenizer.json", "data.json"]
+    names = [f"{n}.mindrecord{end}" for n in ("mcore", "legacy") for end in ("", ".db")]
+    names += ["tokenizer.json", "data.json"]
     if not all(os.path.isfile(os.path.join(folder, name)) for name in names):
         return False
     with open(os.path.join(folder, "data.json"), encoding="utf-8") as f:
@@ -101,7 +102,7 @@ def is_complete(folder: str, wanted: dict[str, object]) -> bool:
 
 
 def make(folder: str, text: str, samples: int = 160, seq: int = 32, vocab: int = 512) -> bool:
-    """Fills ``folder``; returns False if it was complete already. Raises ValueError for arguments that do not fit the text."""
+    """Fills ``folder``; False if it was complete already. Raises ValueError as ``train_tokenizer`` and ``cut`` do."""
     wanted = describe(text, samples, seq, vocab)
     if is_complete(folder, wanted):
         return False

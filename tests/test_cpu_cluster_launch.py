@@ -1,0 +1,240 @@
+"""st/cpu_cluster/launch.py and run.py with trivial commands: no MindSpore, no training."""
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from st.cpu_cluster import launch
+from st.cpu_cluster import run as runner
+from st.cpu_cluster.launch import Job, Kill, free_port
+
+LAUNCH, RUN = os.path.abspath(launch.__file__), os.path.abspath(runner.__file__)
+SLEEP = "import time; time.sleep(60)"
+IDLE = (sys.executable, "-S", "-c", SLEEP)
+
+
+def python(code):
+    return [sys.executable, "-S", "-c", code]
+
+
+def job(tmp_path, n, code, **options):
+    return Job(n, python(code), cwd=str(tmp_path), scheduler=IDLE, **options)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_every_worker_learns_its_rank_and_the_same_scheduler(tmp_path):
+    names = ["RANK_ID", "MS_NODE_ID", "MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_PORT", "CPU_CLUSTER_SHM", "OWN"]
+    with job(tmp_path, 3, f"import os; print([os.environ[n] for n in {names}], os.getcwd())", env={"OWN": "x"}) as j:
+        assert j.wait(timeout=30) == 0
+        seen = [j.log(rank).strip() for rank in range(3)]
+    assert j.codes() == [0, 0, 0]
+    port, exchange = seen[0].split("'")[9], j.exchange
+    assert seen == [f"{[str(r), str(r), 'MS_WORKER', '3', port, exchange, 'x']} {tmp_path}" for r in range(3)]
+    assert not os.path.exists(exchange)
+    assert not is_running(j.scheduler.pid)
+
+
+def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path):
+    code = f"import os, sys\nif os.environ['RANK_ID'] == '1': sys.exit(7)\n{SLEEP}"
+    with job(tmp_path, 3, code) as j:
+        assert j.wait(timeout=30) == 7
+    assert j.codes() == [-9, 7, -9]
+
+
+def test_keep_lets_the_others_finish(tmp_path):
+    code = "import os, sys, time\nif os.environ['RANK_ID'] == '1': sys.exit(7)\ntime.sleep(.3); print('done')"
+    with job(tmp_path, 2, code) as j:
+        assert j.wait(timeout=30, keep=True) == 7
+        assert j.log(0) == "done\n"
+    assert j.codes() == [0, 7]
+
+
+def test_timeout(tmp_path):
+    with job(tmp_path, 2, SLEEP) as j:
+        assert j.wait(timeout=.2) == 124
+    assert j.codes() == [-9, -9]
+
+
+def test_kill_one_rank_once_its_log_matches(tmp_path):
+    code = f"import os; print('step', os.environ['RANK_ID'], flush=True); {SLEEP}"
+    with job(tmp_path, 2, code) as j:
+        assert j.wait(timeout=30, kills=[Kill("1@log:step [0-9]")], keep=False) == 137
+    assert j.codes() == [-9, -9]
+
+
+def test_kill_leaves_the_others_alone(tmp_path):
+    with job(tmp_path, 2, "import time; time.sleep(.5)") as j:
+        j.kill(1)
+        assert j.wait(timeout=30, keep=True) == 137
+    assert j.codes() == [0, -9]
+
+
+def test_kill_all_once_a_file_is_there(tmp_path):
+    code = f"import os; open('saved_' + os.environ['RANK_ID'], 'w').close(); {SLEEP}"
+    with job(tmp_path, 2, code) as j:
+        assert j.wait(timeout=30, kills=[Kill(f"all@file:{tmp_path}/saved_?")]) == 137
+    assert j.codes() == [-9, -9]
+
+
+def test_leaving_the_job_ends_everything(tmp_path):
+    with pytest.raises(RuntimeError, match="test is over"), job(tmp_path, 2, SLEEP) as j:
+        raise RuntimeError("test is over")
+    assert j.codes() == [-9, -9]
+    assert not is_running(j.scheduler.pid)
+
+
+def test_a_command_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
+    exchange, started = tmp_path / "exchange", []
+    exchange.mkdir()
+    start = Job._start
+
+    def recording_start(self, *args):
+        started.append(start(self, *args))
+        return started[-1]
+    monkeypatch.setattr(Job, "_start", recording_start)
+    monkeypatch.setattr(launch.tempfile, "mkdtemp", lambda **_: str(exchange))
+    with pytest.raises(FileNotFoundError, match="no-such-program-here"):
+        Job(2, ["no-such-program-here"], cwd=str(tmp_path), scheduler=IDLE)
+    assert [p.returncode for p in started] == [-9]          # the scheduler
+    assert not exchange.exists()
+
+
+def test_logs_of_an_earlier_job_are_removed(tmp_path):
+    (tmp_path / "msrun_log").mkdir()
+    (tmp_path / "msrun_log" / "worker_9.log").write_text("old")
+    with job(tmp_path, 1, "pass") as j:
+        assert j.wait(timeout=30) == 0
+    assert sorted(os.listdir(tmp_path / "msrun_log")) == ["scheduler.log", "worker_0.log"]
+
+
+@pytest.mark.parametrize("text", ["", "1", "x@t:1", "1@t:", "1@when:3", "@t:3", "-1@t:3", "1@t:soon", "1@log:("])
+def test_a_kill_that_says_nothing_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected RANK"):
+        Kill(text)
+
+
+def test_when_a_kill_is_due(tmp_path):
+    assert not Kill("0@t:2.5").due(2.4, "")
+    assert Kill("0@t:2.5").due(2.5, "")
+    by_log = Kill("all@log:Finish saving.*step 5")
+    assert not by_log.due(9., str(tmp_path))
+    (tmp_path / "worker_0.log").write_text("x\nFinish saving ckpt of epoch 1 step 5\n")
+    assert by_log.due(9., str(tmp_path))
+    assert not Kill("1@log:Finish").due(9., str(tmp_path))
+    assert not Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9., str(tmp_path))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c.safetensors").write_text("")
+    assert Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9., str(tmp_path))
+
+
+def test_exchange_folders_of_dead_launchers_are_removed(tmp_path):
+    dead = subprocess.Popen(python("pass"))
+    dead.wait()
+    kept = {f"cpu_cluster-{os.getpid()}-b2", "cpu_cluster-x-1", f"other-{dead.pid}-c"}
+    for name in (f"cpu_cluster-{dead.pid}-a1", *kept):
+        (tmp_path / name).mkdir()
+    launch.remove_abandoned(str(tmp_path))
+    assert set(os.listdir(tmp_path)) == kept
+
+
+def test_a_taken_port_is_not_chosen():
+    first = free_port()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", first))
+        assert free_port() != first
+
+
+def test_command_line(tmp_path):
+    code = "import os, sys; sys.exit(3 if os.environ['RANK_ID'] == '1' else 0)"
+    done = subprocess.run([sys.executable, LAUNCH, "--timeout", "60", "2", "--", *python(code)], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["rc"] == 3
+    assert report["codes"][1] == 3
+    assert set(report) == {"rc", "codes", "pids", "wall_s", "cpu_s", "peak_mb"}
+    assert (tmp_path / "msrun_log" / "worker_1.log").exists()
+
+
+def test_the_workers_end_with_a_launcher_that_is_killed(tmp_path):
+    command = python(f"import os; print(os.getpid(), flush=True); {SLEEP}")
+    launcher = subprocess.Popen([sys.executable, LAUNCH, "2", "--", *command], cwd=tmp_path)
+    deadline, pids = time.monotonic() + 30, []
+    while len(pids) < 2 and time.monotonic() < deadline:
+        logs = [tmp_path / "msrun_log" / f"worker_{r}.log" for r in range(2)]
+        pids = [int(log.read_text()) for log in logs if log.exists() and log.read_text().endswith("\n")]
+        time.sleep(.02)
+    assert len(pids) == 2
+    launcher.kill()
+    launcher.wait()
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(.02)
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"]])
+def test_run_without_a_program_explains_itself(arguments):
+    done = subprocess.run([sys.executable, RUN, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "st/cpu_cluster/run.py program.py args..." in done.stderr
+
+
+def test_run_with_a_missing_program_names_it(tmp_path):
+    done = subprocess.run([sys.executable, RUN, "absent.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"no program 'absent.py' in {tmp_path}" in done.stderr
+
+
+def worker_of(port, code):
+    return subprocess.Popen(python(code), env=dict(os.environ, MS_ROLE="MS_WORKER", MS_SCHED_PORT=port))
+
+
+def test_the_scheduler_sees_workers_of_its_own_job_only():
+    with worker_of("17001", SLEEP) as worker:
+        try:
+            assert runner.workers_alive("17001")
+            assert not runner.workers_alive("17002")
+        finally:
+            worker.kill()
+    assert not runner.workers_alive("17001")
+
+
+@pytest.fixture
+def scheduler_environment(monkeypatch, tmp_path):
+    exchange = tmp_path / "exchange"
+    exchange.mkdir()
+    (exchange / "piece").write_text("")
+    monkeypatch.setenv("MS_SCHED_PORT", "17003")
+    monkeypatch.setenv("CPU_CLUSTER_SHM", str(exchange))
+    return exchange
+
+
+def test_the_scheduler_does_not_outlive_the_last_worker(scheduler_environment, monkeypatch):
+    monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
+    with worker_of("17003", "import time; time.sleep(.5)"):
+        assert runner.join_as_scheduler(first_worker=30, after_last=.1, poll=.02) == 0
+    assert not scheduler_environment.exists()
+
+
+def test_the_scheduler_does_not_wait_for_ever_for_a_first_worker(scheduler_environment, monkeypatch):
+    monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
+    assert runner.join_as_scheduler(first_worker=.1, after_last=30, poll=.02) == 0
+
+
+@pytest.mark.parametrize(("code", "expected"), [("pass", 0), ("import sys; sys.exit(5)", 5),
+                                                ("import os; os.kill(os.getpid(), 15)", 143)])
+def test_a_scheduler_that_ends_by_itself_gives_its_exit_code(scheduler_environment, monkeypatch, code, expected):
+    monkeypatch.setattr(runner, "SCHEDULER", code)
+    assert runner.join_as_scheduler(first_worker=30, poll=.02) == expected

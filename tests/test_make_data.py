@@ -1,0 +1,94 @@
+"""st/data/make_data.py: the tokenising part without MindSpore, and one folder through to MindDataset."""
+import json
+import os
+
+import numpy as np
+import pytest
+
+from st.data import make_data
+
+
+@pytest.fixture(scope="module")
+def story():
+    with open(make_data.STORY, encoding="utf-8") as f:
+        return f.read()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(story):
+    return make_data.train_tokenizer(story, 512)
+
+
+def test_the_tokenizer_loses_nothing_and_is_the_same_every_time(story, tokenizer):
+    ids = tokenizer.encode(story).ids
+    assert tokenizer.decode(ids) == story
+    assert max(ids) < 512
+    assert min(ids) >= len(make_data.SPECIAL_TOKENS)
+    assert [tokenizer.id_to_token(i) for i in range(3)] == make_data.SPECIAL_TOKENS
+    assert make_data.train_tokenizer(story, 512).to_str() == tokenizer.to_str()
+
+
+def test_a_vocabulary_that_the_text_does_not_give_is_refused():
+    with pytest.raises(ValueError, match="vocabulary of .* not of 5000"):
+        make_data.train_tokenizer("one small text", 5000)
+
+
+def test_windows_are_distinct_and_cover_the_story(story, tokenizer):
+    tokens = np.array(tokenizer.encode(story).ids)
+    windows = make_data.cut(tokens, 160, 32)
+    assert windows.shape == (160, 33)
+    assert windows.dtype == np.int32
+    assert len(np.unique(windows[:, :-1], axis=0)) == 160
+    assert (windows[0] == tokens[:33]).all()
+    assert (windows[-1] == tokens[-33:]).all()
+
+
+def test_windows_overlap_if_the_text_is_short():
+    windows = make_data.cut(np.arange(12), 4, 8)
+    assert windows[:, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("samples", [0, 5])
+def test_a_number_of_samples_that_does_not_fit_is_refused(samples):
+    with pytest.raises(ValueError, match="12 tokens give at most 4 windows of 9"):
+        make_data.cut(np.arange(12), samples, 8)
+
+
+def test_equal_samples_are_refused():
+    with pytest.raises(ValueError, match="only 2 of 4 samples are distinct"):
+        make_data.cut(np.tile([1, 2], 6), 4, 8)
+
+
+def test_a_folder_is_complete_only_with_all_files_and_equal_parameters(tmp_path):
+    wanted = make_data.describe("text", 8, 16, 300)
+    for name in ("mcore.mindrecord", "legacy.mindrecord"):
+        (tmp_path / name).write_bytes(b"")
+        (tmp_path / f"{name}.db").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_bytes(b"")
+    assert not make_data.is_complete(tmp_path, wanted)
+    (tmp_path / "data.json").write_text(json.dumps(wanted))
+    assert make_data.is_complete(tmp_path, wanted)
+    assert not make_data.is_complete(tmp_path, make_data.describe("text", 9, 16, 300))
+    assert not make_data.is_complete(tmp_path, make_data.describe("another text", 8, 16, 300))
+    (tmp_path / "data.json").write_text(json.dumps(wanted)[:-5])
+    assert not make_data.is_complete(tmp_path, wanted)
+    (tmp_path / "data.json").write_text(json.dumps(wanted))
+    (tmp_path / "legacy.mindrecord.db").unlink()
+    assert not make_data.is_complete(tmp_path, wanted)
+
+
+def test_the_records_hold_the_windows(tmp_path, story, tokenizer):
+    pytest.importorskip("mindspore", reason="the records are read with MindSpore")
+    from mindspore.dataset import MindDataset
+    folder = str(tmp_path / "data")
+    assert make_data.make(folder, story, samples=40, seq=16)
+    assert not make_data.make(folder, story, samples=40, seq=16)
+    assert make_data.make(folder, story, samples=20, seq=16)
+    assert not [name for name in os.listdir(folder) if name.startswith(".making")]
+    windows = make_data.cut(np.array(tokenizer.encode(story).ids), 20, 16)
+    mcore = list(MindDataset(f"{folder}/mcore.mindrecord", shuffle=False).create_dict_iterator(output_numpy=True))
+    legacy = list(MindDataset(f"{folder}/legacy.mindrecord", shuffle=False).create_dict_iterator(output_numpy=True))
+    assert (np.stack([row["input_ids"] for row in legacy]) == windows).all()
+    assert (np.stack([row["input_ids"] for row in mcore]) == windows[:, :-1]).all()
+    assert (np.stack([row["labels"] for row in mcore]) == windows[:, 1:]).all()
+    assert all((row["loss_mask"] == 1).all() and (row["position_ids"] == np.arange(16)).all() for row in mcore)
