@@ -27,16 +27,20 @@ class RecordError(MindResumeError):
     """A record or manifest cannot be read: not JSON, of an unknown version, or a field is missing."""
 
 
-class MissingCheckpointError(MindResumeError, FileNotFoundError):
-    """The checkpoint that the user named is not there on every rank."""
-
-
-class NoUsableCheckpointError(MindResumeError):
-    """Checkpoints exist, but none can be used; ``refused`` lists every one of them with its reason."""
+class UnusableError(MindResumeError):
+    """There is no checkpoint to resume from, though there should be; ``refused``: those looked at, each with its reason."""
 
     def __init__(self, message: str, refused: Sequence[object] = ()):
         super().__init__(message)
         self.refused = tuple(refused)
+
+
+class MissingCheckpointError(UnusableError, FileNotFoundError):
+    """The checkpoint that the user named is not there, or not whole, on every rank."""
+
+
+class NoUsableCheckpointError(UnusableError):
+    """Checkpoints exist, but none can be used."""
 
 
 class SaveError(MindResumeError):

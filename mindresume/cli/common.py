@@ -5,13 +5,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.rank_folders import is_root
 from mindresume.store.storage import PosixStorage
 
@@ -58,29 +58,43 @@ def origin_text(candidate: Candidate) -> str:
     return "mindformers" if candidate.origin == MINDFORMERS else f"run {candidate.run}"
 
 
-def world_text(found: Scan, world_size: int | None) -> str:
-    """One sentence on the number of ranks that was assumed, empty if the manifests say it."""
-    foreign = any(candidate.origin == MINDFORMERS for candidate in found.candidates)
-    if world_size is not None or not foreign or found.expected_ranks is None:
-        return ""
-    return (f"{found.expected_ranks} ranks are assumed from {found.expected_source}, for what mindformers wrote without a "
-            f"manifest; --world-size says it for sure")
-
-
 def refusal_json(root: str, refusal: Refusal) -> dict[str, Any]:
     value = refusal.to_json()
     return {**value, "file": os.path.join(root, value["file"]) if value["file"] else None}
 
 
+class Meter(Protocol):
+    """A progress bar: first what is to come, in bytes, then what was read."""
+
+    def expect(self, count: int) -> None: ...
+
+    def advance(self, count: int) -> None: ...
+
+
+class _NoMeter:
+    def expect(self, count: int) -> None:
+        pass
+
+    def advance(self, count: int) -> None:
+        pass
+
+
 @contextmanager
-def progress_bar(total: int, what: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, quiet: bool) -> Iterator[Meter]:
     """A bar with throughput on the terminal's stderr; nothing if ``quiet`` or stderr is no terminal."""
     if quiet or not sys.stderr.isatty():
-        yield lambda count: None
+        yield _NoMeter()
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     with Progress(TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
                   TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
+        task = progress.add_task(what, total=0)
+
+        class Bar:
+            def expect(self, count: int) -> None:
+                progress.update(task, total=(progress.tasks[0].total or 0) + count)
+
+            def advance(self, count: int) -> None:
+                progress.advance(task, count)
+        yield Bar()

@@ -4,11 +4,11 @@ from __future__ import annotations
 import os
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, size_text, time_text, world_text
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, size_text, time_text
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.manifest import run_sequence
 from mindresume.resume.prove import quick
-from mindresume.resume.select import candidates_for
+from mindresume.resume.select import assumption, candidates_for
 from mindresume.store.storage import PosixStorage
 
 
@@ -30,10 +30,9 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
         return
     _print(storage, found.root, rows)
     foreign = any(candidate.run is None for candidate in found.candidates)
-    for note in (*found.notes, "run -: written by mindformers, without records" if foreign else "",
-                 world_text(found, world_size)):
-        if note:
-            print(note)
+    for note in (*found.notes, *(["run -: written by mindformers, without records"] if foreign else []),
+                 *assumption(found, world_size)):
+        print(note)
 
 
 def _row(root: str, candidate: Candidate, problem: Refusal | None) -> dict[str, object]:

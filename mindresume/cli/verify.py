@@ -19,12 +19,11 @@ from mindresume.cli.common import (
     progress_bar,
     refusal_json,
     size_text,
-    world_text,
 )
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.rank_folders import ranks_count
 from mindresume.resume.prove import prove, quick, read_size
-from mindresume.resume.select import candidates_for
+from mindresume.resume.select import assumption, candidates_for
 from mindresume.store.storage import PosixStorage
 
 
@@ -39,13 +38,14 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     storage = PosixStorage()
     found, _ = candidates_for(storage, locate(folder))
     wanted = [candidate for candidate in found.candidates if step is None or candidate.step == step]
-    total = sum(read_size(candidate, list(candidate.files)) for candidate in wanted if candidate.existed)
     read, started, results = 0, time.monotonic(), []
-    with progress_bar(total, "verifying", json) as advance:
+    with progress_bar("verifying", json) as meter:
+        meter.expect(sum(read_size(candidate, list(candidate.files)) for candidate in wanted if candidate.existed))
+
         def progress(count: int) -> None:
             nonlocal read
             read += count
-            advance(count)
+            meter.advance(count)
         for candidate in wanted:
             ranks = world_size or (found.expected_ranks if candidate.origin == MINDFORMERS else None)
             problem = quick(storage, found.root, candidate, ranks)
@@ -64,9 +64,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             _print(found.root, candidate, bad)
         print(f"{size_text(read)} read in {seconds:.1f} s ({size_text(read / seconds if seconds else 0)}/s)"
               if results else f"{found.root}: no checkpoints")
-        for note in (*found.notes, world_text(found, world_size)):
-            if note:
-                print(note)
+        for note in (*found.notes, *assumption(found, world_size)):
+            print(note)
     sys.exit(1 if damaged else 0)
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json, world_text
-from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json
+from mindresume.errors import UnusableError
 from mindresume.resume.prove import read_size
-from mindresume.resume.select import Choice, Solo, candidates_for, describe, select
+from mindresume.resume.select import Choice, Solo, describe, select
 from mindresume.store.storage import PosixStorage
 
 NOTHING = 3
@@ -29,17 +29,15 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Does what the job does at its start, for all ranks at once: every byte of the chosen checkpoint is checked.
     Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an error).
     """
-    storage, path = PosixStorage(), locate(folder, must_exist=False)
-    found, _ = candidates_for(storage, path, named) if named is None else (None, True)
-    total = sum(read_size(c, list(c.files)) for c in found.candidates[:1]) if found else 0
-    error = None
+    path, error = locate(folder, must_exist=False), None
     try:
-        with progress_bar(total, "checking", json) as progress:
-            choice = select(storage, path, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
-                            progress=progress, complete=not quick)
-    except (NoUsableCheckpointError, MissingCheckpointError) as failure:
+        with progress_bar("checking", json) as meter:
+            choice = select(PosixStorage(), path, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
+                            progress=meter.advance, complete=not quick,
+                            on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
+    except UnusableError as failure:
         error = str(failure)
-        choice = Choice(None, getattr(failure, "refused", ()), (), False, (), path)
+        choice = Choice(None, failure.refused, (), False, (), os.path.dirname(path) if os.path.isfile(path) else path)
     if json:
         chosen = choice.chosen
         print_json({"chosen": None if chosen is None else {
@@ -48,9 +46,6 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             "refused": [refusal_json(choice.root, refusal) for refusal in choice.refused]})
     else:
         _print(choice, error)
-        assumed = world_text(found, world_size) if found else ""
-        if assumed:
-            print(assumed)
     sys.exit(0 if choice.chosen is not None else NOTHING)
 
 

@@ -304,10 +304,15 @@ def _from_group(storage: Storage, root: str, group: _Group,
     step = scalars.get("step_num")
     if not isinstance(step, int):
         first = next(iter(files.values())).path
-        return replace(base, problem=Refusal(None, f"{first} holds no step_num: weights only, not a training state", first))
+        return replace(base, problem=no_step(first))
     samples = scalars.get("global_batch_size")
     position = float(step * samples) if isinstance(samples, int) else float(step)
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
+
+
+def no_step(path: str) -> Refusal:
+    """For weights without the counters of a training, such as those of checkpoint_network."""
+    return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)
 
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate],

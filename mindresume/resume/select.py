@@ -11,13 +11,29 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from mindresume.errors import AgreementError, DamagedFileError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.files import FORMATS
+from mindresume.errors import (
+    AgreementError,
+    ConfigError,
+    DamagedFileError,
+    MindResumeError,
+    MissingCheckpointError,
+    NoUsableCheckpointError,
+)
+from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
-from mindresume.formats.rank_folders import folder_name, folder_rank, name_for_rank, parse_name, ranks_count, scan
+from mindresume.formats.rank_folders import (
+    folder_name,
+    folder_rank,
+    header_of,
+    name_for_rank,
+    no_step,
+    ranks_count,
+    scalars_of,
+    scan,
+)
 from mindresume.manifest import FileRecord
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.state import TrainingState
@@ -76,15 +92,16 @@ def describe(candidate: Candidate) -> str:
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, every byte checked"
 
 
-def candidates_for(storage: Storage, path: str, named: str | None = None, rank_of_path: int = 0) -> tuple[Scan, bool]:
+def candidates_for(storage: Storage, path: str, named: str | None = None,
+                   world_size: int | None = None) -> tuple[Scan, bool]:
     """What ``load_checkpoint: path`` (a root folder, a rank folder or a file) and ``resume_training: named`` offer.
 
-    Returns the scan, and whether the user insists on its single candidate. MissingCheckpointError if a named one is not there
-    at all.
+    Returns the scan, and whether the user insists on its single candidate. ``world_size``: how many ranks read a file that lies
+    outside rank folders. MissingCheckpointError: a named checkpoint is not there at all; ConfigError: a file of another kind.
     """
     status = storage.status(path)
     if status is not None and not status.is_folder:
-        return _of_file(storage, path), True
+        return _of_file(storage, path, world_size), True
     path = path.rstrip("/") or path
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
     found = scan(storage, root)
@@ -95,23 +112,38 @@ def candidates_for(storage: Storage, path: str, named: str | None = None, rank_o
     if not matching:
         offered = sorted({os.path.basename(c.files[min(c.files)].path) for c in found.candidates if c.files})
         raise MissingCheckpointError(
-            f"resume_training names {named!r}: {os.path.join(root, folder_name(rank_of_path))} has no such file, nor has any "
+            f"resume_training names {named!r}: {os.path.join(root, folder_name(0))} has no such file, nor has the folder of any "
             f"other rank. There are: {', '.join(offered) or 'no checkpoints'}")
     return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
 
 
-def _of_file(storage: Storage, path: str) -> Scan:
+def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     """A single file. In a rank folder it stands for the files of all ranks, else every rank reads this one."""
     folder, name = os.path.split(os.path.abspath(path))
     if folder_rank(os.path.basename(folder)) is not None:
         return candidates_for(storage, os.path.dirname(folder), name)[0]
-    fmt = name.rpartition(".")[2]
-    if fmt not in FORMATS:
-        raise MissingCheckpointError(f"{path} is no checkpoint: expected a file that ends in {' or '.join(FORMATS)}")
-    parsed = parse_name(name)
-    candidate = Candidate(None, MINDFORMERS, fmt, {0: FileRecord(name, fmt)}, 1, (0.0,),
-                          epoch=parsed.epoch if parsed else None)
-    return Scan(folder, (candidate,))
+    if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
+        raise ConfigError(f"{path} is no checkpoint: expected a folder, or a file ending in .{' or .'.join(FORMATS)}")
+    file = FileRecord(name, format_of(name))
+    ranks = world_size or 1
+    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), file), ranks, (0.0,))
+    try:
+        scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
+    except DamagedFileError as error:
+        return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
+    step = scalars.get("step_num")
+    if not isinstance(step, int):
+        return Scan(folder, (replace(candidate, problem=no_step(name)),))
+    return Scan(folder, (replace(candidate, step=step, epoch=scalars.get("epoch_num")),))
+
+
+def assumption(found: Scan, world_size: int | None) -> list[str]:
+    """One sentence on the number of ranks that is taken for granted; none if the user or the manifests say it."""
+    foreign = any(candidate.origin == MINDFORMERS for candidate in found.candidates)
+    if world_size is not None or not foreign or found.expected_ranks is None:
+        return []
+    return [f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, for what mindformers wrote without a "
+            f"manifest"]
 
 
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
@@ -163,8 +195,8 @@ class _Chooser:
 
     def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
         if self.found is None:
-            self.found, self.insists = candidates_for(self.storage, self.path, self.named)
-            self.queue = [self._single(candidate) for candidate in self.found.candidates]
+            self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size)
+            self.queue = list(self.found.candidates)
         self.refused += verdicts[:1]
         while self.queue:
             candidate = self.queue.pop(0)
@@ -172,40 +204,22 @@ class _Chooser:
             refusal = quick(self.storage, self.found.root, candidate, self.world_size or guess)
             if refusal is None:
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
-                        "refused": [r.to_json() for r in self.refused], "notes": self.found.notes}
+                        "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
             self.refused.append(refusal)
         fresh = not any(candidate.existed for candidate in self.found.candidates)
         end = "missing" if self.insists else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
-                "notes": self.found.notes, "text": self._text(end), "exists": self.found.exists}
+                "notes": self._notes(), "text": self._text(end, self.found.root)}
 
-    def _single(self, candidate: Candidate) -> Candidate:
-        """A file given directly and lying outside rank folders: its step is read, and every rank of the job uses it."""
-        if not (self.insists and candidate.step is None and candidate.problem is None):
-            return candidate
-        from dataclasses import replace
+    def _notes(self) -> list[str]:
+        return [*self.found.notes, *assumption(self.found, self.world_size)] if self.found else []
 
-        from mindresume.formats.rank_folders import header_of, scalars_of
-        file = candidate.files[0]
-        assert self.found is not None
-        try:
-            scalars = scalars_of(self.storage, self.found.root, file, header_of(self.storage, self.found.root, file))
-        except DamagedFileError as error:
-            return replace(candidate, problem=Refusal(None, error.reason, file.path))
-        step = scalars.get("step_num")
-        problem = None if isinstance(step, int) else Refusal(
-            None, f"{file.path} holds no step_num: weights only, not a training state", file.path)
-        return replace(candidate, step=step if isinstance(step, int) else None, problem=problem,
-                       files=dict.fromkeys(range(self.world_size or 1), file), world_size=self.world_size or 1,
-                       epoch=scalars.get("epoch_num", candidate.epoch))
-
-    def _text(self, end: str) -> str:
-        assert self.found is not None
+    def _text(self, end: str, root: str) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)
         if end == "missing":
             return f"the checkpoint that was asked for cannot be used:\n{table}"
         if end == "none":
-            return (f"{self.found.root} holds checkpoints, but none can be used:\n{table}\n"
+            return (f"{root} holds checkpoints, but none can be used:\n{table}\n"
                     f"Repair or restore one of them, give another load_checkpoint, or, to start afresh, set "
                     f"resume_training: False")
         return ""
@@ -215,7 +229,7 @@ def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...]) -> Choic
     end = message["end"]
     refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
     if end == "missing":
-        raise MissingCheckpointError(message["text"])
+        raise MissingCheckpointError(message["text"], refused)
     if end == "none":
         raise NoUsableCheckpointError(message["text"], refused)
     if end == "error":
