@@ -118,7 +118,8 @@ def capture_random() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> list[str]:
-    """Sets the generators back; returns the names of those that were."""
+    """Sets the generators back; returns the names of those that were. The counters that some MindSpore kernels keep for
+    themselves (dropout and random operators of a compiled graph) are out of reach: those draw anew from their seeds."""
     import mindspore as ms
 
     from mindresume.resume import random_state
@@ -126,5 +127,5 @@ def restore_random(state: Mapping[str, Any]) -> list[str]:
     saved = state.get("mindspore")
     if saved:
         ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
-        restored.append("mindspore")
+        restored.append("MindSpore's default generator")
     return restored

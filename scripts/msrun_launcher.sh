@@ -4,7 +4,7 @@
 # Takes the arguments of the script of the same name in MindSpore Transformers. What is different:
 #   - The exit status is that of the job, also with JOIN False: the script waits, quietly. MSRUN_DETACH=1 brings back the
 #     early return. msrun itself reports every failure as 1 (and Ctrl-C as 0), so the status of the worker that failed is
-#     taken from msrun's message on standard error; if that cannot be read, it stays msrun's own.
+#     taken from msrun's message on standard error; if that cannot be read (GLOG_v=4 hides it), it stays msrun's own.
 #   - WORKER_NUM 1 runs.
 #   - When a worker has failed, msrun waits for its scheduler, which can wait CLUSTER_TIME_OUT for workers that msrun has
 #     just killed. Here the scheduler gets MSRUN_GRACE seconds.

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -70,7 +71,7 @@ class Job:
         self.folder, self.path = folder, path
 
     def environment(self, **env):
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MSRUN", "MS_", "MF_", "LOG_MF", "PLOG", "PYTHON"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MSRUN", "MS_", "MF_", "LOG_MF", "PLOG", "PYTHON", "GLOG"))}
         return {**clean, "PATH": self.path, **env}
 
     def start(self, *args, **env):
@@ -317,7 +318,10 @@ def test_real_msrun(job):
     (job.folder / "bin" / "msrun").unlink()
     (job.folder / "bin" / "msrun").symlink_to(REAL_MSRUN)
     job.program("sys.exit(3 if os.environ['MS_ROLE'] == 'MS_WORKER' and rank == '1' else 0)")
-    done = job.run("train.py", "2", "18119", "logs", "True", "60")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = job.run("train.py", "2", str(port), "logs", "True", "60")
     assert "Distributed job exited with exception" in done.stderr
     assert done.returncode == 3
     job.wait_for(lambda: not job.processes())

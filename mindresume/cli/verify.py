@@ -20,6 +20,7 @@ from mindresume.cli.common import (
     refusal_json,
     size_text,
 )
+from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.rank_folders import ranks_count
 from mindresume.resume.prove import prove, quick, read_size
@@ -38,6 +39,9 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     storage = PosixStorage()
     found, _ = candidates_for(storage, locate(folder))
     wanted = [candidate for candidate in found.candidates if step is None or candidate.step == step]
+    if step is not None and not wanted:
+        raise MissingCheckpointError(f"{found.root} has no step {step}; there are: "
+                                     f"{', '.join(str(c.step) for c in found.candidates) or 'no checkpoints'}")
     read, started, results = 0, time.monotonic(), []
     with progress_bar("verifying", json) as meter:
         meter.expect(sum(read_size(candidate, list(candidate.files)) for candidate in wanted if candidate.existed))
@@ -47,11 +51,15 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             read += count
             meter.advance(count)
         for candidate in wanted:
-            ranks = world_size or (found.expected_ranks if candidate.origin == MINDFORMERS else None)
-            problem = quick(storage, found.root, candidate, ranks)
+            foreign = candidate.origin == MINDFORMERS
+            problem = quick(storage, found.root, candidate, (world_size or found.expected_ranks) if foreign else None)
             proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress)
                                                    for rank in candidate.files]
-            bad = [proof for proof in proofs if isinstance(proof, Refusal)]
+            bad = [proof if isinstance(proof, Refusal) else candidate.refuse(
+                f"the file of rank {proof.rank} is missing; other ranks hold every tensor of it, so a resume would go on",
+                candidate.files[proof.rank].path, proof.rank)
+                   for proof in proofs if isinstance(proof, Refusal) or
+                   proof.sources[0].file.path != candidate.files[proof.rank].path]
             results.append((candidate, bad or ([problem] if problem else [])))
     seconds = time.monotonic() - started
     damaged = any(bad for candidate, bad in results if candidate.existed)

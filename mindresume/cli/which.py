@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from mindresume.agree import Solo
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json
 from mindresume.errors import UnusableError
 from mindresume.resume.prove import read_size
-from mindresume.resume.select import Choice, Solo, describe, select
+from mindresume.resume.select import Choice, describe, select
 from mindresume.store.storage import PosixStorage
 
 NOTHING = 3
@@ -56,7 +57,7 @@ def _print(choice: Choice, error: str | None) -> None:
     for note in choice.notes:
         print(f"note     {note}")
     if choice.chosen is not None:
-        print(f"chosen   step {choice.chosen.step}, epoch {choice.chosen.epoch}: {describe(choice.chosen)}")
+        print(f"chosen   step {choice.chosen.step}, epoch {choice.chosen.epoch}: {describe(choice.chosen, choice.complete)}")
     elif choice.fresh:
         there = "no save was ever complete in" if os.path.exists(choice.root) else "there is no"
         print(f"chosen   none: {there} {choice.root}; a resume starts afresh")

@@ -5,7 +5,7 @@ Candidate: something that looks like one saved step, of one run. Whether it can 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mindresume.manifest import FileRecord
@@ -68,5 +68,3 @@ class Scan:
     exists: bool = True
     expected_ranks: int | None = None            # of the strategy folder beside, or the rank folders: a guess
     expected_source: str = ""
-    meta_files: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)

@@ -122,7 +122,7 @@ def scan(storage: Storage, root: str) -> Scan:
     foreign, more, metas = _scan_names(storage, root, listings, known, _attempted(storage, root))
     candidates = sorted(ours + _order_foreign(storage, root, ours, foreign, metas), key=lambda c: c.order, reverse=True)
     expected, source = _expected_ranks(storage, root, ranks)
-    return Scan(root, tuple(candidates), tuple(notes + more), status is not None, expected, source, metas)
+    return Scan(root, tuple(candidates), tuple(notes + more), status is not None, expected, source)
 
 
 def _expected_ranks(storage: Storage, root: str, ranks: list[int]) -> tuple[int | None, str]:
@@ -194,6 +194,10 @@ def _from_records(storage: Storage, path: str, step: int, run: str, content: lis
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in records]
     complete = bool(records) and not missing and problem is None
+    # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
+    # absent one makes it certain that the save never completed.
+    there = set(map(record_rank, content)) - {None}
+    certain = not there or any(rank not in there for rank in range(world))
     if problem is None and not complete:
         done = f"{len(records)} of {world} ranks" if records else "no rank"
         problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
@@ -201,7 +205,7 @@ def _from_records(storage: Storage, path: str, step: int, run: str, content: lis
                           rank=missing[0] if missing else None)
     first = records.get(0) or next(iter(records.values()), None)
     return Candidate(step, OURS, first.file.format if first else "", {rank: r.file for rank, r in records.items()}, world,
-                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=complete or
+                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=not certain or
                      MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else ())
@@ -243,6 +247,10 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
             fmt = next((fmt for fmt in FORMATS if name.endswith(f".{fmt}")), None)
             path = f"{folder}/{name}"
             if fmt is None or name.startswith(".") or path in known:
+                continue
+            if name.endswith("_breakpoint.ckpt"):
+                notes.append(f"{path}: written by MindSpore's exception_save, whose step_num counts from the beginning of the "
+                             f"epoch; ignored")
                 continue
             parsed = parse_name(name)
             if parsed and parsed.rank != rank:
@@ -317,24 +325,42 @@ def no_step(path: str) -> Refusal:
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate],
                    metas: int) -> list[Candidate]:
-    """Places what mindformers wrote: all of it behind or before our runs by time (a hint); among itself by samples seen,
-    or by time where no ``meta.json`` exists at all (document 001)."""
+    """Places what mindformers wrote, without clocks where the names allow it: a run takes a suffix larger than any in use for
+    its prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours. Other prefixes go by time (a
+    hint), and so does everything where no ``meta.json`` exists at all (document 001). Within a run: by samples seen."""
     def mtime(candidate: Candidate) -> float:
         found = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
         return max((status.mtime for status in found if status), default=0.0)
 
-    placed = []
+    there = [candidate for candidate in ours if candidate.existed]
+    newest_of_ours = max((candidate.saved_at or 0.0 for candidate in there), default=0.0)
+    numbers = [(*_life(candidate), candidate.order[0]) for candidate in there]
     times = {id(candidate): mtime(candidate) for candidate in foreign if candidate.origin == MINDFORMERS}
-    newest_of_ours = max((candidate.saved_at or 0.0 for candidate in ours if candidate.existed), default=0.0)
+    lives = [(*_life(candidate), times[id(candidate)]) for candidate in foreign if candidate.origin == MINDFORMERS]
     later = bool(times) and max(times.values()) > newest_of_ours
-    generation = float("inf") if later else 0.0
+    placed = []
     for candidate in foreign:
         if candidate.origin == MINDFORMERS:
-            time = times[id(candidate)]
-            position = candidate.order[1] if metas and len(candidate.order) > 1 else (time if not metas else -1.0)
-            candidate = replace(candidate, order=(generation, position, time), saved_at=time)
+            time, (prefix, suffix) = times[id(candidate)], _life(candidate)
+            before = [(number, used) for name, used, number in numbers if name == prefix and used <= suffix]
+            number, used = max(before, default=(0.0, suffix))
+            if before and used == suffix:               # an emergency save within a run of ours: one line of steps
+                placed.append(replace(candidate, order=(number, candidate.step or 0, time), saved_at=time))
+                continue
+            known = any(name == prefix for name, _, _ in numbers)
+            generation = number + 0.5 if before else 0.0 if known or not later else float("inf")
+            begun = max(at for name, used, at in lives if name == prefix and used <= suffix)
+            position = candidate.order[1] if len(candidate.order) > 1 else -1.0
+            candidate = replace(candidate, saved_at=time, order=(generation, begun, suffix, position, time) if metas else
+                                (generation, time))
         placed.append(candidate)
     return placed
+
+
+def _life(candidate: Candidate) -> tuple[str, int]:
+    """(prefix, suffix) of the names of a candidate's files; a life of its own for names of another form."""
+    parsed = parse_name(os.path.basename(next(iter(candidate.files.values())).path)) if candidate.files else None
+    return (parsed.prefix, parsed.suffix) if parsed else ("", 0)
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
@@ -354,6 +380,23 @@ def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) ->
     with storage.open(os.path.join(root, file.path)) as opened:
         found = {name: read_scalar(opened, header, name) for name in SCALARS}
     return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
+
+
+def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str]:
+    """Paths of the files of all ranks that say they are of this run and step. Reads the header of every file: for clean-up."""
+    found = []
+    for folder in (name for name in storage.list(root) if folder_rank(name) is not None):
+        for name in storage.list(os.path.join(root, folder)):
+            parsed = parse_name(name)
+            if parsed is None:
+                continue
+            try:
+                header = header_of(storage, root, FileRecord(f"{folder}/{name}", parsed.format))
+            except DamagedFileError:
+                continue
+            if parse_label(header) == (run, step):
+                found.append(os.path.join(root, folder, name))
+    return found
 
 
 def label(run: str, step: int) -> dict[str, str]:

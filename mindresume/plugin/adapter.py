@@ -37,7 +37,7 @@ def logger() -> Any:
 
 
 def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces ``module.name`` (a dot in ``name``: a method or class method) by ``make(original)``. Twice is once.
+    """Replaces ``module.name`` (a dot in ``name``: a method of any kind) by ``make(original)``. Twice is once.
 
     ConfigError if it is not there: this version of mindformers is not supported.
     """
@@ -50,12 +50,13 @@ def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
     except (AttributeError, KeyError) as error:
         raise ConfigError(f"{module}.{name} is not in the installed mindformers {metadata.version('mindformers')}; "
                           f"mindresume supports {SUPPORTED[0][1]}") from error
-    function = original.__func__ if isinstance(original, classmethod) else original
+    bound = isinstance(original, (classmethod, staticmethod))
+    function = original.__func__ if bound else original
     if getattr(function, "_mindresume", False):
         return
     replacement = make(function)
     replacement._mindresume = True
-    setattr(holder, last, classmethod(replacement) if isinstance(original, classmethod) else replacement)
+    setattr(holder, last, type(original)(replacement) if bound else replacement)
 
 
 def register_monitor(monitor: type) -> None:

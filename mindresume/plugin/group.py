@@ -1,9 +1,9 @@
-"""The ranks of the running job as a ``mindresume.resume.select.Group``, on the communication that mindformers initialised."""
+"""The ranks of the running job as a ``mindresume.agree.Group``, on the communication that mindformers initialised."""
 from __future__ import annotations
 
 import numpy as np
 
-from mindresume.resume.select import Group, Solo
+from mindresume.agree import Group, Solo
 
 
 def group_of_job() -> Group:

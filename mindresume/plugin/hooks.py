@@ -19,16 +19,19 @@ from typing import Any
 
 import numpy as np
 
+from mindresume.agree import Group, decide
 from mindresume.errors import LoadError, TrainingCompleteError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import Checksums, checksummed
+from mindresume.formats import Candidate
+from mindresume.formats.rank_folders import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.network import check_fit, is_transient
 from mindresume.plugin import adapter, session
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.progress import check_sink, progress_of
 from mindresume.resume.prove import ProvenShard
-from mindresume.resume.select import Choice, select
+from mindresume.resume.select import Choice, describe, select
 from mindresume.settings import Settings
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -41,6 +44,7 @@ def install() -> None:
     adapter.replace(adapter.REGISTER, "MindFormerRegister.get_cls", _trainer_class)
     adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
     adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
+    adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
     adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
     adapter.replace(adapter.BASE_TRAINER, "preload_ckpt", _preload)
@@ -98,7 +102,8 @@ def _resume_name(original: Any) -> Any:
         current = session.current()
         if not current.resumes:
             return original(*args, **kwargs)
-        return os.path.basename(current.choice.chosen.files[current.group.rank].path)
+        name = os.path.basename(next(iter(current.choice.chosen.files.values())).path)
+        return name_for_rank(name, current.group.rank, current.choice.chosen.format)
     return get
 
 
@@ -107,6 +112,14 @@ def _only_folders(original: Any) -> Any:
     def is_hf(path: str) -> bool:
         return os.path.isdir(path) and original(path)      # 1.9.0 raises for a file and refuses to resume from one
     return is_hf
+
+
+def _path_with_strategy(original: Any) -> Any:
+    @functools.wraps(original)
+    def find(config: Any) -> Any:
+        # With MS_ENABLE_TFT mindformers looks for the newest file by time; the choice is already made.
+        return config.checkpoint.load_path if session.current().resumes else original(config)
+    return find
 
 
 def _context(original: Any) -> Any:
@@ -159,32 +172,43 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
     """
-    if not config.resume_training or not applies(config):
+    if not config.resume_training or not decide(current.group, lambda: applies(config)):
         return
     path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
     log, storage = adapter.logger(), PosixStorage()
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
-    world_size = None if config.auto_trans_ckpt else current.group.size
-    choice = select(storage, path, current.group, world_size, named, complete=current.settings.verify == "full")
+    converts = bool(config.auto_trans_ckpt)                 # then the number of ranks may differ, and all files are read by all
+    choice = select(storage, path, current.group, None if converts else current.group.size, named,
+                    ranks=functools.partial(_share, current.group) if converts else None,
+                    complete=current.settings.verify == "full")
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:
         log.info("mindresume: %s", note)
     if choice.chosen is None:
-        log.info("mindresume: fresh start: %s holds no checkpoint that was ever complete; weights are initialised at random",
-                 path)
+        known = storage.status(path) is not None
+        (log.info if known else log.warning)(
+            "mindresume: fresh start: %s %s; weights are initialised at random", path,
+            "holds no checkpoint that was ever complete" if known else "does not exist")
         config.resume_training, config.load_checkpoint = False, ""
         return
     current.choice = choice
-    log.info("mindresume: %s", choice.explain().splitlines()[-1])
+    log.info("mindresume: resume from step %d, epoch %d, %s", choice.chosen.step, choice.chosen.epoch,
+             describe(choice.chosen, choice.complete))
     if not os.path.isfile(path):
         config.load_checkpoint = choice.root
     if config.get("load_ckpt_format", "ckpt") != choice.chosen.format:
         log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
         config.load_ckpt_format = choice.chosen.format
     config.resume_training = True
+
+
+def _share(group: Group, candidate: Candidate) -> list[int]:
+    """Ranks of a checkpoint to convert that this rank proves. What mindformers wrote has its counters in the files alone."""
+    own = [rank for rank in candidate.files if rank % group.size == group.rank]
+    return own if candidate.state else sorted({min(candidate.files), *own})
 
 
 def applies(config: Any) -> bool:
@@ -202,8 +226,8 @@ def applies(config: Any) -> bool:
 
 def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:
     """Initial step, epoch and loss scale of the run, from the state of the chosen checkpoint. ProgressError: see progress."""
-    shard, runner, log = current.shard, config.runner_config, adapter.logger()
-    state = counters(current.choice, shard)
+    runner, log = config.runner_config, adapter.logger()
+    state = counters(current.choice)
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
     progress = progress_of(state["step_num"], state["global_step"], state["global_batch_size"], runner.global_batch_size,
                            sink_size or dataset_size)
@@ -228,13 +252,13 @@ def runner_scale(config: Any) -> Any:
     return None if wrapper is None else wrapper.get("scale_sense")
 
 
-def counters(choice: Choice, shard: ProvenShard | None) -> dict[str, Any]:
-    """step_num, global_step, global_batch_size and loss_scale of the chosen checkpoint, from its record or its file."""
-    if shard is not None and shard.state is not None:
-        state = shard.state
+def counters(choice: Choice) -> dict[str, Any]:
+    """step_num, global_step, global_batch_size and loss_scale of the chosen checkpoint, from its records or its files."""
+    state = choice.chosen.state
+    if state is not None:
         return {"step_num": state.step, "global_step": state.global_step, "global_batch_size": state.global_batch_size,
                 "loss_scale": state.loss_scale}
-    scalars = dict(shard.scalars) if shard is not None else {}
+    scalars = dict(choice.shards[0].scalars)
     step = scalars.get("step_num", choice.chosen.step)
     return {"step_num": step, "global_step": int(scalars.get("global_step", step)),
             "global_batch_size": scalars.get("global_batch_size"), "loss_scale": scalars.get("loss_scale")}

@@ -19,17 +19,17 @@ import numpy as np
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
+from mindresume.agree import Group, report
 from mindresume.errors import RecordError, SaveError
 from mindresume.files import encode
-from mindresume.formats.rank_folders import FileName, free_suffix, parse_name, stem
+from mindresume.formats.rank_folders import FileName, free_suffix, parse_name, ranks_text, stem
 from mindresume.manifest import FOLDER, TRASH, attempts, run_name, run_sequence
 from mindresume.plugin import adapter, session
 from mindresume.plugin.group import group_of_job
-from mindresume.resume.select import Group
 from mindresume.state import TrainingState, crosses_multiple, epoch_of, step_in_epoch
-from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
+from mindresume.store.commit import Committer, Place, Shard, blind_ranks, clean_own_folder, write_shard
 from mindresume.store.retention import policy_of
-from mindresume.store.storage import PosixStorage, Storage, publish, publish_json
+from mindresume.store.storage import PosixStorage, Storage, publish, publish_json, read_bytes
 
 
 class CheckpointMonitor(BuiltIn):
@@ -50,6 +50,7 @@ class CheckpointMonitor(BuiltIn):
         self._committer: Committer | None = None
         self._suffix = 0
         self._saved: set[int] = set()
+        self._warned: set[str] = set()
         self._failed_in_a_row = 0
         self._seen = 0
         self._seconds_since = time.monotonic()
@@ -110,16 +111,17 @@ class CheckpointMonitor(BuiltIn):
 
     def _start(self, current: session.Session) -> None:
         """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
-        group = group_of_job()
-        root = os.path.dirname(self._directory)
-        names = self.storage.list(self._directory)
-        suffixes = group.gather(str(free_suffix(names, self.origin_prefix, group.rank)).encode())
-        self._suffix = max(int(suffix) for suffix in suffixes)
+        group, root, log = group_of_job(), os.path.dirname(self._directory), adapter.logger()
+        views = report(group, lambda: {"suffix": free_suffix(self.storage.list(self._directory), self.origin_prefix, group.rank),
+                                       "run": self._new_run(root) if group.rank == 0 else None})
+        self._suffix, run = max(view["suffix"] for view in views), views[0]["run"]
         self._prefix = stem(self.origin_prefix, group.rank, self._suffix)
-        run = group.broadcast(self._new_run(root).encode() if group.rank == 0 else b"").decode()
         self._group, self._place = group, Place(self.storage, root, run, group.rank, group.size)
         self._seen = self._append_step_num
-        log = adapter.logger()
+        blind = blind_ranks(self._place, group)
+        if blind:
+            log.error("mindresume: rank %s cannot see what rank 0 writes to %s: the folder is not shared. Saves will not be "
+                      "committed and cannot be resumed; put output_dir on a disk that all nodes share", ranks_text(blind), root)
         try:
             for name in clean_own_folder(self._place):
                 log.info("mindresume: removed %s, left half-written by an earlier run", name)
@@ -183,7 +185,7 @@ class CheckpointMonitor(BuiltIn):
         tensors = live.snapshot(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
         tables = live.layouts(getattr(net, "parameter_layout_dict", None),
                               {key: tuple(array.shape) for key, array in tensors.items()},
-                              lambda text: adapter.logger().warning("mindresume: %s", text))
+                              self._warn_once)
         tensors.update(live.snapshot(self._counters(cb_params, state)))
         record = write_shard(self._place, Shard(name, state, tensors, tables, live.capture_random(), self._metadata()))
         self._latest_ckpt_file_name = os.path.join(self._directory, str(name))
@@ -192,6 +194,11 @@ class CheckpointMonitor(BuiltIn):
         if self._committer is not None:
             self._committer.saved(state.step)
         return None
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            adapter.logger().warning("mindresume: %s", text)
 
     def _state(self, cb_params: Any) -> TrainingState:
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
@@ -268,11 +275,11 @@ class CheckpointMonitor(BuiltIn):
         if self._place.rank != 0:
             return
         path = os.path.join(self.health_ckpts_record_dir, "health_ckpts.json")
-        known = []
-        if self.storage.status(path) is not None:
-            with self.storage.open(path) as file:
-                known = json.loads(file.read() or b"[]")
-        publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
+        try:
+            known = json.loads(read_bytes(self.storage, path) or b"[]") if self.storage.status(path) is not None else []
+            publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
+        except (OSError, ValueError) as error:
+            raise SaveError(f"the health of {name} was not recorded in {path}: {error}") from error
 
 
 def _number(value: Any, kind: type) -> Any:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mindresume.agree import Group, Solo
 from mindresume.resume.prove import ProvenShard
-from mindresume.resume.select import Choice, Group, Solo
+from mindresume.resume.select import Choice
 from mindresume.settings import Settings
 
 
@@ -24,7 +25,9 @@ class Session:
 
     @property
     def shard(self) -> ProvenShard | None:
-        return self.choice.shards[0] if self.choice and self.choice.shards else None
+        """What this rank proved and loads; None if the checkpoint has no such rank (it is converted then)."""
+        shards = self.choice.shards if self.choice else ()
+        return next((shard for shard in shards if shard.rank == self.group.rank), None)
 
     @property
     def resumes(self) -> bool:

@@ -16,7 +16,7 @@ from mindresume.errors import DamagedFileError, RecordError
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of
-from mindresume.manifest import Details, FileRecord, Record, read_details, record_name
+from mindresume.manifest import Details, FileRecord, Record, TensorRecord, read_details, read_record, record_name
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
@@ -113,9 +113,11 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
 
 def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None,
                     full: bool) -> ProvenShard | Refusal:
-    record, details = record_of(storage, candidate, rank)
+    record, details, checksum = record_of(storage, candidate, rank)
     if (record.run, record.step, record.rank) != (candidate.run, candidate.step, rank):
         return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}", rank=rank)
+    if candidate.records and candidate.records[rank] != checksum:
+        return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
     path = os.path.join(root, record.file.path)
     if storage.status(path) is None:
         found = replicas(storage, root, candidate, rank)
@@ -137,10 +139,12 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
                             f"recorded {record.file.checksum})", record.file.path, rank)
 
 
-def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details]:
-    """RecordError or OSError if it cannot be read."""
+def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:
+    """A record, its details and the checksum of its head. RecordError or OSError if it cannot be read."""
     with storage.open(os.path.join(candidate.attempt or "", record_name(rank))) as file:
-        return read_details(file)
+        _, checksum = read_record(file)
+        file.seek(0)
+        return *read_details(file), checksum
 
 
 def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[Source, ...] | Refusal:
@@ -150,8 +154,11 @@ def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tu
     try:
         wanted = dict(record_of(storage, candidate, rank)[1].tensors)
         sources = []
-        for other, file in candidate.files.items():
-            if other == rank or not wanted or storage.status(os.path.join(root, file.path)) is None:
+        for other in _likely_holders(wanted, rank, candidate.world_size):
+            file = candidate.files[other]
+            if not wanted:
+                break
+            if storage.status(os.path.join(root, file.path)) is None:
                 continue
             theirs = record_of(storage, candidate, other)[1].tensors
             names = tuple(name for name, row in wanted.items() if name in theirs and
@@ -166,6 +173,19 @@ def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tu
         return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
                                 f"rank, for example {next(iter(wanted))}", lost.path, rank)
     return tuple(sources)
+
+
+def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, world_size: int) -> list[int]:
+    """All other ranks, those first that hold the same slices by the layout of one cut tensor: reading a record of thousands of
+    tensors takes some milliseconds, and among thousands of ranks the first one asked should be the right one."""
+    others = [other for other in range(world_size) if other != rank]
+    for row in tensors.values():
+        if row.layout is not None and row.global_shape is not None:
+            first = rank - rank % row.layout.stage_size
+            slices = row.layout.slices(rank - first, row.global_shape)
+            likely = {first + holder for holder in row.layout.holders(slices, row.global_shape)}
+            return sorted(others, key=lambda other: other not in likely)
+    return others
 
 
 def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, record: Record, details: Details,

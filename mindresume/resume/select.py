@@ -4,21 +4,19 @@
     each     complete proof of its own files ─▶ all verdicts to all
     all      every verdict good: take it; one bad: rank 0 goes on with the next older one
 
-Everything travels through a ``Group`` of two operations; an error on one rank reaches all of them as text, so none hangs.
+Everything travels through ``mindresume.agree``; an error on one rank reaches all of them.
 """
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+from mindresume.agree import Group, decide, report
 from mindresume.errors import (
-    AgreementError,
     ConfigError,
     DamagedFileError,
-    MindResumeError,
     MissingCheckpointError,
     NoUsableCheckpointError,
 )
@@ -40,31 +38,6 @@ from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
 
-class Group(Protocol):
-    """The ranks of the job."""
-    rank: int
-    size: int
-
-    def broadcast(self, message: bytes) -> bytes:
-        """The message of rank 0, on every rank."""
-
-    def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks in order, on every rank."""
-
-
-@dataclass(frozen=True)
-class Solo:
-    """A job of one process."""
-    rank: int = 0
-    size: int = 1
-
-    def broadcast(self, message: bytes) -> bytes:
-        return message
-
-    def gather(self, message: bytes) -> list[bytes]:
-        return [message]
-
-
 @dataclass(frozen=True)
 class Choice:
     """``chosen`` None: nothing to resume from. ``fresh`` True: nothing was ever complete there, so starting afresh loses
@@ -75,21 +48,16 @@ class Choice:
     fresh: bool
     shards: tuple[ProvenShard, ...] = ()         # of the ranks this process proved
     root: str = ""
-
-    def explain(self) -> str:
-        """Every refusal with its reason, and the choice, as lines for the log."""
-        lines = [f"refused {refusal}" for refusal in self.refused] + [f"note: {note}" for note in self.notes]
-        if self.chosen is not None:
-            lines.append(f"resume from step {self.chosen.step}, epoch {self.chosen.epoch}, {describe(self.chosen)}")
-        return "\n".join(lines)
+    complete: bool = True                        # every byte was read
 
 
-def describe(candidate: Candidate) -> str:
-    """One phrase: who wrote it and what is known of it."""
+def describe(candidate: Candidate, complete: bool = True) -> str:
+    """One phrase: who wrote it and what was checked of it."""
     first = candidate.files[min(candidate.files)].path if candidate.files else "no file"
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte"
-    return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, every byte checked"
+    checked = "every byte" if complete else "sizes and headers"
+    return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked"
 
 
 def candidates_for(storage: Storage, path: str, named: str | None = None,
@@ -155,24 +123,30 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     manifest, else ``Scan.expected_ranks``.
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
-    checkpoints, none can be used), AgreementError (rank 0 failed in another way).
+    checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    state = _Chooser(storage, path, world_size, named) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
-        message = json.loads(group.broadcast(json.dumps(state.next(verdicts) if state else {}).encode()))
+        message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
         if message["end"]:
-            return _conclude(message, ())
+            return _conclude(message, (), complete)
         candidate, root = candidate_from_json(message["candidate"]), message["root"]
         if on_candidate:
             on_candidate(candidate)
-        results = [prove(storage, root, candidate, rank, progress, complete) for rank in ranks(candidate)]
-        bad = [result.to_json() for result in results if isinstance(result, Refusal)]
-        said = [json.loads(reply) for reply in group.gather(json.dumps(bad[:1]).encode())]
-        verdicts = [Refusal(**refusal) for reply in said for refusal in reply]
+        shards: list[ProvenShard] = []
+
+        def check(candidate: Candidate = candidate, root: str = root, shards: list[ProvenShard] = shards) -> Any:
+            for rank in ranks(candidate):
+                result = prove(storage, root, candidate, rank, progress, complete)
+                if isinstance(result, Refusal):
+                    return result.to_json()
+                shards.append(result)
+            return None
+        verdicts = [Refusal(**refusal) for refusal in report(group, check) if refusal]
         if not verdicts:
-            return _conclude({**message, "end": "chosen"}, tuple(r for r in results if isinstance(r, ProvenShard)))
+            return _conclude({**message, "end": "chosen"}, tuple(shards), complete)
 
 
 class _Chooser:
@@ -190,8 +164,6 @@ class _Chooser:
             return self._next(verdicts)
         except MissingCheckpointError as error:
             return {"end": "missing", "text": str(error)}
-        except (OSError, MindResumeError) as error:            # told to all ranks, which then stop together
-            return {"end": "error", "text": f"{type(error).__name__}: {error}"}
 
     def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
         if self.found is None:
@@ -225,17 +197,16 @@ class _Chooser:
         return ""
 
 
-def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...]) -> Choice:
+def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...], complete: bool) -> Choice:
     end = message["end"]
     refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
     if end == "missing":
         raise MissingCheckpointError(message["text"], refused)
     if end == "none":
         raise NoUsableCheckpointError(message["text"], refused)
-    if end == "error":
-        raise AgreementError(f"rank 0 could not choose a checkpoint: {message['text']}")
     chosen = candidate_from_json(message["candidate"]) if end == "chosen" else None
-    return Choice(chosen, refused, tuple(message.get("notes", ())), end == "fresh", shards, message["root"])
+    return Choice(chosen, refused, tuple(message.get("notes", ())), end == "fresh", shards, message["root"],
+                  complete)
 
 
 def candidate_to_json(candidate: Candidate) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mindresume.agree import Group, report
 from mindresume.errors import RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
@@ -26,6 +27,7 @@ from mindresume.formats.rank_folders import (
     FileName,
     folder_name,
     label,
+    labelled_files,
     meta_json,
     name_for_rank,
     parse_name,
@@ -44,6 +46,7 @@ from mindresume.manifest import (
     Record,
     TensorRecord,
     attempt_name,
+    parse_attempt,
     read_record,
     record_name,
     record_rank,
@@ -108,9 +111,10 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
             place.storage.remove(recorded)
             place.storage.remove(target)
             raise
-    except OSError as error:
-        raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: {error.strerror or error} "
-                        f"({error.filename or target}). The checkpoints saved before are untouched") from error
+    except (OSError, ValueError) as error:      # ValueError: a dtype or name that the format cannot hold
+        reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or target
+        raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints "
+                        f"saved before are untouched") from error
     return record
 
 
@@ -140,6 +144,34 @@ def clean_own_folder(place: Place) -> list[str]:
             place.storage.remove(os.path.join(folder, name))
             removed.append(name)
     return removed
+
+
+def blind_ranks(place: Place, group: Group, tries: int = 5, pause: float = 1.0) -> list[int]:
+    """Ranks that do not see a file that rank 0 has just written below ``place.root``: they are on another disk. Looks again for
+    some seconds, because entries of a shared folder can arrive late. Leaves nothing behind."""
+    if group.size == 1:
+        return []
+    folder = os.path.join(place.root, FOLDER)
+    probe = os.path.join(folder, f"probe-{place.run}")
+
+    def show() -> None:
+        if group.rank == 0:
+            place.storage.make_folder(folder)
+            publish(place.storage, probe, [b"shared"], place.run)
+
+    def see() -> bool:
+        for _ in range(tries):
+            if place.storage.status(probe) is not None:
+                return True
+            time.sleep(pause)
+        return False
+    report(group, show)
+    seen = report(group, see)
+    if group.rank == 0:
+        place.storage.remove(probe)
+        if not place.storage.list(folder):
+            place.storage.remove(folder)
+    return [rank for rank, visible in enumerate(seen) if not visible]
 
 
 class Committer:
@@ -247,9 +279,10 @@ class Committer:
             list(pool.map(write, manifest.files))
 
     def adopt(self) -> list[int]:
-        """Writes the manifests of earlier runs whose ranks all recorded their files but that died before the commit."""
-        adopted = []
-        for candidate in scan_records(self.place.storage, self.place.root)[0]:
+        """Writes the manifests of earlier runs whose ranks all recorded their files but that died before the commit, and
+        ``meta.json`` if one of them is the newest."""
+        adopted, found = [], scan_records(self.place.storage, self.place.root)[0]
+        for candidate in found:
             if candidate.problem is None and not candidate.committed:
                 place = Place(self.place.storage, self.place.root, candidate.run or "", 0, candidate.world_size)
                 try:
@@ -259,6 +292,8 @@ class Committer:
                     self.log(f"step {candidate.step} of run {candidate.run} cannot be committed afterwards: {error}")
                     continue
                 adopted.append(manifest.step)
+                if candidate is found[0]:
+                    self._point(manifest)
         return adopted
 
     # ---- removal ---------------------------------------------------------------------------------------------------
@@ -304,7 +339,8 @@ class Committer:
     def _weights_of(self, trash: str) -> list[str]:
         """Paths of the weights that a discarded attempt may have written, on every rank, recorded or not.
 
-        One record names the file of all ranks: the prefix with its suffix belongs to one run alone.
+        One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record the
+        labels inside the files tell.
         """
         for entry in self.place.storage.list(trash):
             if record_rank(entry) is None:
@@ -318,4 +354,5 @@ class Committer:
             paths = [os.path.join(self.place.root, folder_name(rank), name_for_rank(name, rank, record.file.format))
                      for rank in range(record.world_size)]
             return paths + [temporary_name(path, record.run) for path in paths]
-        return []
+        step, run = parse_attempt(os.path.basename(trash).removeprefix(TRASH)) or (0, "")
+        return labelled_files(self.place.storage, self.place.root, run, step)

@@ -5,11 +5,12 @@ import shutil
 import pytest
 from folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
+from mindresume.agree import Solo
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import read_header
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.prove import ProvenShard
-from mindresume.resume.select import Solo, select
+from mindresume.resume.select import select
 
 NEXT_RUN = run_name(2, "0000bbbb")
 WORLD = 4

@@ -1,0 +1,323 @@
+"""The command line on folders of both origins: what it prints for programs, and its exit status."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+
+from mindresume import cli
+from mindresume.files import read_header
+from mindresume.formats.rank_folders import scan
+from mindresume.manifest import FOLDER, attempt_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command line in this process; returns (exit status, stdout, stderr)."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mindresume", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+    return run
+
+
+@pytest.fixture
+def read(call):
+    """(exit status, JSON document)"""
+    def run(command, *arguments):
+        status, out, err = call(command, *arguments, "--json")
+        assert err == ""
+        return status, json.loads(out)
+    return run
+
+
+@pytest.fixture(params=["mindresume", "mindformers"])
+def origin(request):
+    return request.param
+
+
+@pytest.fixture
+def saved(tmp_path, origin):
+    """Steps 5, 10, 15 of 4 ranks, below ``run/output/checkpoint``."""
+    root = tmp_path / "run" / "output" / "checkpoint"
+    for step in (5, 10, 15):
+        save(root, step) if origin == "mindresume" else write_foreign(root, step)
+    return root
+
+
+def paths(root, step, world=4):
+    return [str(path_of(root, step, rank)) for rank in range(world)]
+
+
+def damage(root, step, rank, tensor="embedding.weight"):
+    path = path_of(root, step, rank)
+    with open(path, "rb") as file:
+        flip_bit(path, read_header(file, str(path)).tensors[tensor].ranges[0][0])
+    return str(path)
+
+
+def cut(root, step, rank):
+    path = path_of(root, step, rank)
+    os.truncate(path, path.stat().st_size - 1)
+    return str(path)
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+def test_which_prints_the_newest_one(saved, read):
+    assert read("which", saved) == (0, {"chosen": {"step": 15, "epoch": 2, "format": "safetensors", "files": paths(saved, 15)},
+                                        "refused": []})
+
+
+def test_which_says_why_a_newer_one_is_not_taken(saved, read):
+    path = cut(saved, 15, 2)
+    status, found = read("which", saved)
+    assert status == 0 and set(found) == {"chosen", "refused"}
+    assert found["chosen"] == {"step": 10, "epoch": 1, "format": "safetensors", "files": paths(saved, 10)}
+    refusal, = found["refused"]
+    assert set(refusal) == {"step", "reason", "file", "rank"}
+    assert (refusal["step"], refusal["file"], refusal["rank"]) == (15, path, 2)
+
+
+def test_which_names_the_damaged_tensor(tmp_path, read):
+    for step in (5, 10):
+        save(tmp_path, step)
+    path = damage(tmp_path, 10, 1, "layer.bias")
+    status, found = read("which", tmp_path)
+    assert status == 0 and found["chosen"]["step"] == 5
+    assert found["refused"][0]["file"] == path and "damaged: layer.bias" in found["refused"][0]["reason"]
+    assert read("which", tmp_path, "--quick")[1]["chosen"]["step"] == 10
+
+
+def test_which_finds_none(saved, read):
+    for step in (5, 10, 15):
+        cut(saved, step, 0)
+    status, found = read("which", saved)
+    assert status == 3 and found["chosen"] is None
+    assert [(r["step"], r["rank"]) for r in found["refused"]] == [(15, 0), (10, 0), (5, 0)]
+
+
+def test_which_in_an_empty_folder(tmp_path, read):
+    assert read("which", tmp_path) == (3, {"chosen": None, "refused": []})
+
+
+def test_which_by_name(saved, read):
+    for name in ("net_rank_0-1_10.safetensors", "net_rank_3-1_10"):
+        status, found = read("which", saved, "--name", name)
+        assert status == 0 and found["chosen"]["step"] == 10
+    cut(saved, 10, 1)
+    status, found = read("which", saved, "--name", "net_rank_0-1_10")
+    assert status == 3 and found["chosen"] is None
+
+
+def test_which_of_a_name_that_is_not_there(saved, call):
+    status, out, _ = call("which", saved, "--name", "net_rank_0-9_9")
+    assert status == 3 and "net_rank_0-9_9" in out and "net_rank_0-1_10.safetensors" in out
+
+
+def test_which_of_a_file_and_of_a_rank_folder(saved, read):
+    assert read("which", path_of(saved, 10, 2))[1]["chosen"]["step"] == 10
+    assert read("which", saved / "rank_3")[1]["chosen"]["step"] == 15
+
+
+def test_which_of_a_torn_file_outside_rank_folders(tmp_path, read, call):
+    path = tmp_path / "single.safetensors"
+    path.write_bytes(b"x" * 20)
+    status, found = read("which", path)
+    assert (status, found["chosen"]) == (3, None) and found["refused"][0]["file"] == str(path)
+    status, out, _ = call("which", path)
+    assert "cut short, or no safetensors file" in out
+
+
+@pytest.mark.parametrize("command", ["ls", "which", "verify"])
+@pytest.mark.parametrize("above", [1, 2])
+def test_the_folders_above_will_do(saved, read, command, above):
+    folder = saved.parents[above - 1]
+    status, found = read(command, folder)
+    assert status == 0
+    if command == "which":
+        assert found["chosen"]["files"] == paths(saved, 15)
+    else:
+        assert found["root"] == str(saved) and len(found["checkpoints"]) == 3
+
+
+def test_world_size(saved, read, origin):
+    assert read("which", saved, "--world-size", 4)[0] == 0
+    status, found = read("which", saved, "--world-size", 2)
+    assert status == 3 and [refusal["step"] for refusal in found["refused"]] == [15, 10, 5]
+    assert all("this job has 2" in refusal["reason"] for refusal in found["refused"])
+    status, found = read("which", saved, "--world-size", 8)
+    assert status == 3 and len(found["refused"]) == 3
+
+
+def test_a_missing_rank_of_mindformers_needs_the_number_of_ranks(tmp_path, read, call):
+    write_foreign(tmp_path, 5)
+    write_foreign(tmp_path, 10, ranks=[0, 1, 2])
+    assert read("which", tmp_path)[1]["chosen"]["step"] == 5                 # four rank folders: four ranks are assumed
+    assert "4 ranks assumed from the number of rank folders" in call("which", tmp_path)[1]
+    shutil.rmtree(tmp_path / "rank_3")
+    assert read("which", tmp_path)[1]["chosen"]["step"] == 10
+    assert read("which", tmp_path, "--world-size", 4)[0] == 3
+
+
+def test_which_for_people(saved, call, origin):
+    cut(saved, 15, 2)
+    status, out, err = call("which", saved)
+    assert status == 0 and err == ""
+    assert "step 15" in out and "step 10" in out and str(path_of(saved, 15, 2)) in out.replace("\n", "")
+    assert ("written by mindformers" in out) is (origin == "mindformers")
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+def test_verify_of_whole_checkpoints(saved, read, origin):
+    status, found = read("verify", saved)
+    assert status == 0 and found["damaged"] is False
+    assert [(row["step"], row["origin"], row["problems"]) for row in found["checkpoints"]] == [
+        (15, origin, []), (10, origin, []), (5, origin, [])]
+    assert {row["state"] for row in found["checkpoints"]} == {"verified" if origin == "mindresume" else "unverifiable"}
+    if origin == "mindresume":
+        assert found["bytes"] == sum(os.path.getsize(path) for step in (5, 10, 15) for path in paths(saved, step))
+
+
+def test_verify_names_every_damaged_file_and_tensor(tmp_path, read, call):
+    for step in (5, 10):
+        save(tmp_path, step)
+    expected = {damage(tmp_path, 10, 1, "layer.bias"): "layer.bias", damage(tmp_path, 10, 3, "adam_m.embedding.weight"):
+                "adam_m.embedding.weight"}
+    status, found = read("verify", tmp_path)
+    assert status == 1 and found["damaged"] is True
+    newest, older = found["checkpoints"]
+    assert (newest["state"], older["state"]) == ("damaged", "verified")
+    assert {problem["file"]: problem["reason"].partition("damaged: ")[2].split()[0] for problem in newest["problems"]} == expected
+    out = call("verify", tmp_path)[1].replace("\n", "")
+    assert "DAMAGED" in out and all(path in out and tensor in out for path, tensor in expected.items())
+
+
+@pytest.mark.parametrize("spoil", [cut, lambda root, step, rank: path_of(root, step, rank).write_bytes(b"")])
+def test_verify_of_a_file_cut_short(saved, read, spoil):
+    spoil(saved, 10, 2)
+    status, found = read("verify", saved)
+    assert status == 1 and [row["state"] == "damaged" for row in found["checkpoints"]] == [False, True, False]
+    assert found["checkpoints"][1]["problems"][0]["file"] == str(path_of(saved, 10, 2))
+
+
+def test_verify_of_one_step(saved, read):
+    cut(saved, 15, 0)
+    assert read("verify", saved, "--step", 10)[0] == 0
+    assert read("verify", saved, "--step", 15)[0] == 1
+
+
+def test_verify_of_a_deleted_file_without_replicas(tmp_path, read):
+    save(tmp_path, 5, replicas=4)
+    path_of(tmp_path, 5, 1).unlink()
+    status, found = read("verify", tmp_path)
+    assert status == 1 and found["checkpoints"][0]["problems"][0]["file"] == str(path_of(tmp_path, 5, 1))
+
+
+def test_a_save_that_never_completed_is_no_damage(tmp_path, read, call):
+    save(tmp_path, 5)
+    write_rank(tmp_path, 10, 0, 4)
+    status, found = read("verify", tmp_path)
+    assert status == 0 and [row["state"] for row in found["checkpoints"]] == ["incomplete", "verified"]
+    assert "the save never completed" in call("verify", tmp_path)[1]
+
+
+def test_verify_of_a_damaged_record(tmp_path, read):
+    save(tmp_path, 5)
+    flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "rank_00002.json", -10)
+    status, found = read("verify", tmp_path)
+    problem, = found["checkpoints"][0]["problems"]
+    assert status == 1 and "rank 2" in problem["reason"] and "list of tensors is cut short or altered" in problem["reason"]
+
+
+# ---- ls --------------------------------------------------------------------------------------------------------------
+
+def test_ls(saved, read, origin):
+    cut(saved, 15, 2)
+    status, found = read("ls", saved)
+    assert status == 0 and found["root"] == str(saved)
+    rows = found["checkpoints"]
+    assert [(row["step"], row["epoch"], row["ranks"], row["origin"]) for row in rows] == [
+        (15, 2, 4, origin), (10, 1, 4, origin), (5, 1, 4, origin)]
+    assert [row["usable"] for row in rows] == ([False, True, True] if origin == "mindresume" else [True, True, True])
+    assert set(rows[0]) == {"step", "epoch", "format", "ranks", "origin", "run", "committed", "usable", "problem", "saved_at",
+                            "files"}
+    assert rows[1]["files"] == paths(saved, 10) and rows[1]["committed"] is (origin == "mindresume")
+
+
+def test_ls_for_people(saved, call):
+    status, out, err = call("ls", saved)
+    assert status == 0 and err == "" and all(text in out for text in ("step", "15", "10", "safetensors", "complete"))
+
+
+def test_ls_of_an_empty_folder(tmp_path, call, read):
+    assert call("ls", tmp_path) == (0, f"{tmp_path}: no checkpoints\n", "")
+    assert read("ls", tmp_path) == (0, {"root": str(tmp_path), "checkpoints": [], "notes": []})
+
+
+# ---- errors, and what is imported ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_folder_that_does_not_exist(tmp_path, call, command):
+    status, out, err = call(command, tmp_path / "missing")
+    assert (status, out) == (2, "") and err == f"mindresume: {tmp_path}/missing does not exist\n"
+
+
+def test_which_of_a_folder_that_does_not_exist_is_the_fresh_start_of_a_first_run(tmp_path, call, read):
+    assert read("which", tmp_path / "missing") == (3, {"chosen": None, "refused": []})
+    assert "a resume starts afresh" in call("which", tmp_path / "missing")[1]
+
+
+@pytest.mark.parametrize("arguments", [["which"], ["nonsense"], ["which", ".", "--world-size", "0"], ["ls", ".", "--jsn"]])
+def test_wrong_arguments(call, arguments):
+    assert call(*arguments)[0] == 2
+
+
+def test_a_file_of_another_kind(tmp_path, call):
+    (tmp_path / "notes.txt").write_text("text")
+    status, _, err = call("which", tmp_path / "notes.txt")
+    assert status == 2 and "notes.txt is no checkpoint" in err
+
+
+@pytest.mark.parametrize("command", ["ls", "which", "verify"])
+def test_nothing_is_changed(saved, call, command):
+    cut(saved, 15, 0)
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    call(command, saved)
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+    assert len(scan(STORAGE, str(saved)).candidates) == 3
+
+
+def test_plugin_path_is_the_folder_of_the_shim(call):
+    status, out, _ = call("plugin-path")
+    assert status == 0 and sorted(p.name for p in Path(out.strip()).glob("*.py")) == ["mindresume_plugin.py"]
+
+
+@pytest.mark.parametrize("code", ["import mindresume", "from mindresume import cli; import sys; "
+                                  "sys.argv = ['mindresume', 'which', '.', '--json']\n"
+                                  "try: cli.main()\nexcept SystemExit: pass",
+                                  "from mindresume import cli; import sys; sys.argv = ['mindresume', 'verify', '.']\n"
+                                  "try: cli.main()\nexcept SystemExit: pass"])
+def test_no_framework_is_imported(tmp_path, code):
+    save(tmp_path, 5, world=1)
+    check = "\nimport sys; print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & " \
+            "{'mindspore', 'mindformers', 'torch', 'transformers', 'tensorflow', 'safetensors'}))"
+    done = subprocess.run([sys.executable, "-c", code + check], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("LOADED []"), done.stdout + done.stderr
+
+
+def test_python_m_mindresume(tmp_path):
+    save(tmp_path, 5, world=2)
+    done = subprocess.run([sys.executable, "-m", "mindresume", "which", str(tmp_path), "--json"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60)
+    assert done.returncode == 0 and json.loads(done.stdout)["chosen"]["files"] == paths(tmp_path, 5, 2) and done.stderr == ""

@@ -1,0 +1,77 @@
+"""Which of several runs of mindformers and of ours is the newest, when times tell nothing."""
+import json
+import os
+import shutil
+
+import pytest
+from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
+
+from mindresume.files import encode
+from mindresume.formats import MINDFORMERS, OURS
+from mindresume.formats.rank_folders import scan
+from mindresume.manifest import run_name
+
+
+def order(root):
+    return [(c.step, c.origin) for c in scan(STORAGE, str(root)).candidates]
+
+
+def forget_times(root, copy):
+    """As ``cp -r`` or a restore from an object store leaves it: every file is of now."""
+    shutil.copytree(root, copy, copy_function=shutil.copyfile)
+    return copy
+
+
+def test_a_copy_without_times_does_not_make_old_files_of_mindformers_newer_than_ours(tmp_path):
+    write_foreign(tmp_path / "a", 5, world=2, time=100.0)
+    save(tmp_path / "a", 100, world=2, suffix=1)
+    assert order(forget_times(tmp_path / "a", tmp_path / "b"))[0] == (100, OURS)
+
+
+def test_files_of_mindformers_after_ours_stay_newer_whatever_the_times(tmp_path):
+    save(tmp_path, 100, world=2)
+    write_foreign(tmp_path, 105, world=2, suffix=1, time=1.0)
+    assert order(tmp_path) == [(105, MINDFORMERS), (100, OURS)]
+
+
+def test_runs_of_mindformers_and_ours_in_turn(tmp_path):
+    write_foreign(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1, suffix=1)
+    write_foreign(tmp_path, 15, world=1, suffix=2)
+    save(tmp_path, 20, world=1, run=run_name(2, "0000bbbb"), suffix=3)
+    assert [step for step, _ in order(tmp_path)] == [20, 15, 10, 5]
+
+
+def test_an_emergency_save_lies_among_the_steps_of_its_run(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=1)
+    write_foreign(tmp_path, 7, world=1, meta=False, time=1.0)
+    assert order(tmp_path) == [(10, OURS), (7, MINDFORMERS), (5, OURS)]
+
+
+def test_after_a_fall_back_the_later_run_of_mindformers_is_newer_as_its_meta_json_says(tmp_path):
+    for step in (5, 10, 15, 20):
+        write_foreign(tmp_path, step, world=2)
+    write_foreign(tmp_path, 15, world=2, suffix=1)
+    newest = scan(STORAGE, str(tmp_path)).candidates[0]
+    name = os.path.basename(newest.files[0].path)
+    assert name == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == "net_rank_0_1-2_5.safetensors"
+
+
+@pytest.mark.parametrize("time, first", [(1.0, OURS), (4e9, MINDFORMERS)])
+def test_another_prefix_goes_by_time(tmp_path, time, first):
+    save(tmp_path, 10, world=1)
+    write_foreign(tmp_path, 5, world=1)
+    other = path_of(tmp_path, 5, 0).with_name("other_rank_0-1_5.safetensors")
+    path_of(tmp_path, 5, 0).rename(other)
+    os.utime(other, (time, time))
+    assert order(tmp_path)[0][1] == first
+
+
+def test_what_exception_save_wrote_is_no_candidate(tmp_path):
+    """MindSpore counts its step_num within the epoch: step 17 of 10 steps an epoch says 7."""
+    save(tmp_path, 15, world=1)
+    pieces = encode("ckpt", {**tensors_of(0, 17), **counters(7)}, {})
+    (tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt").write_bytes(b"".join(bytes(piece) for _, piece in pieces))
+    assert order(tmp_path) == [(15, OURS)]
+    assert "exception_save" in scan(STORAGE, str(tmp_path)).notes[0]

@@ -1,0 +1,316 @@
+"""Names of files, and what a scan of rank folders finds, ignores and says."""
+import json
+import os
+import shutil
+
+import pytest
+from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindresume.files import encode
+from mindresume.formats import MINDFORMERS, OURS
+from mindresume.formats.rank_folders import (
+    FileName,
+    folder_name,
+    folder_rank,
+    free_suffix,
+    is_root,
+    meta_json,
+    name_for_rank,
+    parse_name,
+    ranks_text,
+    scan,
+    stem,
+)
+from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
+
+NEXT_RUN = run_name(2, "0000bbbb")
+
+
+def found(root):
+    return scan(STORAGE, str(root))
+
+
+def order(root):
+    """(step, origin) newest first."""
+    return [(candidate.step, candidate.origin) for candidate in found(root).candidates]
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+@given(st.builds(FileName, st.text("ab0129-_.", min_size=1, max_size=12).filter(lambda text: "_rank_" not in text),
+                 st.integers(0, 10**5), st.integers(0, 99), st.integers(0, 10**6), st.integers(0, 10**6),
+                 st.sampled_from(["ckpt", "safetensors"])))
+def test_names_come_back(name):
+    assert parse_name(str(name)) == name
+    assert meta_json(name) == {"last_epoch": name.epoch, "last_step": name.step, "last_ckpt_file": str(name)}
+    for rank in (0, 7, 4096):
+        assert name_for_rank(str(name), rank, name.format) == str(name._replace(rank=rank))
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("qwen3_8b_rank_0-200_1.safetensors", FileName("qwen3_8b", 0, 0, 200, 1, "safetensors")),
+    ("qwen3_8b_rank_12_3-20_2.ckpt", FileName("qwen3_8b", 12, 3, 20, 2, "ckpt")),
+    ("qwen3-0.6b_rank_1-1_1.ckpt", FileName("qwen3-0.6b", 1, 0, 1, 1, "ckpt")),
+    ("7_rank_1-1_1.ckpt", FileName("7", 1, 0, 1, 1, "ckpt")),
+    ("a-1_2_rank_1-1_1.ckpt", FileName("a-1_2", 1, 0, 1, 1, "ckpt")),
+])
+def test_names_of_mindformers(name, expected):
+    assert parse_name(name) == expected and str(expected) == name
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors", "net_rank_0-1.ckpt", "net-1_1.ckpt", "_rank_0-1_1.ckpt",
+                                  "net_rank_0-1_1.ckpt.tmp", "net_rank_0-1_1.npz", "net_rank_x-1_1.ckpt", "meta.json",
+                                  "net_rank_0-network-1_1.ckpt", f".net_rank_0-1_1.ckpt.{RUN}.mindresume-tmp"])
+def test_other_names(name):
+    assert parse_name(name) is None
+
+
+@pytest.mark.parametrize("name, rank, fmt, expected", [
+    ("qwen3_8b_rank_0-200_1.safetensors", 1, "safetensors", "qwen3_8b_rank_1-200_1.safetensors"),     # document 001
+    ("qwen3_8b_rank_0-200_1", 1, "safetensors", "qwen3_8b_rank_1-200_1.safetensors"),
+    ("qwen3_8b_rank_0_1-200_1", 17, "ckpt", "qwen3_8b_rank_17_1-200_1.ckpt"),
+    ("qwen3_8b_rank_11-200_1.ckpt", 1, "safetensors", "qwen3_8b_rank_1-200_1.ckpt"),
+    ("qwen3-0.6b_rank_0-200_1", 1, "ckpt", "qwen3-0.6b_rank_1-200_1.ckpt"),       # the dot is not an extension
+    ("complete.safetensors", 1, "safetensors", "complete.safetensors"),
+    ("complete-1_1.safetensors", 1, "safetensors", "complete-1_1.safetensors"),
+    ("rank_0-1_1", 1, "ckpt", "rank_0-1_1.ckpt"),
+])
+def test_the_file_of_a_rank(name, rank, fmt, expected):
+    assert name_for_rank(name, rank, fmt) == expected
+
+
+@pytest.mark.parametrize("names, expected", [
+    ([], 0), (["meta.json", "other_rank_0-1_1.ckpt", "net_rank_1-1_1.ckpt"], 0), (["net_rank_0-1_1.ckpt"], 1),
+    (["net_rank_0-1_1.ckpt", "net_rank_0_4-1_1.safetensors", "net_rank_0_2-1_1.ckpt"], 5),
+    ([f".net_rank_0_9-1_1.ckpt.{RUN}.mindresume-tmp"], 0),
+])
+def test_a_free_suffix_is_larger_than_all_in_use(names, expected):
+    assert free_suffix(names, "net", 0) == expected
+
+
+def test_small_helpers():
+    assert stem("net", 3, 0) == "net_rank_3" and stem("net", 3, 2) == "net_rank_3_2"
+    assert folder_rank(folder_name(12)) == 12
+    assert [folder_rank(name) for name in ("rank_", "rank_x", "rank_1.bak", "my_rank_1", "Rank_1")] == [None] * 5
+    assert ranks_text([1, 2]) == "1, 2" and ranks_text(list(range(11))) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+
+
+def test_a_root_is_a_folder_of_rank_folders_or_records(tmp_path):
+    assert not is_root(STORAGE, str(tmp_path)) and not is_root(STORAGE, str(tmp_path / "missing"))
+    (tmp_path / FOLDER).mkdir()
+    assert is_root(STORAGE, str(tmp_path))
+    save(tmp_path / "other", 5, world=1)
+    shutil.rmtree(tmp_path / "other" / FOLDER)
+    assert is_root(STORAGE, str(tmp_path / "other"))
+
+
+# ---- what a scan finds and says --------------------------------------------------------------------------------------
+
+def test_nothing(tmp_path):
+    assert (found(tmp_path).candidates, found(tmp_path).exists) == ((), True)
+    assert (found(tmp_path / "missing").candidates, found(tmp_path / "missing").exists) == ((), False)
+
+
+def test_a_committed_checkpoint(tmp_path):
+    save(tmp_path, 15, world=2)
+    candidate, = found(tmp_path).candidates
+    assert (candidate.step, candidate.origin, candidate.format, candidate.world_size, candidate.run, candidate.epoch) == (
+        15, OURS, "safetensors", 2, RUN, 2)
+    assert candidate.committed and candidate.existed and candidate.problem is None and candidate.saved_at == 1015.0
+    assert [candidate.files[rank].path for rank in range(2)] == [f"rank_{rank}/net_rank_{rank}-2_5.safetensors"
+                                                                 for rank in range(2)]
+
+
+def test_a_file_of_rank_1_in_the_folder_of_rank_0_is_ignored(tmp_path):
+    write_foreign(tmp_path, 5, world=2)
+    shutil.copy(path_of(tmp_path, 5, 1), tmp_path / "rank_0")
+    scanned = found(tmp_path)
+    candidate, = scanned.candidates
+    assert [file.path for file in candidate.files.values()] == ["rank_0/net_rank_0-1_5.safetensors",
+                                                                "rank_1/net_rank_1-1_5.safetensors"]
+    assert "rank_0/net_rank_1-1_5.safetensors: a file of rank 1 in the folder of rank 0; ignored" in scanned.notes
+
+
+@pytest.mark.parametrize("name", [f".net_rank_0-1_10.safetensors.{RUN}.mindresume-tmp", ".net_rank_0-1_10.ckpt", "notes.txt",
+                                  "net_rank_0-1_10.tmp", "net-graph.meta"])
+def test_temporary_and_other_files_are_ignored(tmp_path, name):
+    write_foreign(tmp_path, 5, world=1)
+    (tmp_path / "rank_0" / name).write_bytes(b"half")
+    assert order(tmp_path) == [(5, MINDFORMERS)] and found(tmp_path).notes == ()
+
+
+@pytest.mark.parametrize("content, told", [
+    ("", "empty or cut short"), ("{", "empty or cut short"), ("[]", "empty or cut short"), ("{}", "empty or cut short"),
+    ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
+    ('{"last_ckpt_file": null}', "which is not there"),
+])
+def test_what_is_wrong_with_meta_json_is_said(tmp_path, content, told):
+    write_foreign(tmp_path, 5, world=2)
+    (tmp_path / "rank_1" / "meta.json").write_text(content)
+    note, = found(tmp_path).notes
+    assert note.startswith("rank_1/meta.json ") and told in note and "the files decide" in note
+
+
+def test_weights_without_counters_and_damaged_files_are_candidates_with_a_problem(tmp_path):
+    folder = tmp_path / "rank_0"
+    folder.mkdir()
+    weights = {"w": tensors_of(0, 5)["layer.bias"]}
+    (folder / "net_rank_0-1_5.ckpt").write_bytes(b"".join(bytes(piece) for _, piece in encode("ckpt", weights, {})))
+    (folder / "net_rank_0-1_6.ckpt").write_bytes(b"")
+    (folder / "net_rank_0-1_7.safetensors").write_bytes(b"\xff" * 64)
+    reasons = {c.files[0].path: c.problem.reason for c in found(tmp_path).candidates}
+    assert "holds no step_num: weights only" in reasons["rank_0/net_rank_0-1_5.ckpt"]
+    assert "the file is empty" in reasons["rank_0/net_rank_0-1_6.ckpt"]
+    assert "cut short, or no safetensors file" in reasons["rank_0/net_rank_0-1_7.safetensors"]
+
+
+def test_a_damaged_file_of_the_first_rank_does_not_hide_the_step(tmp_path):
+    write_foreign(tmp_path, 5, world=2)
+    path_of(tmp_path, 5, 0).write_bytes(b"")
+    candidate, = found(tmp_path).candidates
+    assert candidate.step == 5 and candidate.problem is None      # rank 0 refuses its own file when it proves it
+
+
+@pytest.mark.parametrize("prefix", ["checkpoint_", "llama2_7b_", "7b-rank_", "3x8_"])
+def test_files_of_a_transform_are_grouped_whatever_digits_the_prefix_has(tmp_path, prefix):
+    for rank in range(12):
+        folder = tmp_path / f"rank_{rank}"
+        folder.mkdir()
+        pieces = encode("safetensors", tensors_of(rank, 5), {})
+        (folder / f"{prefix}{rank}.safetensors").write_bytes(b"".join(bytes(piece) for _, piece in pieces))
+    candidate, = found(tmp_path).candidates
+    assert sorted(candidate.files) == list(range(12)) and candidate.step == 5
+
+
+def test_the_same_step_in_both_formats_is_two_candidates(tmp_path):
+    write_foreign(tmp_path, 5, world=1, fmt="ckpt")
+    write_foreign(tmp_path, 5, world=1, fmt="safetensors")
+    assert sorted(c.format for c in found(tmp_path).candidates) == ["ckpt", "safetensors"]
+
+
+# ---- how many ranks --------------------------------------------------------------------------------------------------
+
+def test_expected_ranks_are_the_number_of_rank_folders(tmp_path):
+    write_foreign(tmp_path / "checkpoint", 5, world=3)
+    scanned = found(tmp_path / "checkpoint")
+    assert (scanned.expected_ranks, scanned.expected_source) == (3, "the number of rank folders")
+
+
+@pytest.mark.parametrize("names, expected", [
+    (["ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_7.ckpt"], 8), (["x_rank_3.json"], 4), (["merged.ckpt", "rank_9"], 3)])
+def test_expected_ranks_of_the_strategy_folder_beside(tmp_path, names, expected):
+    write_foreign(tmp_path / "checkpoint", 5, world=3)
+    (tmp_path / "strategy").mkdir()
+    for name in names:
+        (tmp_path / "strategy" / name).write_bytes(b"")
+    assert found(tmp_path / "checkpoint").expected_ranks == expected
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+def test_our_runs_go_by_their_number_then_by_step(tmp_path):
+    save(tmp_path, 20, world=1)
+    save(tmp_path, 5, world=1, run=NEXT_RUN, suffix=1)
+    save(tmp_path, 10, world=1, run=NEXT_RUN, suffix=1)
+    assert [(c.step, c.run) for c in found(tmp_path).candidates] == [(10, NEXT_RUN), (5, NEXT_RUN), (20, RUN)]
+
+
+@pytest.mark.parametrize("time, newest", [(1.0, OURS), (4e9, MINDFORMERS)])
+def test_mindformers_files_lie_before_or_behind_ours_by_time(tmp_path, time, newest):
+    """Prefixes differ: only the time can tell. ``save`` says it saved at 1000 + step seconds since 1970."""
+    save(tmp_path, 10, world=1)
+    write_foreign(tmp_path, 5, world=1)
+    renamed = path_of(tmp_path, 5, 0).with_name("other_rank_0-1_5.safetensors")
+    path_of(tmp_path, 5, 0).rename(renamed)
+    os.utime(renamed, (time, time))
+    assert order(tmp_path)[0][1] == newest
+
+
+def test_mindformers_files_go_by_samples_when_global_batch_sizes_differ(tmp_path):
+    from folders import counters
+    for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):          # 800 samples; then a larger batch: 960
+        folder = tmp_path / "rank_0"
+        folder.mkdir(exist_ok=True)
+        pieces = encode("ckpt", {**tensors_of(0, step), **counters(step, batch)}, {})
+        name = name_of(0, step, suffix, "ckpt")
+        (folder / str(name)).write_bytes(b"".join(bytes(piece) for _, piece in pieces))
+        (folder / "meta.json").write_text(json.dumps(meta_json(name)))
+    assert [c.step for c in found(tmp_path).candidates] == [60, 100]
+
+
+def test_mindformers_files_without_any_meta_json_go_by_time(tmp_path):
+    write_foreign(tmp_path, 10, world=1, meta=False, time=100)
+    write_foreign(tmp_path, 5, world=1, meta=False, time=200)
+    assert [step for step, _ in order(tmp_path)] == [5, 10]
+
+
+# ---- our files, records and labels -----------------------------------------------------------------------------------
+
+def test_labelled_files_whose_records_were_left_behind_are_judged_like_those_of_mindformers(tmp_path):
+    save(tmp_path, 10, world=2)
+    shutil.rmtree(tmp_path / FOLDER)
+    candidate, = found(tmp_path).candidates
+    assert (candidate.step, candidate.origin, candidate.problem, candidate.existed) == (10, MINDFORMERS, None, True)
+
+
+def test_they_stay_so_when_the_next_run_keeps_records_in_the_same_folder(tmp_path):
+    save(tmp_path, 10, world=2)
+    shutil.rmtree(tmp_path / FOLDER)                                # cp -r rank_* here, resumed ...
+    write_rank(tmp_path, 15, 0, 2, run=run_name(1, "0000cccc"), suffix=1)    # ... and dead in the first save
+    assert [(c.step, c.existed) for c in found(tmp_path).candidates if c.existed] == [(10, True)]
+
+
+def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_completed(tmp_path):
+    save(tmp_path, 5, world=2)
+    save(tmp_path, 10, world=2)
+    shutil.rmtree(tmp_path / FOLDER / attempt_name(10, RUN))
+    newest = found(tmp_path).candidates[0]
+    assert (newest.step, newest.origin, newest.run, newest.existed) == (10, OURS, RUN, False)
+    assert newest.problem.reason == "the save never completed: no record of it was written"
+
+
+def test_files_that_a_record_names_are_no_candidates_of_their_own(tmp_path):
+    for rank in (0, 1):
+        write_rank(tmp_path, 5, rank, 3)                            # rank 2 never wrote
+    path = path_of(tmp_path, 5, 2)
+    path.parent.mkdir()
+    shutil.copy(path_of(tmp_path, 5, 0), path)                      # and rank 2 wrote its file but no record
+    candidate, = found(tmp_path).candidates
+    assert "2 of 3 ranks recorded" in candidate.problem.reason and candidate.problem.rank == 2
+
+
+def test_an_attempt_folder_that_holds_the_manifest_of_another_step_is_no_checkpoint(tmp_path):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    shutil.copytree(tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / FOLDER / attempt_name(20, RUN))
+    newest = found(tmp_path).candidates[0]
+    assert newest.step == 20 and "of another run, step or rank" in newest.problem.reason
+    assert [c.step for c in found(tmp_path).candidates if c.problem is None] == [10, 5]
+
+
+def test_a_flipped_bit_in_a_manifest_is_said(tmp_path):
+    save(tmp_path, 5, world=1)
+    flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json", 60)
+    scanned = found(tmp_path)
+    assert scanned.candidates[0].problem is None and not scanned.candidates[0].committed
+    assert "cut short or altered; judged by the records" in scanned.notes[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"torn"])
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_completed(tmp_path, content, ranks):
+    for rank in (0, 1):
+        write_rank(tmp_path, 5, rank, 2)                            # died before the manifest
+    for rank in ranks:
+        (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank)).write_bytes(content)
+    candidate, = (c for c in found(tmp_path).candidates if c.attempt)
+    assert candidate.existed and "cannot be read" in candidate.problem.reason
+    save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1)
+    assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as debris
+
+
+def test_an_absent_record_does(tmp_path):
+    write_rank(tmp_path, 5, 0, 2)
+    assert [c.existed for c in found(tmp_path).candidates] == [False]

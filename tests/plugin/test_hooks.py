@@ -1,0 +1,432 @@
+"""The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no Trainer. CPU, one process."""
+import importlib
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
+
+pytest.importorskip("mindformers")
+
+import mindspore as ms  # noqa: E402
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister  # noqa: E402
+from mindspore import nn  # noqa: E402
+
+import mindresume.plugin  # noqa: E402
+from mindresume.agree import Solo  # noqa: E402
+from mindresume.errors import (  # noqa: E402
+    ConfigError,
+    DamagedFileError,
+    LoadError,
+    NoUsableCheckpointError,
+    ProgressError,
+    TrainingCompleteError,
+)
+from mindresume.formats.rank_folders import FileName  # noqa: E402
+from mindresume.manifest import FOLDER  # noqa: E402
+from mindresume.network import snapshot  # noqa: E402
+from mindresume.plugin import adapter, hooks, session  # noqa: E402
+from mindresume.resume.select import select  # noqa: E402
+from mindresume.store.commit import Committer, Shard, write_shard  # noqa: E402
+
+PLACES = [(adapter.TRAINER, "Trainer.train"), (adapter.TRAINER, "Trainer.finetune"),
+          (adapter.TRAINER, "Trainer._check_config_rules"), (adapter.REGISTER, "MindFormerRegister.get_cls"),
+          (adapter.TRAINER, "get_resume_checkpoint"), (adapter.TRAINER_UTILS, "is_hf_checkpoint"),
+          (adapter.BASE_TRAINER, "load_resume_context_from_checkpoint"), (adapter.BASE_TRAINER, "check_runner_config"),
+          (adapter.BASE_TRAINER, "preload_ckpt"), (adapter.BASE_TRAINER, "transform_and_load_checkpoint")]
+
+
+def place(module, name):
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def current():
+    before = session.current()
+    yield session.begin(session.Session())
+    session.begin(before)
+
+
+def config_of(path="", **values):
+    return MindFormerConfig(**{"resume_training": True, "load_checkpoint": str(path), **values})
+
+
+# ---- installation ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("module, name", PLACES)
+def test_every_place_is_hooked_once_and_keeps_its_name(module, name):
+    hooked = place(module, name)
+    assert hooked._mindresume and hooked.__name__ == name.rpartition(".")[2]
+    mindresume.plugin.install()
+    assert place(module, name) == hooked                # a bound method is a new object each time
+    assert not getattr(hooked.__wrapped__, "_mindresume", False)
+
+
+@pytest.mark.parametrize("module, name", [("mindformers.trainer.utils", "no_such_function"),
+                                          ("mindformers.trainer.trainer", "Trainer.no_such_method"),
+                                          ("mindformers.trainer.trainer", "NoSuchClass.train")])
+def test_a_place_that_is_gone_is_an_error_of_the_installation(module, name):
+    with pytest.raises(ConfigError, match=f"{module}.{name} is not in the installed mindformers 1.9.0; .*supports 1.9"):
+        adapter.replace(module, name, lambda original: original)
+
+
+def test_replace_twice_is_once(monkeypatch):
+    module = importlib.import_module("mindformers.trainer.utils")
+    monkeypatch.setattr(module, "victim", lambda: "original", raising=False)
+
+    def make(original):
+        return lambda: "ours and " + original()
+    for _ in range(2):
+        adapter.replace("mindformers.trainer.utils", "victim", make)
+    assert module.victim() == "ours and original"
+
+
+def test_an_inherited_method_is_not_patched_by_accident(monkeypatch):
+    module = importlib.import_module("mindformers.trainer.utils")
+    monkeypatch.setattr(module, "Child", type("Child", (type("Base", (), {"run": lambda self: 1}),), {}), raising=False)
+    with pytest.raises(ConfigError):
+        adapter.replace("mindformers.trainer.utils", "Child.run", lambda original: original)
+
+
+def test_untested_versions_are_said(monkeypatch):
+    assert adapter.check_versions() == []
+    monkeypatch.setattr(adapter.metadata, "version", lambda name: {"mindformers": "1.90.0", "mindspore": "2.9"}[name])
+    assert adapter.check_versions() == ["mindformers 1.90.0 is installed; mindresume is tested with mindformers 1.9"]
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+class TaskTrainer:
+    def __init__(self, model_name=None):
+        self.model_name = model_name
+
+
+def test_data_keys_below_trainer_reach_the_top_level():
+    config = MindFormerConfig(trainer={"type": "X", "ignore_data_skip": True, "data_skip_steps": 7}, resume_training=False)
+    checked = hooks._rules(lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps, dict(self.config.trainer)))
+    assert checked(SimpleNamespace(config=config)) == (True, 7, {"type": "X"})
+
+
+def test_data_keys_that_contradict_each_other_are_an_error():
+    config = MindFormerConfig(trainer={"data_skip_steps": 7}, data_skip_steps=8)
+    with pytest.raises(ConfigError, match="data_skip_steps is 8 at the top level of the configuration but 7 in trainer"):
+        hooks._rules(lambda self: None)(SimpleNamespace(config=config))
+
+
+def test_the_constructor_of_the_task_trainer_never_sees_them():
+    """Asked of the real registry, which other kinds of classes leave untouched."""
+    MindFormerRegister.register_cls(TaskTrainer, module_type=MindFormerModuleType.TRAINER, alias="TaskTrainerOfTheTest")
+    built = MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(
+        model_name="m", ignore_data_skip=True, data_skip_steps=1)
+    assert type(built) is TaskTrainer and built.model_name == "m"
+    with pytest.raises(TypeError, match="something_else"):
+        MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(something_else=1)
+    assert isinstance(MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor"), type)
+
+
+FOLDERS = {
+    "rank folders": (["rank_0/", "rank_1/"], True), "rank folders and a loose file": (["rank_0/", "a.ckpt"], True),
+    "an empty folder": ([], True), "only records": ([".mindresume/"], True), "loose safetensors": (["a.safetensors"], False),
+    "loose ckpt": (["a.ckpt", "config.json"], False),
+    "complete weights": (["hyper_param.safetensors", "part0.safetensors"], False),
+}
+
+
+@pytest.mark.parametrize("names, expected", FOLDERS.values(), ids=FOLDERS)
+def test_applies_to_folders(tmp_path, names, expected):
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
+    assert hooks.applies(config_of(tmp_path)) is expected
+    assert hooks.applies(config_of(f"{tmp_path}/")) is expected
+
+
+def test_applies_to_a_rank_folder_a_file_and_a_path_that_is_not_there(tmp_path):
+    (tmp_path / "rank_0").mkdir()
+    file = tmp_path / "rank_0" / "a.ckpt"
+    file.write_bytes(b"")
+    assert all(hooks.applies(config_of(path)) for path in (tmp_path / "rank_0", file, tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("values", [{"use_legacy_format": False}, {"checkpoint": {"load_path": "x"}}, {"load_checkpoint": ""},
+                                    {"load_checkpoint": None}])
+def test_does_not_apply(tmp_path, values):
+    assert hooks.applies(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is False
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+def test_the_choice_sets_the_configuration(tmp_path, current):
+    for step in (5, 10):
+        save(tmp_path, step, world=1, fmt="ckpt")
+    flip_bit(path_of(tmp_path, 10, 0, fmt="ckpt"), 200)
+    config = config_of(tmp_path / "rank_0", load_ckpt_format="safetensors")
+    hooks.choose_checkpoint(config, current)
+    assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (str(tmp_path), True, "ckpt")
+    assert current.resumes and current.choice.chosen.step == 5 and current.shard.rank == 0
+    assert place(adapter.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
+
+
+def test_a_name_chooses(tmp_path, current):
+    for step in (5, 10):
+        save(tmp_path, step, world=1)
+    config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
+    hooks.choose_checkpoint(config, current)
+    assert current.choice.chosen.step == 5 and config.resume_training is True
+
+
+def test_nothing_there_is_a_fresh_start(tmp_path, current):
+    config = config_of(tmp_path)
+    hooks.choose_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint, current.resumes) == (False, "", False)
+
+
+def test_only_damaged_ones_are_an_error(tmp_path, current):
+    save(tmp_path, 5, world=1)
+    flip_bit(path_of(tmp_path, 5, 0))
+    with pytest.raises(NoUsableCheckpointError):
+        hooks.choose_checkpoint(config_of(tmp_path), current)
+    assert not current.resumes
+
+
+@pytest.mark.parametrize("values", [{"resume_training": False}, {"use_legacy_format": False}])
+def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
+    save(tmp_path, 5, world=1)
+    config = config_of(tmp_path, **values)
+    before = dict(config)
+    hooks.choose_checkpoint(config, current)
+    assert dict(config) == before and not current.resumes
+
+
+def test_quick_does_not_read_the_contents(tmp_path, current):
+    save(tmp_path, 5, world=1)
+    flip_bit(path_of(tmp_path, 5, 0))
+    current.settings = type(current.settings)(verify="quick")
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    assert current.choice.chosen.step == 5
+    with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
+        hooks.read_shard(STORAGE, current.choice.root, current.shard)
+
+
+# ---- a training and what comes after it ------------------------------------------------------------------------------
+
+class FakeTrainer:
+    config = MindFormerConfig()
+
+
+def test_a_session_lives_as_long_as_its_training(tmp_path):
+    save(tmp_path, 5, world=1)
+
+    def train(self):
+        current = session.current()
+        assert current.training
+        hooks.choose_checkpoint(config_of(tmp_path), current)
+        return current.resumes
+    assert hooks._training(train)(FakeTrainer()) is True
+    assert not session.current().training
+    assert not session.current().resumes            # an evaluation afterwards in this process loads what it asks for
+
+
+def test_a_complete_training_ends_quietly_and_other_errors_do_not():
+    def done(self):
+        raise TrainingCompleteError("the training is complete: step 40")
+
+    def broken(self):
+        raise ValueError("something else")
+    assert hooks._training(done)(FakeTrainer()) is None
+    with pytest.raises(ValueError, match="something else"):
+        hooks._training(broken)(FakeTrainer())
+    assert not session.current().training
+
+
+def test_settings_come_from_the_yaml_section():
+    class Trainer:
+        config = MindFormerConfig(mindresume={"on_save_error": "raise"})
+    assert hooks._training(lambda self: session.current().settings.on_save_error)(Trainer()) == "raise"
+    Trainer.config = MindFormerConfig(mindresume={"on_save": "raise"})
+    with pytest.raises(ConfigError, match="unknown key 'on_save'"):
+        hooks._training(lambda self: None)(Trainer())
+
+
+def test_files_are_no_hf_checkpoints(tmp_path):
+    is_hf = place(adapter.TRAINER_UTILS, "is_hf_checkpoint")
+    (tmp_path / "a.ckpt").write_bytes(b"")
+    assert is_hf(str(tmp_path / "a.ckpt")) is False and is_hf(str(tmp_path / "missing")) is False
+
+
+def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
+    preload = hooks._preload(lambda config: "loaded")
+    assert preload(None) == "loaded"
+    save(tmp_path, 5, world=1)
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    assert preload(None) is None
+
+
+@pytest.mark.parametrize("epochs, complete", [(2, True), (3, False)])
+def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete):
+    save(tmp_path, 20, world=1)
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    config = MindFormerConfig(data_size=10, runner_config={
+        "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
+    check = hooks._runner_config(lambda config, dataset: None)
+    if complete:
+        with pytest.raises(TrainingCompleteError, match="step 20 is the end of 2 epochs of 10 steps.*raise runner_config.epochs"):
+            check(config, None)
+    else:
+        check(config, None)
+    assert (current.dataset_size, current.sink_size) == (10, None)
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+def runner(batch=8, sink_mode=False, sink_size=1, scale_sense=None, **more):
+    return MindFormerConfig(runner_config={"global_batch_size": batch, "sink_mode": sink_mode, "sink_size": sink_size},
+                            runner_wrapper={"type": "W", "scale_sense": scale_sense}, **more)
+
+
+def chosen(tmp_path, current, step=15, foreign=False, **values):
+    (write_foreign if foreign else save)(tmp_path, step, world=1)
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+
+
+class ScaleObject:
+    loss_scale_value = 1.0
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_counters_of_the_new_run(tmp_path, current, foreign):
+    chosen(tmp_path, current, foreign=foreign)
+    config = runner()
+    hooks.set_progress(config, 10, current)
+    got = config.runner_config
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (15, 1, 1.0, 15)
+    assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
+
+
+def test_counters_at_another_global_batch_size(tmp_path, current):
+    chosen(tmp_path, current, 20)
+    config = runner(batch=16)
+    hooks.set_progress(config, 5, current)
+    got = config.runner_config
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (10, 2, 0.5, 10)
+
+
+def test_a_step_that_does_not_scale_is_an_error(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    with pytest.raises(ProgressError, match=r"15 \* 8 samples are no multiple of 16"):
+        hooks.set_progress(runner(batch=16), 5, current)
+
+
+@pytest.mark.parametrize("sink_size, epoch", [(5, 3), (-1, 1), (3, 5)])
+def test_counters_in_sink_mode(tmp_path, current, sink_size, epoch):
+    chosen(tmp_path, current, 15)
+    config = runner(sink_mode=True, sink_size=sink_size)
+    hooks.set_progress(config, 15, current)
+    assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (15, epoch)
+
+
+def test_a_sink_is_not_cut(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    with pytest.raises(ProgressError, match="no multiple of sink_size 2"):
+        hooks.set_progress(runner(sink_mode=True, sink_size=2), 10, current)
+
+
+def set_scale(current, scale):
+    """As if the chosen checkpoint had been saved with this loss scale."""
+    state = replace(current.choice.chosen.state, loss_scale=scale)
+    current.choice = replace(current.choice, chosen=replace(current.choice.chosen, state=state))
+
+
+@pytest.mark.parametrize("scale, sense, expected", [
+    (4096.0, 1.0, 4096.0), (4096.0, {"type": "S", "loss_scale_value": 1.0}, 4096.0), (None, 7.0, 7.0)])
+def test_the_loss_scale_goes_where_it_belongs(tmp_path, current, scale, sense, expected):
+    chosen(tmp_path, current, 15)
+    set_scale(current, scale)
+    config = runner(scale_sense=sense)
+    hooks.set_progress(config, 10, current)
+    found = config.runner_wrapper.scale_sense
+    assert (found.loss_scale_value if isinstance(sense, dict) else found) == expected
+
+
+def test_the_loss_scale_of_an_object(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    set_scale(current, 4096.0)
+    config, sense = runner(), ScaleObject()
+    config.runner_wrapper.scale_sense = sense
+    hooks.set_progress(config, 10, current)
+    assert config.runner_wrapper.scale_sense is sense and sense.loss_scale_value == 4096.0
+
+
+def test_no_wrapper_no_loss_scale(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    config = MindFormerConfig(runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1})
+    hooks.set_progress(config, 10, current)
+    assert config.get("runner_wrapper") is None
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+def network(value, dtype=ms.float32):
+    net = nn.Dense(3, 2, dtype=dtype)
+    net.weight.set_data(ms.Tensor(np.full((2, 3), value), dtype))
+    return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 0.1))
+
+
+def saved_network(root, net, step=5, drop=()):
+    tensors = snapshot([(p.name, p) for p in net.get_parameters() if p.name not in drop])
+    write_shard(place_of(root, 0, 1), Shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
+                                            metadata={"format": "ms", "remove_redundancy": "False"}))
+    Committer(place_of(root, 0, 1)).saved(step)
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
+def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dtype):
+    saved_network(tmp_path, network(1.7, dtype))
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    current.global_step = 3
+    net, expected = network(0.0, dtype), network(1.7, dtype)
+    hooks.load_shard(net, current, STORAGE)
+    found = {p.name: p.asnumpy() for p in net.get_parameters()}
+    assert np.array_equal(found["weight"], expected.parameters_dict()["weight"].asnumpy())
+    assert found["global_step"].tolist() == [3]
+
+
+@pytest.mark.parametrize("name", ["weight", "moment1.weight"])
+def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tmp_path, current, name):
+    saved_network(tmp_path, network(1.0), drop=(name,))
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    net = network(5.0)
+    with pytest.raises(LoadError, match=rf"\(1 tensors\): {name} is not in the checkpoint"):
+        hooks.load_shard(net, current, STORAGE)
+    assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
+
+
+def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):
+    saved_network(tmp_path, network(1.0))
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
+    flip_bit(path)
+    with pytest.raises(LoadError, match="changed after it was checked; start the job again"):
+        hooks.load_shard(network(5.0), current, STORAGE)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedFileError):
+        hooks.load_shard(network(5.0), current, STORAGE)
+
+
+def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
+    save(tmp_path, 5, world=4)
+    expected = path_of(tmp_path, 5, 0).read_bytes()
+    shutil.rmtree(tmp_path / "rank_0")
+    choice = select(STORAGE, str(tmp_path), Solo(), 4)
+    arrays, deduplicated = hooks.read_shard(STORAGE, str(tmp_path), choice.shards[0])
+    assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
+    assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
+
+
+def test_counters_of_files_without_records(tmp_path, current):
+    chosen(tmp_path, current, 15, foreign=True)
+    assert hooks.counters(current.choice) == {"step_num": 15, "global_step": 15, "global_batch_size": 8, "loss_scale": 1.0}

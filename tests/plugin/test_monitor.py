@@ -1,0 +1,376 @@
+"""Our CheckpointMonitor with the real mindformers and a tiny real network, without its Trainer.
+
+``Job`` mimics the contract of mindspore.train.Model.train towards a callback: ``on_train_begin``, ``step_end`` with
+``cur_step_num`` counted from the start of the process (1, 2, ...) and ``cur_epoch_num``, ``end``. CPU, one process.
+"""
+import inspect
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindformers")
+
+import mindspore as ms  # noqa: E402
+from mindformers.core.callback.build_callback import build_callback  # noqa: E402
+from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn  # noqa: E402
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister  # noqa: E402
+from mindspore import nn  # noqa: E402
+
+import mindresume.plugin  # noqa: E402, F401  registers ours
+from mindresume.errors import SaveError  # noqa: E402
+from mindresume.files import read_header  # noqa: E402
+from mindresume.formats import OURS  # noqa: E402
+from mindresume.formats.rank_folders import scan  # noqa: E402
+from mindresume.plugin import monitor as module  # noqa: E402
+from mindresume.plugin import session  # noqa: E402
+from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+from mindresume.store.storage import PosixStorage  # noqa: E402
+
+PER_EPOCH = 10
+INJECTED = {"append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "loss_scale": 1}], "global_batch_size": 8,
+            "remove_redundancy": False, "checkpoint_format": "safetensors", "embedding_size": 64,
+            "embedding_local_norm_threshold": 1.0, "use_checkpoint_health_monitor": False, "use_legacy_format": True}
+
+
+class Job:
+    """One life of a training process."""
+
+    def __init__(self, monitor, done=0, per_epoch=PER_EPOCH):
+        net = nn.Dense(3, 2)
+        self.optimizer = nn.Adam(net.trainable_params(), 0.1)
+        train = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), self.optimizer)
+        self.net, self.train = net, train
+        self.monitor, self.done = monitor, done
+        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, train_network=train, network=train,
+                                      optimizer=self.optimizer, net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
+        self.context = SimpleNamespace(original_args=lambda: self.params)
+        monitor.on_train_begin(self.context)
+
+    def steps(self, count, stride=1):
+        for _ in range(count):
+            self.params.cur_step_num += stride
+            step = self.done + self.params.cur_step_num
+            self.params.cur_epoch_num = (step - 1) // self.params.batch_num + 1
+            self.optimizer.global_step.set_data(ms.Tensor([step], ms.int32))
+            self.net.weight.set_data(ms.Tensor(np.full((2, 3), step, np.float32)))
+            self.monitor.step_end(self.context)
+        return self
+
+    def end(self):
+        self.monitor.end(self.context)
+        return self
+
+
+def build(folder, done=0, **options):
+    """As base_trainer.py builds it: the YAML block and the injected arguments."""
+    injected = {**INJECTED, "health_ckpts_record_dir": str(folder)}
+    injected.update({key: options.pop(key) for key in list(options) if key in injected})
+    if done:
+        injected["append_info"] = [{"step_num": done, "epoch_num": done // PER_EPOCH, "loss_scale": 1}]
+    block = {"type": "CheckpointMonitor", "prefix": "net", "directory": str(folder), "save_checkpoint_steps": 5,
+             "keep_checkpoint_max": 99, **options}
+    return build_callback(dict(block), default_args=injected)
+
+
+def files(folder, kind="checkpoint", fmt="safetensors"):
+    path = folder / kind / "rank_0"
+    return sorted(name for name in os.listdir(path) if name.endswith(fmt)) if path.is_dir() else []
+
+
+def committed(folder):
+    return sorted(c.step for c in scan(PosixStorage(), str(folder / "checkpoint")).candidates if c.committed)
+
+
+@pytest.fixture(autouse=True)
+def own_session():
+    before = session.current()
+    yield session.begin(session.Session(Settings()))
+    session.begin(before)
+
+
+# ---- registry and arguments ------------------------------------------------------------------------------------------
+
+def test_the_registry_gives_ours_and_it_is_a_subclass_of_the_built_in():
+    found = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
+    assert found is CheckpointMonitor and issubclass(found, BuiltIn) and issubclass(found, ms.ModelCheckpoint)
+
+
+def upstream():
+    return [p for p in inspect.signature(BuiltIn.__init__).parameters.values() if p.name != "self"]
+
+
+def test_all_25_arguments_with_the_defaults_of_upstream(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(upstream()) == 25
+    everything = CheckpointMonitor(**{p.name: p.default for p in upstream()})
+    nothing = CheckpointMonitor()
+    for p in upstream():
+        assert everything._asked[p.name] == nothing._asked[p.name] == p.default
+
+
+@pytest.mark.parametrize("argument", [p.name for p in upstream()])
+def test_each_argument_alone_by_name(tmp_path, monkeypatch, argument):
+    monkeypatch.chdir(tmp_path)
+    default = {p.name: p.default for p in upstream()}[argument]
+    assert CheckpointMonitor(**{argument: default})._asked[argument] == default
+
+
+def test_positional_arguments_are_those_of_upstream(tmp_path):
+    built = CheckpointMonitor("mine", str(tmp_path), None, 7)
+    assert (built.origin_prefix, built._asked["save_checkpoint_steps"]) == ("mine", 7)
+
+
+def test_an_unknown_argument_is_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keep_max'"):
+        CheckpointMonitor(directory=str(tmp_path), keep_max=3)
+    with pytest.raises(TypeError, match="keep_max"):
+        build(tmp_path, keep_max=3)
+
+
+def test_build_callback_with_the_arguments_of_the_trainer(tmp_path):
+    built = build(tmp_path, done=15)
+    assert type(built) is CheckpointMonitor
+    assert (built._append_step_num, built.global_batch_size, built._config.format) == (15, 8, "safetensors")
+
+
+# ---- when and under which names --------------------------------------------------------------------------------------
+
+def test_names_meta_json_records_and_the_last_step_once(tmp_path):
+    Job(build(tmp_path)).steps(12).end()
+    assert files(tmp_path) == ["net_rank_0-1_10.safetensors", "net_rank_0-1_5.safetensors", "net_rank_0-2_2.safetensors"]
+    meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
+    assert meta == {"last_epoch": 2, "last_step": 2, "last_ckpt_file": "net_rank_0-2_2.safetensors"}
+    assert committed(tmp_path) == [5, 10, 12]
+
+
+def test_a_last_step_that_is_saved_already_is_not_saved_again(tmp_path):
+    Job(build(tmp_path)).steps(10).end()
+    assert len(files(tmp_path)) == 2 and committed(tmp_path) == [5, 10]
+
+
+@pytest.mark.parametrize("done, expected", [(7, [10, 15, 19]), (10, [15, 20, 22]), (13, [15, 20, 25])])
+def test_saves_fall_on_absolute_multiples_after_a_resume(tmp_path, done, expected):
+    Job(build(tmp_path, done=done), done).steps(12).end()
+    assert committed(tmp_path) == expected
+    last = expected[-1]
+    assert f"net_rank_0-{(last - 1) // 10 + 1}_{(last - 1) % 10 + 1}.safetensors" in files(tmp_path)
+
+
+def test_sinks_of_two_steps(tmp_path):
+    """An epoch is one sink: the first arrival at or behind a multiple saves."""
+    Job(build(tmp_path, save_checkpoint_steps=5), per_epoch=2).steps(8, stride=2).end()
+    assert committed(tmp_path) == [6, 10, 16]
+    assert files(tmp_path) == ["net_rank_0-3_2.safetensors", "net_rank_0-5_2.safetensors", "net_rank_0-8_2.safetensors"]
+
+
+def test_by_seconds(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    job = Job(build(tmp_path, save_checkpoint_steps=0, save_checkpoint_seconds=60))
+    for seconds, steps in ((61, [1]), (30, [1]), (31, [1, 3]), (59, [1, 3]), (2, [1, 3, 5])):
+        now[0] += seconds
+        job.steps(1)
+        assert committed(tmp_path) == steps
+
+
+@pytest.mark.parametrize("steps, seconds", [(0, 0), (None, None)])
+def test_neither_steps_nor_seconds_saves_the_end_only(tmp_path, steps, seconds):
+    Job(build(tmp_path, save_checkpoint_steps=steps, save_checkpoint_seconds=seconds)).steps(7).end()
+    assert committed(tmp_path) == [7]
+
+
+def test_the_suffix_grows_with_each_run_and_nothing_is_overwritten(tmp_path):
+    Job(build(tmp_path)).steps(5)
+    first = (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes()
+    Job(build(tmp_path)).steps(5)
+    Job(build(tmp_path)).steps(5)
+    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0_1-1_5.safetensors", "net_rank_0_2-1_5.safetensors"]
+    assert (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes() == first
+    runs = [c.run for c in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates]
+    assert [run[:4] for run in runs] == ["0003", "0002", "0001"] and len(set(runs)) == 3
+
+
+def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_path):
+    Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
+    assert committed(tmp_path) == [10, 15] and len(files(tmp_path)) == 2
+    Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5)
+    assert committed(tmp_path) == [15, 20]
+    assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
+
+
+# ---- content ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
+def test_mindspore_loads_our_files_with_equal_values_and_counters(tmp_path, fmt):
+    job = Job(build(tmp_path, done=20, checkpoint_format=fmt), 20).steps(5)
+    name, = files(tmp_path, fmt=fmt)
+    assert name == f"net_rank_0-3_5.{fmt}"
+    found = ms.load_checkpoint(str(tmp_path / "checkpoint" / "rank_0" / name), format=fmt)
+    for parameter in job.train.get_parameters():
+        assert np.array_equal(found[parameter.name].asnumpy(), parameter.asnumpy()), parameter.name
+        assert found[parameter.name].dtype == parameter.dtype and found[parameter.name].shape == parameter.shape
+    counters = {name: found[name].asnumpy().reshape(-1)[0] for name in
+                ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")}
+    assert counters == {"epoch_num": 3, "step_num": 25, "global_step": 25, "loss_scale": 1024.0, "global_batch_size": 8}
+
+
+@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
+def test_the_same_entries_as_the_built_in_writes(tmp_path, fmt):
+    job = Job(build(tmp_path / "ours", checkpoint_format=fmt)).steps(5)
+    theirs = BuiltIn(prefix="net", directory=str(tmp_path / "theirs"), save_checkpoint_steps=5,
+                     **{**INJECTED, "checkpoint_format": fmt})
+    theirs.step_end(job.context)
+
+    def entries(folder):
+        path = folder / "checkpoint" / "rank_0" / f"net_rank_0-1_5.{fmt}"
+        with open(path, "rb") as file:
+            header = read_header(file, str(path))
+        return {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
+    assert entries(tmp_path / "ours") == entries(tmp_path / "theirs")
+
+
+def test_the_state_in_the_record(tmp_path):
+    current = session.current()
+    current.sink_size, current.dataset_size = None, 40
+    Job(build(tmp_path, done=20), 20).steps(5)
+    state = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0].state
+    assert (state.step, state.steps_per_epoch, state.global_step, state.global_batch_size, state.loss_scale, state.dataset_size
+            ) == (25, 10, 25, 8, 1024.0, 40)
+
+
+def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
+    Job(build(tmp_path, append_info=[{"epoch_num": 0, "step_num": 0}])).steps(5)
+    candidate = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
+    assert candidate.state.loss_scale is None
+
+
+def test_transient_parameters_are_not_saved(tmp_path):
+    job = Job(build(tmp_path))
+    job.train.insert_param_to_cell("accu_grads", ms.Parameter(ms.Tensor([1.0]), name="accu_grads.w"))
+    job.steps(5)
+    path = tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors"
+    with open(path, "rb") as file:
+        assert "accu_grads.w" not in read_header(file, str(path)).tensors
+
+
+def test_weights_alone(tmp_path):
+    job = Job(build(tmp_path, save_network_params=True, save_trainable_params=True, keep_checkpoint_max=2))
+    job.net.bias.requires_grad = False
+    job.steps(15)
+    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-2_5.safetensors"]
+    assert files(tmp_path, "checkpoint_trainable") == ["net_rank_0-trainable_params-1_10.safetensors",
+                                                       "net_rank_0-trainable_params-2_5.safetensors"]
+    network = ms.load_checkpoint(str(tmp_path / "checkpoint_network/rank_0/net_rank_0-network-2_5.safetensors"),
+                                 format="safetensors")
+    assert set(network) == {"weight", "bias"} and float(network["weight"].asnumpy()[0, 0]) == 15.0
+    trainable = ms.load_checkpoint(str(tmp_path / "checkpoint_trainable/rank_0/net_rank_0-trainable_params-2_5.safetensors"),
+                                   format="safetensors")
+    assert set(trainable) == {"weight"}
+
+
+# ---- trouble ---------------------------------------------------------------------------------------------------------
+
+def spoil(folder):
+    """A file in the place of the folder of rank 0: nothing can be written there, not even by root."""
+    (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+    if (folder / "checkpoint" / "rank_0").is_dir():
+        (folder / "checkpoint" / "rank_0").rename(folder / "checkpoint" / "aside")
+    (folder / "checkpoint" / "rank_0").write_text("in the way")
+
+
+def repair(folder):
+    (folder / "checkpoint" / "rank_0").unlink()
+
+
+def test_on_save_error_raise(tmp_path, own_session):
+    own_session.settings = Settings(on_save_error="raise")
+    job = Job(build(tmp_path)).steps(4)
+    spoil(tmp_path)
+    with pytest.raises(SaveError, match="step 5 was not saved on rank 0"):
+        job.steps(1)
+
+
+def test_on_save_error_warn_goes_on_until_the_ceiling(tmp_path, own_session):
+    own_session.settings = Settings(on_save_error="warn", max_failed_saves=3)
+    job = Job(build(tmp_path)).steps(4)
+    spoil(tmp_path)
+    job.steps(10)                                                       # steps 5 and 10 fail
+    with pytest.raises(SaveError, match="step 15"):
+        job.steps(1)
+
+
+def test_a_success_resets_the_count_of_failures(tmp_path, own_session):
+    own_session.settings = Settings(on_save_error="warn", max_failed_saves=2)
+    job = Job(build(tmp_path)).steps(4)
+    for _ in range(2):
+        spoil(tmp_path)
+        job.steps(5)
+        repair(tmp_path)
+        job.steps(5)
+    assert committed(tmp_path) == [10, 20]
+
+
+def test_no_ceiling(tmp_path, own_session):
+    own_session.settings = Settings(on_save_error="warn", max_failed_saves=0)
+    job = Job(build(tmp_path)).steps(4)
+    spoil(tmp_path)
+    job.steps(30)
+    repair(tmp_path)
+    job.end()
+    assert committed(tmp_path) == [34]
+
+
+# ---- what is left to the built-in ------------------------------------------------------------------------------------
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the built-in's methods that were called; they do nothing."""
+    called = []
+    for name in ("on_train_begin", "step_end", "end", "_save_ckpt", "save_checkpoint", "save_checkpoint_network"):
+        monkeypatch.setattr(BuiltIn, name, lambda self, *args, name=name: called.append(name), raising=False)
+    return called
+
+
+def test_checkpoint_2_goes_to_the_built_in(tmp_path, monkeypatch, calls):
+    monkeypatch.chdir(tmp_path)
+    Job(build(tmp_path, use_legacy_format=False)).steps(2).end()
+    assert calls == ["on_train_begin", "step_end", "step_end", "end"] and files(tmp_path) == []
+
+
+def test_encryption_goes_to_the_built_in(tmp_path, calls):
+    Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(1).end()
+    assert calls == ["on_train_begin", "step_end", "end"]
+
+
+def test_an_encrypted_file_is_written_by_the_built_in(tmp_path):
+    Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(5)
+    assert files(tmp_path, fmt="ckpt") == ["net_rank_0-1_5.ckpt"] and not (tmp_path / "checkpoint" / ".mindresume").exists()
+
+
+def test_an_emergency_save_goes_to_the_built_in(tmp_path, calls):
+    job = Job(build(tmp_path))
+    job.monitor._append_dict["__exception_save__"] = True               # mindformers base_trainer.py: ckpt_save_func
+    job.params.cur_step_num = 3
+    job.monitor._save_ckpt(job.params, True)
+    assert calls == ["_save_ckpt"]
+
+
+def test_an_emergency_save_writes_a_file_that_a_resume_takes(tmp_path):
+    job = Job(build(tmp_path)).steps(7)
+    job.monitor._append_dict["__exception_save__"] = True
+    job.monitor._save_ckpt(job.params, True)
+    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"]
+    newest = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
+    assert (newest.step, newest.origin != OURS) == (7, True)
+
+
+def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_path):
+    job = Job(build(tmp_path / "other"))
+    monitor = build(tmp_path)                                           # as the second monitor for MindIO TTP
+    job.params.cur_step_num, job.params.cur_epoch_num = 3, 1
+    monitor._save_ckpt(job.params, True)
+    assert files(tmp_path) == ["net_rank_0-1_3.safetensors"] and committed(tmp_path) == []
