@@ -71,7 +71,8 @@ class Job:
         self.folder, self.path = folder, path
 
     def environment(self, **env):
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MSRUN", "MS_", "MF_", "LOG_MF", "PLOG", "PYTHON", "GLOG"))}
+        ours = ("MSRUN", "MS_", "MF_", "LOG_MF", "PLOG", "PYTHON", "GLOG")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         return {**clean, "PATH": self.path, **env}
 
     def start(self, *args, **env):

@@ -1,6 +1,5 @@
 """MindSpore itself is the reference here; the only tests of this folder that import it."""
 import io
-import os
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +20,6 @@ TENSORS |= {"bool": np.array([[True], [False]]), "bf16": np.arange(2**16, dtype=
 
 @pytest.fixture(scope="module")
 def ms():
-    os.environ.setdefault("GLOG_v", "4")
     import mindspore
     return mindspore
 
