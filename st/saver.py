@@ -1,0 +1,81 @@
+"""A training without a network: one rank that saves step after step until it is killed, through the code of the product.
+
+    saver.py FOLDER RUN RANK RANKS SUFFIX FIRST_STEP
+
+As a training does, it cleans its own folder first and rank 0 adopts what is complete; the ranks go step by step together.
+Prints ``ready``, then, on rank 0, ``committed N`` after each commit. The tensors of a step and rank are ``tensors_of``.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mindresume.formats.rank_folders import FileName
+from mindresume.state import TrainingState
+from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
+from mindresume.store.retention import KeepLast
+from mindresume.store.storage import PosixStorage
+
+PREFIX, PER_EPOCH, KEPT = "net", 10, 2
+
+
+def tensors_of(step: int, rank: int) -> dict[str, np.ndarray]:
+    """About 4 MB that depend on nothing but ``step`` and ``rank``, and the counters of a resume."""
+    generator = np.random.default_rng([step, rank])
+    return {"embedding.weight": generator.standard_normal((512, 1024), np.float32),
+            "adam_m.embedding.weight": generator.standard_normal((512, 1024), np.float32),
+            "layer.bias": generator.integers(0, 2**16, 1001, np.uint16).view(np.float16),
+            "step_num": np.array(step, np.int64), "epoch_num": np.array(state_of(step).epoch, np.int64),
+            "global_step": np.array([step], np.int32)}
+
+
+def state_of(step: int) -> TrainingState:
+    return TrainingState(step, PER_EPOCH, step, 8, 1.0, None, PER_EPOCH)
+
+
+def name_of(step: int, rank: int, suffix: int) -> FileName:
+    """safetensors for even steps, ckpt for odd ones."""
+    state = state_of(step)
+    return FileName(PREFIX, rank, suffix, state.epoch, state.step_in_epoch, ("safetensors", "ckpt")[step % 2])
+
+
+def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
+    """What the collectives of a step are in a training: nobody is more than a step ahead. Waits for ever for a dead rank."""
+    mine = folder / f"at_{rank}"
+    mine.with_suffix(".part").write_text(str(step))
+    os.replace(mine.with_suffix(".part"), mine)
+    others = [folder / f"at_{other}" for other in range(ranks)]
+    while not all(path.exists() and int(path.read_text()) >= step for path in others):
+        time.sleep(0.001)
+
+
+def save_for_ever(place: Place, suffix: int, first_step: int) -> None:
+    clean_own_folder(place)
+    committer = Committer(place, KeepLast(KEPT)) if place.rank == 0 else None
+    if committer:
+        committer.adopt()
+    print("ready", flush=True)
+    step, said, meeting = first_step, 0, Path(place.root).parent / f"steps-{place.run}"
+    meeting.mkdir(exist_ok=True)
+    while True:
+        wait_for_others(meeting, place.rank, place.world_size, step)
+        if committer:
+            committer.poll()
+        write_shard(place, Shard(name_of(step, place.rank, suffix), state_of(step), tensors_of(step, place.rank),
+                                 random={"rank": place.rank}))
+        if committer:
+            committer.saved(step)
+            for done in committer.committed[said:]:
+                print(f"committed {done}", flush=True)
+            said = len(committer.committed)
+        step += 1
+
+
+if __name__ == "__main__":
+    root, run, *numbers = sys.argv[1:]
+    own, world, number, start = map(int, numbers)
+    save_for_ever(Place(PosixStorage(), root, run, own, world), number, start)

@@ -1,0 +1,163 @@
+"""`mindresume which`, `ls` and `verify` on folders that mindformers 1.8.0 and 1.9.0 wrote by themselves, whole and damaged.
+
+The folders are in st/fixtures, with what a resume must choose in their steps.json. No training runs here.
+"""
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mindresume.cli import main
+from st.jobs import ROOT
+
+FIXTURES = ROOT / "st" / "fixtures"
+PLAIN = "mf190_10_safetensors_dp2tp2"
+NAMES = [PLAIN, f"{PLAIN}_nodup", f"{PLAIN}_sink2", "mf190_10_ckpt_dp2tp2opt", "mf180_10_ckpt_tp2",
+         "mf190_10_safetensors_single"]
+EPOCHS = {f"{PLAIN}_sink2": 12}                   # of the newest step; a sink counts as an epoch
+
+
+def call(command: str, folder: Path, *more: str) -> tuple[int, dict]:
+    """Exit status and the JSON that the command printed, in this process: its start takes longer than its work."""
+    with mock.patch.object(sys, "argv", ["mindresume", command, "--json", str(folder), *more]), \
+            contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+        main()
+        sys.exit(0)
+    return ended.value.code or 0, json.loads(printed.getvalue())
+
+
+def steps_of(name: str) -> dict[int, list[str]]:
+    """{step: files of all ranks}, relative to the fixture, oldest first."""
+    known = json.loads((FIXTURES / name / "steps.json").read_text(encoding="utf-8"))
+    return {int(step): [file for files in ranks.values() for file in files] for step, ranks in known["steps"].items()}
+
+
+def newest_of(name: str) -> int:
+    return json.loads((FIXTURES / name / "steps.json").read_text(encoding="utf-8"))["newest"]
+
+
+@pytest.fixture()
+def folder(request, tmp_path) -> Path:
+    """A copy of the output folder of a fixture, default PLAIN, to be damaged."""
+    return Path(shutil.copytree(FIXTURES / getattr(request, "param", PLAIN) / "output", tmp_path / "output"))
+
+
+# ---- as they were written ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_chooses_the_newest_with_the_files_of_all_ranks(name):
+    status, answer = call("which", FIXTURES / name / "output")
+    files = steps_of(name)[newest_of(name)]
+    assert status == 0 and answer["refused"] == []
+    assert (answer["chosen"]["step"], answer["chosen"]["epoch"]) == (newest_of(name), EPOCHS.get(name, 2))
+    assert [os.path.relpath(path, FIXTURES / name) for path in answer["chosen"]["files"]] == files
+    assert answer["chosen"]["format"] == files[0].rpartition(".")[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ls_lists_every_step_newest_first(name):
+    status, answer = call("ls", FIXTURES / name)                     # the folder of the run will do
+    steps = steps_of(name)
+    assert status == 0 and answer["notes"] == []
+    assert [row["step"] for row in answer["checkpoints"]] == sorted(steps, reverse=True)
+    for row in answer["checkpoints"]:
+        assert (row["ranks"], row["origin"]) == (len(steps[row["step"]]), "mindformers")
+        assert (row["usable"], row["problem"]) == (True, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_says_that_there_are_no_checksums(name):
+    status, answer = call("verify", FIXTURES / name / "output" / "checkpoint")
+    assert status == 0 and answer["damaged"] is False
+    assert [(row["step"], row["state"]) for row in answer["checkpoints"]] == [
+        (step, "unverifiable") for step in sorted(steps_of(name), reverse=True)]
+
+
+@pytest.mark.parametrize("folder", ["mf180_10_ckpt_tp2"], indirect=True)
+def test_graph_meta_is_no_checkpoint(folder):
+    """What mindformers 1.8.0 writes beside the first checkpoint."""
+    for rank in range(2):
+        (folder / "checkpoint" / f"rank_{rank}" / f"llama_rank_{rank}-graph.meta").write_bytes(bytes(100))
+    status, answer = call("ls", folder)
+    assert status == 0 and [row["step"] for row in answer["checkpoints"]] == [15, 10]
+
+
+# ---- damaged -------------------------------------------------------------------------------------------------------
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def header_alone(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:8])
+
+
+DAMAGE = {"cut short": (cut_short, "cut short"), "empty": (emptied, "is empty"), "header cut": (header_alone, ""),
+          "missing": (Path.unlink, "no file of rank 2")}
+
+
+@pytest.mark.parametrize("folder", [PLAIN, "mf190_10_ckpt_dp2tp2opt"], indirect=True)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_bad_file_of_the_newest_step_makes_all_ranks_take_the_one_before(folder, damage):
+    harm, reason = DAMAGE[damage]
+    path = next((folder / "checkpoint" / "rank_2").glob("*-2_5.*"))
+    harm(path)
+    status, answer = call("which", folder)
+    assert status == 0 and answer["chosen"]["step"] == 10 and len(answer["chosen"]["files"]) == 4
+    assert all("-1_10." in file for file in answer["chosen"]["files"])
+    refusal = answer["refused"][0]
+    assert len(answer["refused"]) == 1 and (refusal["step"], refusal["rank"]) == (15, 2) and reason in refusal["reason"]
+    if path.exists():
+        assert refusal["file"] == str(path)
+        status, report = call("verify", folder)
+        assert status == 1 and [(row["step"], row["state"]) for row in report["checkpoints"]] == [
+            (15, "damaged"), (10, "unverifiable")]
+        assert [problem["file"] for problem in report["checkpoints"][0]["problems"]] == [str(path)]
+
+
+def test_a_missing_rank_folder_is_known_from_the_strategy_folder(folder):
+    shutil.rmtree(folder / "checkpoint" / "rank_3")
+    status, answer = call("which", folder)
+    assert status == 3 and answer["chosen"] is None
+    assert [(refusal["step"], refusal["rank"]) for refusal in answer["refused"]] == [(15, 3), (10, 3)]
+    assert all("no file of rank 3" in refusal["reason"] for refusal in answer["refused"])
+
+
+def test_another_number_of_ranks_is_refused(folder):
+    status, answer = call("which", folder, "--world-size", "8")
+    assert status == 3 and "no file of rank 4, 5, 6, 7" in answer["refused"][0]["reason"]
+    status, answer = call("which", folder, "--world-size", "2")
+    assert status == 3 and "auto_trans_ckpt: True" in answer["refused"][0]["reason"]
+
+
+def test_meta_json_is_a_hint_only(folder):
+    """Cut short by a crash on one rank, naming a file that is gone on another: the files decide, and it is said."""
+    (folder / "checkpoint" / "rank_0" / "meta.json").write_bytes(b"")
+    (folder / "checkpoint" / "rank_1" / "meta.json").write_text(
+        '{"last_epoch": 9, "last_step": 1, "last_ckpt_file": "qwen3_rank_1-9_1.safetensors"}')
+    status, answer = call("which", folder)
+    assert status == 0 and answer["chosen"]["step"] == 15
+    _, listed = call("ls", folder)
+    assert len(listed["notes"]) == 2
+    assert "rank_0/meta.json is empty or cut short" in listed["notes"][0]
+    assert "rank_1/meta.json names qwen3_rank_1-9_1.safetensors" in listed["notes"][1]
+
+
+def test_every_step_damaged_leaves_nothing_and_says_why(folder):
+    for path in (folder / "checkpoint" / "rank_1").glob("*.safetensors"):
+        emptied(path)
+    status, answer = call("which", folder)
+    assert status == 3 and answer["chosen"] is None
+    assert [(refusal["step"], refusal["rank"]) for refusal in answer["refused"]] == [(15, 1), (10, 1)]

@@ -1,0 +1,65 @@
+"""One process: another global batch size at resume, and the two keys that decide which data a resumed run sees."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from st.copies import beside, finished, names, records, said, steps_of, succeeded, together, upstream
+from st.jobs import Run
+
+
+@pytest.fixture(scope="module")
+def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
+    """All from the folder of the uninterrupted run (steps 30, 35, 40), each with an output of its own."""
+    base, there = tmp_path_factory.mktemp("progress"), f"--load_checkpoint {whole_single.checkpoints}"
+    runs = {name: beside(whole_single, base / name, copied=False) for name in ("larger", "odd", "again", "third")}
+    at_30, at_35 = (f"{there} --resume_training qwen3_rank_0-{name}" for name in ("3_10", "4_5"))
+    skip = upstream(runs["third"], {             # the way of an unmodified script; the other runs take run_mindformer.py
+        "\n  model_name:": "\n  data_skip_steps: 2\n  model_name:", "resume_training: True": "resume_training: qwen3_rank_0-4_5",
+        "load_checkpoint: './output/checkpoint'": f"load_checkpoint: '{whole_single.checkpoints}'"})
+    together(
+        lambda: succeeded(runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"),
+        lambda: finished(runs["odd"], at_35, "--batch_size 16"),
+        lambda: succeeded(runs["again"], at_35, "--trainer.ignore_data_skip True"),
+        lambda: succeeded(runs["third"], skip))
+    return SimpleNamespace(**runs)
+
+
+def samples(run: Run) -> dict[int, list[str]]:
+    """{step: ids of its samples} of the last life."""
+    return {row["step"]: row["samples"] for row in run.steps(-1)}
+
+
+def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
+    """Step 30 of 40 becomes 15 of 20, and the data goes on behind the same sample."""
+    run, before = resumed.larger, samples(whole_single)
+    said(run, "resume from step 30")
+    said(run, "continues after step 15 (epoch 3 done)", "global batch size 16", "steps scaled by 0.5 from 30")
+    assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(16, 21)}
+    assert names(run) == {16: "qwen3_rank_0-4_1.safetensors", 20: "qwen3_rank_0-4_5.safetensors"}
+    assert [(state.global_step, state.global_batch_size, state.dataset_size) for state in
+            (record.state for record in records(run).values())] == [(16, 16, 5), (20, 16, 5)]
+
+
+def test_a_batch_size_that_would_cut_a_step_is_refused(resumed):
+    run = resumed.odd
+    assert run.process.returncode == 1 and steps_of(run) == []
+    said(run, "ProgressError", "step 35 at global batch size 8 is 17.5 steps at global batch size 16",
+         "35 * 8 samples are no multiple of 16")
+
+
+def test_ignore_data_skip_begins_the_data_again(resumed, whole_single):
+    """The counters go on. The epoch that was cut by step 35 is trained as a whole now, so the run ends at step 45."""
+    run, before = resumed.again, samples(whole_single)
+    said(run, "continues after step 35")
+    assert samples(run) == {35 + step: before[step] for step in range(1, 11)}
+    assert names(run) == {40: "qwen3_rank_0-4_10.safetensors", 45: "qwen3_rank_0-5_5.safetensors"}
+
+
+def test_data_skip_steps_skips_so_many(resumed, whole_single):
+    """The samples of steps 1 and 2 are left out, the rest of an epoch follows."""
+    run, before = resumed.third, samples(whole_single)
+    said(run, "continues after step 35")
+    assert samples(run) == {33 + step: before[step] for step in range(3, 11)}
+    assert names(run) == {40: "qwen3_rank_0-4_10.safetensors", 43: "qwen3_rank_0-5_3.safetensors"}

@@ -1,0 +1,78 @@
+"""One process: the other ways to start a training with mindresume, and the files of weights for inference beside a checkpoint."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from st.copies import PROGRAMS, beside, flip, names, records, said, steps_of, succeeded, together, upstream, weights
+from st.jobs import Run, differences
+
+EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
+         "--callbacks.1.save_checkpoint_steps 1 --callbacks.1.keep_checkpoint_max 2")
+
+
+@pytest.fixture(scope="module")
+def started(whole_single, tmp_path_factory) -> SimpleNamespace:
+    """Each goes on from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is asked for by name."""
+    base = tmp_path_factory.mktemp("ways")
+    unmodified, python = (beside(whole_single, base / name) for name in ("unmodified", "python"))
+    register = upstream(unmodified, {})
+    python.program = PROGRAMS / "python_style.py"
+    for run in (unmodified, python):
+        flip(weights(run, 40))
+    extra = beside(whole_single, base / "extra", copied=False)
+    together(lambda: succeeded(unmodified, register), lambda: succeeded(python),
+             lambda: succeeded(extra, f"--load_checkpoint {whole_single.checkpoints} --resume_training qwen3_rank_0-4_5", EXTRA))
+    return SimpleNamespace(unmodified=unmodified, python=python, extra=extra)
+
+
+def resumed_and_saved(run: Run, whole: Run) -> None:
+    said(run, "not resuming from step 40", "qwen3_rank_0-4_10.safetensors")
+    said(run, "resume from step 35")
+    assert steps_of(run) == [36, 37, 38, 39, 40]
+    assert differences(whole.steps(), run.steps()) == []
+    assert names(run, 2) == {40: "qwen3_rank_0_1-4_10.safetensors"}
+    assert run.which() == {"refused": [], "chosen": {"step": 40, "epoch": 4, "format": "safetensors",
+                                                     "files": [str(weights(run, 40))]}}
+
+
+def test_an_unmodified_script_with_register_path(started, whole_single):
+    assert "mindresume" not in (PROGRAMS / "upstream_style.py").read_text(encoding="utf-8").lower()
+    resumed_and_saved(started.unmodified, whole_single)
+
+
+def test_an_import_in_python(started, whole_single):
+    resumed_and_saved(started.python, whole_single)
+
+
+# ---- weights for inference -----------------------------------------------------------------------------------------
+
+def test_network_and_trainable_weights_side_by_side(started):
+    """As many as keep_checkpoint_max, under the names of mindformers; they are no checkpoints of a resume."""
+    run, output = started.extra, started.extra.folder / "output"
+    assert sorted(names(run)) == [39, 40]
+    for folder, kind in (("checkpoint_network", "network"), ("checkpoint_trainable", "trainable_params")):
+        assert sorted(path.name for path in (output / folder / "rank_0").iterdir()) == [
+            f"qwen3_rank_0-{kind}-4_10.safetensors", f"qwen3_rank_0-{kind}-4_9.safetensors"]
+    assert sorted(records(run)) == [39, 40] and run.which()["chosen"]["step"] == 40
+
+
+def test_mindspore_reads_them_and_they_are_the_weights_of_the_step(started, whole_single):
+    output = started.extra.folder / "output"
+    code = ("import sys, mindspore as ms\n"
+            "whole, *others = (ms.load_checkpoint(path, format='safetensors') for path in sys.argv[1:])\n"
+            "for other in others:\n"
+            "    assert len(other) > 10 and not [name for name in other if name.startswith('adam_')], sorted(other)\n"
+            "    wrong = [n for n in other if other[n].asnumpy().tobytes() != whole[n].asnumpy().tobytes()]\n"
+            "    assert not wrong, wrong\n"
+            "moments = [name for name in whole if name.startswith('adam_m.')]\n"
+            "assert sorted(others[1]) == sorted(name.removeprefix('adam_m.') for name in moments)\n"
+            "assert set(others[1]) <= set(others[0])\n")
+    done = subprocess.run([sys.executable, "-c", code, str(weights(whole_single, 40)),
+                           str(output / "checkpoint_network" / "rank_0" / "qwen3_rank_0-network-4_10.safetensors"),
+                           str(output / "checkpoint_trainable" / "rank_0" / "qwen3_rank_0-trainable_params-4_10.safetensors")],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,32 @@
+"""The quickstart as README shows it: st/story.py, with four processes and with one."""
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from st.jobs import ROOT
+from st.story import STEPS
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.mark.parametrize("extra", [["--quick"], []], ids=["one process", "four processes"])
+def test_the_story_ends_well(extra, tmp_path, device):
+    if device != "CPU":
+        pytest.skip("the story is played on the CPU cluster")
+    done = subprocess.run([sys.executable, str(ROOT / "st" / "story.py"), *extra, "--folder", str(tmp_path / "told")],
+                          cwd=tmp_path, capture_output=True, text=True, check=False)
+    text = done.stdout
+    assert done.returncode == 0, text + done.stderr
+    assert re.search(r"^  largest difference: 0$", text, re.MULTILINE)
+    assert "WRONG" not in text and "the resumed training is the uninterrupted one" in text
+    chosen = int(re.search(r"chosen:  step (\d+), ", text).group(1))
+    assert re.search(rf"refused: step {chosen + 5}: the save never completed", text)
+    rows = re.findall(r"^ +(\d+)  +([\d.]+)  +([\d.]+)  +(\S+)  (\S+)$", text, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == list(range(chosen + 1, STEPS + 1))
+    assert all(row[1] == row[2] and row[3:] == ("0", "yes") for row in rows)
+    assert Path(tmp_path / "told" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
