@@ -22,7 +22,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mindresume.formats.rank_folders import FileName, scan_records
+from mindresume.formats.names import FileName
+from mindresume.formats.rank_folders import scan_records
 from mindresume.resume.prove import ProvenShard, prove
 from mindresume.state import TrainingState
 from mindresume.store.commit import Place, Shard, write_shard

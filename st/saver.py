@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindresume.formats.rank_folders import FileName
+from mindresume.formats.names import FileName
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
 from mindresume.store.retention import KeepLast

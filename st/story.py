@@ -52,8 +52,8 @@ def follow(run: Run) -> None:
         raise SystemExit(f"{run.folder}: exit status {run.process.returncode}; the end of its log:\n{tail}")
 
 
-def kill_in_a_save(run: Run) -> int:
-    """Kills all processes in the middle of a save of step KILL_FROM or later. Returns that step."""
+def kill_in_a_save(run: Run) -> None:
+    """Kills all processes in the middle of a save of step KILL_FROM or later."""
     teller = Teller(run)
     while run.process.poll() is None and (run.steps(-1) or [{"step": 0}])[-1]["step"] < KILL_FROM - 2:
         teller.look()
@@ -62,7 +62,6 @@ def kill_in_a_save(run: Run) -> int:
     sizes = ", ".join(f"{Path(path).parent.name} ({os.path.getsize(path)} bytes)" for path in half)
     killed = run.kill()
     print(f"    SIGKILL to {killed} processes while a checkpoint was being written; half-written: {sizes}")
-    return run.steps()[-1]["step"] + 1
 
 
 def compare(whole: Run, broken: Run, chosen: int) -> list[str]:
@@ -134,11 +133,11 @@ def main() -> int:
     follow(whole)
     print("-- (b) the same, killed while a checkpoint is written", flush=True)
     broken.start()
-    killed = kill_in_a_save(broken)
+    kill_in_a_save(broken)
     answer = broken.which()
-    if answer["chosen"] is None:
-        raise SystemExit("there is nothing to resume from")
-    chosen = answer["chosen"]["step"]
+    if answer["chosen"] is None or not answer["refused"]:
+        raise SystemExit(f"expected a checkpoint to resume from and a newer one that is refused: {answer}")
+    chosen, killed = answer["chosen"]["step"], answer["refused"][0]["step"]
     print("-- (c) the same command again")
     for refusal in answer["refused"]:
         print(f"    refused: step {refusal['step']}: {refusal['reason']}")
@@ -147,8 +146,8 @@ def main() -> int:
     broken.start()
     follow(broken)
     problems = compare(whole, broken, chosen)
-    if chosen >= killed or not answer["refused"]:
-        problems.append(f"step {chosen} was chosen and {len(answer['refused'])} refused, though step {killed} was cut")
+    if chosen >= killed:
+        problems.append(f"step {chosen} was chosen, though step {killed} is older and refused")
     draw(whole, broken, killed, chosen, folder / "loss.png")
     print(f"  curves: {folder / 'loss.png'}")
     for problem in problems:

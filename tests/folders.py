@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mindresume.files import encode
-from mindresume.formats.rank_folders import FileName, folder_name, meta_json
+from mindresume.formats.names import FileName, folder_name, meta_json
 from mindresume.manifest import run_name
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer, Place, Shard, write_shard

@@ -24,7 +24,7 @@ from mindresume.errors import LoadError, TrainingCompleteError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import Checksums, checksummed
 from mindresume.formats import Candidate
-from mindresume.formats.rank_folders import name_for_rank
+from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.network import check_fit, is_transient
 from mindresume.plugin import adapter, session
@@ -268,6 +268,10 @@ def load_shard(network: Any, current: session.Session, storage: Storage) -> None
     """Loads what this rank proved into ``network`` (with its optimizer). LoadError if it does not fit."""
     log, choice = adapter.logger(), current.choice
     arrays, deduplicated = read_shard(storage, choice.root, current.shard)
+    own = choice.chosen.files[current.group.rank].path
+    if any(source.file.path != own for source in current.shard.sources):
+        log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven bit for bit by the records: %s",
+                    own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
     if "global_step" in arrays:
         arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
     wanted = adapter.wanted_of(network)

@@ -10,6 +10,7 @@ trainer/base_trainer.py). Checkpoint 2.0, encryption and the emergency saves of 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import secrets
 import time
@@ -22,7 +23,8 @@ from mindresume import network as live
 from mindresume.agree import Group, report
 from mindresume.errors import RecordError, SaveError
 from mindresume.files import encode
-from mindresume.formats.rank_folders import FileName, free_suffix, parse_name, ranks_text, stem
+from mindresume.formats.names import FileName, free_suffix, parse_name, stem
+from mindresume.formats.rank_folders import ranks_text
 from mindresume.manifest import FOLDER, TRASH, attempts, run_name, run_sequence
 from mindresume.plugin import adapter, session
 from mindresume.plugin.group import group_of_job
@@ -99,11 +101,11 @@ class CheckpointMonitor(BuiltIn):
         self._last_triggered_step = cb_params.cur_step_num
         try:
             self.save_checkpoint(cb_params)
+            self._saved.add(step)                   # also if one of the files beside it fails now
             self.save_checkpoint_network(cb_params)
         except SaveError as error:
             self._failed(error)
         else:
-            self._saved.add(step)
             self._failed_in_a_row = 0
         return None
 
@@ -265,12 +267,11 @@ class CheckpointMonitor(BuiltIn):
             oldest_first = sorted(ours, key=lambda entry: _position(entry, kind, fmt))
             for entry in oldest_first[:-limit] if limit else []:
                 self.storage.remove(os.path.join(folder, entry))
-        except OSError as error:
-            raise SaveError(f"{path} was not written: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:
+            raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
 
     def _record_health(self, cb_params: Any, name: str) -> None:
         """``health_ckpts.json`` as mindformers keeps it, replaced atomically."""
-        import json
         health = self.get_checkpoint_health_info(cb_params)
         if self._place.rank != 0:
             return

@@ -22,16 +22,8 @@ from mindresume.errors import (
 )
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
-from mindresume.formats.rank_folders import (
-    folder_name,
-    folder_rank,
-    header_of,
-    name_for_rank,
-    no_step,
-    ranks_count,
-    scalars_of,
-    scan,
-)
+from mindresume.formats.names import folder_name, folder_rank, name_for_rank
+from mindresume.formats.rank_folders import header_of, no_step, ranks_count, scalars_of, scan
 from mindresume.manifest import FileRecord
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.state import TrainingState

@@ -22,19 +22,8 @@ from mindresume.errors import RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
 from mindresume.formats import Candidate
-from mindresume.formats.rank_folders import (
-    META,
-    FileName,
-    folder_name,
-    label,
-    labelled_files,
-    meta_json,
-    name_for_rank,
-    parse_name,
-    ranks_count,
-    ranks_text,
-    scan_records,
-)
+from mindresume.formats.names import META, FileName, folder_name, label, meta_json, name_for_rank, parse_name
+from mindresume.formats.rank_folders import labelled_files, ranks_count, ranks_text, scan_records
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     FOLDER,
@@ -304,6 +293,9 @@ class Committer:
         found, _, _ = scan_records(self.place.storage, self.place.root)
         complete = [c for c in found if c.committed]
         victims = [complete[index] for index in surplus(self.policy, complete)]
+        # Saves of earlier runs that were complete once and that nobody can commit any more take a place, but remove nothing good.
+        counted = [c for c in found if c.committed or (c.existed and run_sequence(c.run) < run_sequence(self.place.run))]
+        victims += [counted[index] for index in surplus(self.policy, counted) if not counted[index].committed]
         newest = max((c.step for c in complete if c.run == self.place.run), default=0)
         debris = [c for c in found if not c.existed and
                   (run_sequence(c.run) < run_sequence(self.place.run) or (c.run == self.place.run and c.step < newest))]

@@ -10,19 +10,8 @@ from hypothesis import strategies as st
 
 from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.rank_folders import (
-    FileName,
-    folder_name,
-    folder_rank,
-    free_suffix,
-    is_root,
-    meta_json,
-    name_for_rank,
-    parse_name,
-    ranks_text,
-    scan,
-    stem,
-)
+from mindresume.formats.names import FileName, folder_name, folder_rank, free_suffix, meta_json, name_for_rank, parse_name, stem
+from mindresume.formats.rank_folders import is_root, ranks_text, scan
 from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
 
 NEXT_RUN = run_name(2, "0000bbbb")

@@ -24,7 +24,7 @@ from mindresume.errors import (  # noqa: E402
     ProgressError,
     TrainingCompleteError,
 )
-from mindresume.formats.rank_folders import FileName  # noqa: E402
+from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
 from mindresume.plugin import adapter, hooks, session  # noqa: E402

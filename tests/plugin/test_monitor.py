@@ -23,7 +23,7 @@ import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.errors import SaveError  # noqa: E402
 from mindresume.files import read_header  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
-from mindresume.formats.rank_folders import scan  # noqa: E402
+from mindresume.formats.rank_folders import scan
 from mindresume.plugin import monitor as module  # noqa: E402
 from mindresume.plugin import session  # noqa: E402
 from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
