@@ -3,8 +3,8 @@
     run = Run(folder, config="quickstart_qwen3_dp2tp2.yaml", workers=4, data=data)
     run.start(); assert run.wait() == 0; run.steps()
 
-Everything goes through the repository's run_mindformer.py (or another ``program``) and scripts/msrun_launcher.sh; on the CPU
-around it st/cpu_cluster/run.py. What each step saw and gave is recorded by st/cpu_cluster/recorder.py.
+Everything goes through the repository's run_mindformer.py (or another ``program``) and scripts/msrun_launcher.sh, with
+st/cpu_cluster/run.py around it. What each step saw and gave is recorded by st/cpu_cluster/recorder.py.
 """
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PAUSE = 0.0005                       # seconds between looks at the folder while
 class Run:
     """One training in its own folder; every ``start`` is another life of it, by the same command.
 
-    ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU" or
-    "Ascend" (then without the CPU cluster, and without recorded steps).
+    ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU", or
+    "Ascend" (then nothing is patched; only the recorder is added).
     """
     folder: Path
     config: str
@@ -74,11 +74,9 @@ class Run:
 
     def command(self, extra: str = "") -> list[str]:
         config = self.config if os.path.isabs(self.config) else f"{ROOT}/configs/{self.config}"
-        inner = (f"{self.program} --config {config} --run_mode train "
+        inner = (f"{ROOT}/st/cpu_cluster/run.py {self.program} --config {config} --run_mode train "
                  f"--train_dataset {self.data}/{'legacy' if self.legacy else 'mcore'}.mindrecord {extra}")
-        if self.device == "CPU":
-            inner = f"{ROOT}/st/cpu_cluster/run.py {inner}"
-        else:
+        if self.device != "CPU":
             inner += f" --device_target {self.device}"
         return ["bash", str(ROOT / "scripts" / "msrun_launcher.sh"), inner, str(self.workers), str(free_port()),
                 "output/msrun_log", "True", "300"]
@@ -89,7 +87,7 @@ class Run:
         self.lives.append(len(self.steps()))
         self.started = time.time()
         settings = dict(os.environ, CPU_CLUSTER_STEPS=str(self.losses), PYTHON=sys.executable, PYTHONPATH=str(ROOT),
-                        **environment)
+                        CPU_CLUSTER_DEVICE=self.device, **environment)
         with open(self.folder / f"launcher_{len(self.lives)}.log", "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([*prefix, *self.command(extra)], cwd=self.folder, env=settings, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)

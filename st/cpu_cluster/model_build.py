@@ -33,6 +33,7 @@ def _build(self, train_dataset=None, valid_dataset=None, sink_size=-1, epoch=1, 
 
 
 def _train(self, epoch, train_dataset, callbacks=None, dataset_sink_mode=True, sink_size=-1, *args, **kwargs):
+    """The original, with the recorders behind the other callbacks; all that is installed on a real device."""
     self._cpu_sink = (dataset_sink_mode, sink_size)
     self._cpu_recorders = recorder.from_environment()
     if self._cpu_recorders:
@@ -87,13 +88,17 @@ def _train_process(self, epoch, train_dataset, list_callback=None, cb_params=Non
     return None
 
 
+def install_recorders() -> None:
+    """Before ``import mindformers``; idempotent. Works on every device; what a sink does inside is not seen there."""
+    if not _original:
+        _original.update(_train=ms.Model._train, _train_process=ms.Model._train_process)
+        ms.Model._train = _train
+
+
 def install() -> None:
     """Before ``import mindformers``; idempotent."""
-    if _original:
-        return
-    _original.update(_train=ms.Model._train, _train_process=ms.Model._train_process)
+    install_recorders()
     ms.Model.build = _build
-    ms.Model._train = _train
     ms.Model._train_process = _train_process
 
 

@@ -57,7 +57,8 @@ class StepRecorder(Callback):
         """``step``: steps since the process began to train."""
         outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         loss = np.float32(outputs[0].asnumpy().mean())
-        rows = (batch[0] if isinstance(batch, (tuple, list)) else batch).asnumpy()
+        rows = batch[0] if isinstance(batch, (tuple, list)) else batch
+        rows = np.zeros((0,)) if rows is None else rows.asnumpy()      # the data queue of a device keeps its batches
         line = {"step": global_step(cb), "loss": float(loss), "hex": loss.tobytes()[::-1].hex(),
                 "lr": float(outputs[3].asnumpy()) if len(outputs) > 3 else None,
                 "batch": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "samples": sample_ids(rows),

@@ -4,6 +4,9 @@
     python st/cpu_cluster/run.py -m package args...
     msrun --worker_num=4 --local_worker_num=4 --join=True ... st/cpu_cluster/run.py program.py args...
 
+On a real device (``CPU_CLUSTER_DEVICE=Ascend``) nothing is patched and only the recorder is added, so that the same system
+tests can compare the steps there.
+
 What: the program sees its own ``sys.argv`` and ``sys.path[0]``, as if Python had started it; the working directory may
 be any. Why: the programs under test must stay as users run them on Ascend.
 
@@ -75,11 +78,19 @@ def join_as_scheduler(first_worker: float = 60., after_last: float = 3., poll: f
         shutil.rmtree(cpu_cluster.exchange_folder(), ignore_errors=True)
 
 
+def on_cpu() -> bool:
+    return os.environ.get("CPU_CLUSTER_DEVICE", "CPU") == "CPU"
+
+
 def run_program(arguments: list[str]) -> None:
     """``arguments``: program.py or -m package, then its own arguments."""
     from st import cpu_cluster
-    cpu_cluster.before_mindformers()
-    cpu_cluster.after_mindformers()
+    if on_cpu():
+        cpu_cluster.before_mindformers()
+        cpu_cluster.after_mindformers()
+    else:
+        from st.cpu_cluster import model_build
+        model_build.install_recorders()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
@@ -95,9 +106,9 @@ def main() -> None:
         sys.exit(__doc__)
     # The own folder must not be searched: its modules (kernels, launch, ...) would hide others of these names.
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != HERE] + [ROOT]
-    if os.environ.get("MS_ROLE") == "MS_SCHED":
+    if os.environ.get("MS_ROLE") == "MS_SCHED" and on_cpu():
         sys.exit(join_as_scheduler())
-    if os.environ.get("MS_WORKER_NUM"):
+    if os.environ.get("MS_WORKER_NUM") and on_cpu():
         os.environ.setdefault("OMP_NUM_THREADS", "1")       # several processes share the cores; the losses are the same
     if sys.argv[1] != "-m" and not os.path.isfile(sys.argv[1]):
         sys.exit(f"run.py: no program {sys.argv[1]!r} in {os.getcwd()}")
