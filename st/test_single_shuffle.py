@@ -1,0 +1,20 @@
+"""A shuffled data set: every epoch has an order of its own, and a resume inside an epoch goes on in it."""
+from __future__ import annotations
+
+from st.copies import LIMIT, steps_of, succeeded, together
+from st.jobs import Run, differences
+
+SHUFFLE = "--train_dataset.data_loader.shuffle True"
+
+
+def test_a_resume_inside_an_epoch_keeps_the_shuffled_order(data, device, tmp_path):
+    whole = Run(tmp_path / "whole", "quickstart_qwen3.yaml", data, device=device)
+    broken = Run(tmp_path / "broken", "quickstart_qwen3.yaml", data, device=device)
+    together(lambda: succeeded(whole, SHUFFLE), lambda: broken.start(SHUFFLE, CPU_CLUSTER_KILL="all@18").wait(LIMIT))
+    assert steps_of(broken)[-1] == 18
+    succeeded(broken, SHUFFLE)
+    assert steps_of(broken) == list(range(16, 41))                 # from step 15, in the middle of the second epoch
+    assert differences(whole.steps(), broken.steps(0)) == [f"step {step} is missing" for step in range(19, 41)]
+    assert differences(whole.steps(), broken.steps(1)) == []
+    epochs = [[sample for row in whole.steps()[first:first + 10] for sample in row["samples"]] for first in (0, 10, 20, 30)]
+    assert all(len(set(epoch)) == 80 for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 4
