@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+import numpy as np
 from xxhash import xxh3_128
 
 from mindresume.errors import DamagedFileError
@@ -51,6 +52,11 @@ def checksummed(pieces: Iterable[tuple[str | None, memoryview]], result: Checksu
     if current is not None:
         result.tensors[current] = tensor.hexdigest()
     result.file = whole.hexdigest()
+
+
+def array_checksum(array: np.ndarray) -> str:
+    """Checksum of a tensor in memory, equal to that of its bytes in a file. ``array``: any shape; copied if not in C order."""
+    return xxh3_128(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
 
 
 def file_checksum(file: BinaryIO, progress: Progress | None = None) -> tuple[str, int]:

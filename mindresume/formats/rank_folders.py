@@ -1,7 +1,7 @@
 """Checkpoint 1.0: one folder a rank, one file of weights a step, ``meta.json`` beside it.
 
     {root}/rank_{R}/{prefix}_rank_{R}[_{n}]-{epoch}_{step in epoch}.{ckpt|safetensors}
-    {root}/rank_{R}/meta.json            {"last_epoch", "last_step", "last_ckpt_file"}: written by rank R's commit, a hint
+    {root}/rank_{R}/meta.json            {"last_epoch", "last_step", "last_ckpt_file"}: written by rank 0 after a commit, a hint
     {root}/.mindresume/step-...-run-.../ records of all ranks and the manifest (``mindresume.manifest``)
 
 Names are for people and for mindformers; what a file is, its records or its content tell. Names and ``meta.json`` follow

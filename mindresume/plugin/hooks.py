@@ -22,7 +22,7 @@ import numpy as np
 from mindresume.agree import Group, decide
 from mindresume.errors import LoadError, TrainingCompleteError
 from mindresume.files import read_header, read_tensor
-from mindresume.files.checksum import Checksums, checksummed
+from mindresume.files.checksum import array_checksum
 from mindresume.formats import Candidate
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
@@ -299,13 +299,6 @@ def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[st
                     continue
                 arrays[name] = read_tensor(file, header.tensors[name])
                 row = shard.details.tensors.get(name) if shard.details else None
-                if row is not None and _checksum(arrays[name]) != row.checksum:
+                if row is not None and array_checksum(arrays[name]) != row.checksum:
                     raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
     return arrays, deduplicated
-
-
-def _checksum(array: np.ndarray) -> str:
-    result = Checksums()
-    for _ in checksummed([("tensor", memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))], result):
-        pass
-    return result.tensors["tensor"]

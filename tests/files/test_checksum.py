@@ -7,7 +7,7 @@ from xxhash import xxh3_128_hexdigest
 
 from mindresume.errors import DamagedFileError
 from mindresume.files import CHUNK, FORMATS, TensorEntry, checksum, ckpt, encode, read_header
-from mindresume.files.checksum import Checksums, checksummed, damaged_tensors, file_checksum, tensor_checksum
+from mindresume.files.checksum import Checksums, array_checksum, checksummed, damaged_tensors, file_checksum, tensor_checksum
 
 TENSORS = {"weight": np.arange(3 * CHUNK // 8, dtype=np.float64).reshape(3, -1), "view": np.arange(6.0).reshape(2, 3).T,
            "half": np.ones(5, ml_dtypes.bfloat16), "step": np.array(3), "empty": np.zeros((0, 2))}
@@ -81,3 +81,12 @@ def test_reading_needs_one_buffer_however_large_the_file(monkeypatch):
     monkeypatch.setattr(checksum, "CHUNK", 16)
     data, seen = bytes(range(100)), []
     assert file_checksum(io.BytesIO(data), seen.append) == (xxh3_128_hexdigest(data), 100) and seen == [16] * 6 + [4]
+
+
+@pytest.mark.parametrize("array", [np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(12.0).reshape(3, 4).T,
+                                   np.array(7, np.int64), np.zeros((0, 3), np.float16)])
+def test_a_tensor_in_memory_has_the_checksum_of_its_bytes_in_the_file(array):
+    result = Checksums()
+    for _ in checksummed(encode("safetensors", {"w": array}, {}), result):
+        pass
+    assert array_checksum(array) == result.tensors["w"]
