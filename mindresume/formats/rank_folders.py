@@ -13,7 +13,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from mindresume.errors import DamagedFileError, RecordError
@@ -33,11 +32,10 @@ from mindresume.manifest import (
     record_rank,
     run_sequence,
 )
-from mindresume.store.storage import Storage
+from mindresume.store.storage import Storage, parallel
 
 SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
-_THREADS = 8
 
 
 def is_root(storage: Storage, path: str) -> bool:
@@ -49,15 +47,24 @@ def is_root(storage: Storage, path: str) -> bool:
 
 def scan(storage: Storage, root: str) -> Scan:
     """Everything under ``root`` that looks like a saved step, newest first. Reads names, manifests and one header per
-    group of files without records; sizes and contents are checked later, only for the candidates that matter."""
+    group of files without records; sizes and contents are checked later, only for the candidates that matter.
+
+    Where something is committed, the rank folders are listed only if the first of them holds files without records: what
+    mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
     names = storage.list(root)
     status = storage.status(root)
     ranks = sorted(rank for rank in map(folder_rank, names) if rank is not None)
-    ours, known, notes = scan_records(storage, root)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        listings = dict(zip(ranks, pool.map(lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks),
-                            strict=True))
-    foreign, more, metas = _scan_names(storage, root, listings, known, _attempted(storage, root))
+    attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in names else []
+    ours, known, notes = scan_records(storage, root, attempted)
+    tried = _attempted(attempted)
+
+    def look(ranks: list[int]) -> tuple[list[Candidate], list[str], int]:
+        listings = parallel(storage, lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks)
+        return _scan_names(storage, root, dict(zip(ranks, listings, strict=True)), known, tried)
+    committed = any(candidate.committed for candidate in ours)
+    foreign, more, metas = look(ranks[:1] if committed else ranks)
+    if committed and foreign:
+        foreign, more, metas = look(ranks)
     candidates = sorted(ours + _order_foreign(storage, root, ours, foreign, metas), key=lambda c: c.order, reverse=True)
     expected, source = _expected_ranks(storage, root, ranks)
     return Scan(root, tuple(candidates), tuple(notes + more), status is not None, expected, source)
@@ -71,18 +78,19 @@ def _expected_ranks(storage: Storage, root: str, ranks: list[int]) -> tuple[int 
     return (len(ranks), "the number of rank folders") if ranks else (None, "")
 
 
-def _attempted(storage: Storage, root: str) -> set[tuple[str, int]] | None:
-    """(run, step) of every attempt there is a folder of, those that are being removed included; None without records."""
-    names = storage.list(os.path.join(root, FOLDER))
+def _attempted(names: list[str]) -> set[tuple[str, int]] | None:
+    """(run, step) of every attempt there is a folder of, those that are being removed included; None without records.
+    ``names``: what lies in the folder of records."""
     return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])} if names else None
 
 
-def scan_records(storage: Storage, root: str) -> tuple[list[Candidate], set[str], list[str]]:
+def scan_records(storage: Storage, root: str, names: list[str] | None = None
+                 ) -> tuple[list[Candidate], set[str], list[str]]:
     """Candidates from records and manifests alone (no rank folder is listed), newest first, the paths of all files they name,
-    and notes."""
+    and notes. ``names``: what lies in the folder of records, if the caller has listed it."""
     folder = os.path.join(root, FOLDER)
     candidates, known, notes = [], set(), []
-    for name, step, run in attempts(storage.list(folder)):
+    for name, step, run in attempts(storage.list(folder) if names is None else names):
         path = os.path.join(folder, name)
         content = storage.list(path)
         candidate = None
@@ -176,8 +184,7 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
     """Candidates among files that no record names, notes, and the number of ``meta.json`` files."""
     groups: dict[tuple[str, str], _Group] = {}
     hinted = [rank for rank, names in listings.items() if META in names]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        notes = sum(pool.map(lambda rank: _check_meta(storage, root, folder_name(rank), listings[rank]), hinted), [])
+    notes = sum(parallel(storage, lambda rank: _check_meta(storage, root, folder_name(rank), listings[rank]), hinted), [])
     for rank, names in listings.items():
         folder = folder_name(rank)
         for name in names:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +17,9 @@ from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of
 from mindresume.manifest import Details, FileRecord, Record, TensorRecord, read_details, read_record, record_name
 from mindresume.state import TrainingState
-from mindresume.store.storage import Storage
+from mindresume.store.storage import Storage, parallel
 
 Progress = Callable[[int], None]          # bytes read since the last call
-_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,10 @@ class ProvenShard:
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
 
-def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | None) -> Refusal | None:
-    """None if the files of all ranks seem to be there. ``world_size``: of the job that would resume, None: any."""
+def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
+          files: bool = True) -> Refusal | None:
+    """None if the files of all ranks seem to be there. ``world_size``: of the job that would resume, None: any. ``files``
+    False: the files are not looked at, because each rank proves its own anyway."""
     if candidate.problem is not None:
         return candidate.problem
     if candidate.origin == MINDFORMERS:
@@ -52,11 +52,10 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
                                    f"number of ranks set auto_trans_ckpt: True")
     else:
         problem = None
-    if problem is not None:
+    if problem is not None or not files:
         return problem
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = dict(zip(candidate.files, pool.map(lambda file: storage.status(os.path.join(root, file.path)),
-                                                   candidate.files.values()), strict=True))
+    found = dict(zip(candidate.files, parallel(storage, lambda file: storage.status(os.path.join(root, file.path)),
+                                               candidate.files.values()), strict=True))
     for rank, file in candidate.files.items():
         status = found[rank]
         if status is None and candidate.attempt:
@@ -66,12 +65,14 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
             continue
         if status is None:
             return candidate.refuse(f"the file of rank {rank} is missing", file.path, rank)
-        if status.size == 0:
-            return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)", file.path, rank)
-        if file.size is not None and status.size != file.size:
-            return candidate.refuse(f"the file of rank {rank} has {status.size} bytes, {file.size} were written",
-                                    file.path, rank)
+        if status.size == 0 or file.size not in (None, status.size):
+            return _wrong_size(candidate, rank, file, status.size)
     return None
+
+
+def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> Refusal:
+    return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)" if size == 0 else
+                            f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
 
 
 def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal | None:
@@ -119,20 +120,22 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
     if candidate.records and candidate.records[rank] != checksum:
         return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
     path = os.path.join(root, record.file.path)
-    if storage.status(path) is None:
+    status = storage.status(path)
+    if status is None:
         found = replicas(storage, root, candidate, rank)
         if isinstance(found, Refusal):
             return found
         return _prove_replicas(storage, root, candidate, rank, record, details, found, progress)
+    if status.size != record.file.size:
+        return _wrong_size(candidate, rank, record.file, status.size)
     header_of(storage, root, record.file)                    # its errors are more telling than "another checksum"
     if not full:
         return ProvenShard(rank, (Source(record.file),), record.state, details)
     with storage.open(path) as opened:
-        checksum, size = file_checksum(opened, progress)
-        if size == record.file.size and checksum == record.file.checksum:
+        checksum, _ = file_checksum(opened, progress)
+        if checksum == record.file.checksum:
             return ProvenShard(rank, (Source(record.file),), record.state, details)
-        wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in details.tensors.items()}) \
-            if size == record.file.size else []
+        wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in details.tensors.items()})
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
     return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "

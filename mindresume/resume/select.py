@@ -165,7 +165,7 @@ class _Chooser:
         while self.queue:
             candidate = self.queue.pop(0)
             guess = self.found.expected_ranks if candidate.origin == MINDFORMERS and not self.insists else None
-            refusal = quick(self.storage, self.found.root, candidate, self.world_size or guess)
+            refusal = quick(self.storage, self.found.root, candidate, self.world_size or guess, not candidate.committed)
             if refusal is None:
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
                         "refused": [r.to_json() for r in self.refused], "notes": self._notes()}

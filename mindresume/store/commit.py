@@ -9,10 +9,11 @@ anybody while the training runs: rank 0 looks again after each later step, and a
 """
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,9 +44,7 @@ from mindresume.manifest import (
 )
 from mindresume.state import TrainingState
 from mindresume.store.retention import KEEP_ALL, Policy, surplus
-from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, temporary_name
-
-_THREADS = 8
+from mindresume.store.storage import TEMPORARY, Storage, parallel, publish, publish_json, temporary_name
 
 
 @dataclass(frozen=True)
@@ -75,36 +74,49 @@ class Shard:
 
 def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time) -> Record:
     """Writes this rank's file and its record. SaveError names what failed; then neither has appeared, or the file without a
-    record, which counts as nothing."""
+    record, which counts as nothing. A disk or quota without room for the file is an error before its first byte."""
     path = f"{folder_name(place.rank)}/{shard.name}"
     target, attempt = os.path.join(place.root, path), place.attempt(shard.state.step)
+    recorded = os.path.join(attempt, record_name(place.rank))
     metadata = {**shard.metadata, **label(place.run, shard.state.step)}
     sums = Checksums()
     try:
+        expected = encoded_size(shard.name.format, shard.tensors, metadata)
+        _check_room(place, shard, expected)
         place.storage.make_folder(os.path.dirname(target))
         place.storage.make_folder(attempt)
         if place.storage.status(target) is not None:
             raise SaveError(f"{target} exists already; a committed file is never overwritten. Another job is writing into "
                             f"this folder: give each job a folder of its own")
-        pieces = encode(shard.name.format, shard.tensors, metadata)
-        size = publish(place.storage, target, checksummed(pieces, sums), place.run)
-        expected = encoded_size(shard.name.format, shard.tensors, metadata)
-        if size != expected:
-            raise SaveError(f"{target}: wrote {size} bytes, expected {expected}")
-        record = Record(place.run, place.rank, place.world_size, shard.state, clock(),
-                        FileRecord(path, shard.name.format, size, sums.file))
-        recorded = os.path.join(attempt, record_name(place.rank))
         try:
+            pieces = encode(shard.name.format, shard.tensors, metadata)
+            size = publish(place.storage, target, checksummed(pieces, sums), place.run, expected)
+            if size != expected:
+                raise OSError(errno.EIO, f"wrote {size} bytes, expected {expected}", target)
+            record = Record(place.run, place.rank, place.world_size, shard.state, clock(),
+                            FileRecord(path, shard.name.format, size, sums.file))
             publish(place.storage, recorded, [record.encode(_details(shard, sums))], place.run)
         except OSError:                     # a file without a record is worth nothing, fills the disk and blocks a retry
-            place.storage.remove(recorded)
-            place.storage.remove(target)
+            with suppress(OSError):         # the first error is the one to report; never a record without its file
+                place.storage.remove(recorded)
+                place.storage.remove(target)
             raise
     except (OSError, ValueError) as error:      # ValueError: a dtype or name that the format cannot hold
         reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or target
         raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints "
                         f"saved before are untouched") from error
     return record
+
+
+_RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follow
+
+
+def _check_room(place: Place, shard: Shard, needed: int) -> None:
+    room = place.storage.room(place.root)
+    if room < needed + _RECORD_ROOM:
+        raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
+                        f"{place.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "
+                        f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
 
 
 def _details(shard: Shard, sums: Checksums) -> Details:
@@ -244,8 +256,7 @@ class Committer:
                                   f"{'no file' if found is None else found.size}")
             return record, checksum
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            records = list(pool.map(read, range(self.place.world_size)))
+        records = parallel(storage, read, range(self.place.world_size))
         first = records[0][0]
         for rank, (record, _) in enumerate(records):
             if (record.run, record.rank, record.step, record.world_size) != (
@@ -264,8 +275,7 @@ class Committer:
             if parsed is not None:
                 publish_json(self.place.storage, os.path.join(self.place.root, folder, META), meta_json(parsed),
                              self.place.run)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(write, manifest.files))
+        parallel(self.place.storage, write, manifest.files)
 
     def adopt(self) -> list[int]:
         """Writes the manifests of earlier runs whose ranks all recorded their files but that died before the commit, and
@@ -322,8 +332,7 @@ class Committer:
             if not name.startswith(TRASH):
                 continue
             trash = os.path.join(folder, name)
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(storage.remove, self._weights_of(trash)))
+            parallel(storage, storage.remove, self._weights_of(trash))
             for entry in storage.list(trash):
                 storage.remove(os.path.join(trash, entry))
             storage.remove(trash)

@@ -1,4 +1,4 @@
-"""The one seam to the file system. Everything a checkpoint writes, renames or removes goes through a ``Storage``.
+"""The one seam to the file system. Everything a checkpoint reads, writes, renames or removes goes through a ``Storage``.
 
     storage = PosixStorage()
     storage.write("/ckpt/rank_0/.a.tmp", [b"header", memoryview(data)])    # durable when it returns
@@ -10,13 +10,18 @@ Paths are strings; errors of the file system are ``OSError``.
 """
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,9 @@ class Status:
 
 
 class Storage(Protocol):
-    """Eight operations. What is atomic and what is durable when each returns:"""
+    """Nine operations. What is atomic and what is durable when each returns. All of them may be called by several threads at
+    once; ``width`` of them is what makes sense (``parallel``)."""
+    width: int
 
     def list(self, folder: str) -> list[str]:
         """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS."""
@@ -39,10 +46,11 @@ class Storage(Protocol):
     def open(self, path: str) -> BinaryIO:
         """A seekable file for reading. FileNotFoundError if absent. Committed files never change under a reader."""
 
-    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> int:
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         """A new file with these bytes, flushed to the device when this returns (its name is not: see ``sync``).
-        Returns its size. On any error the file is removed if it can be, and the error is raised. Not atomic: a reader may
-        see part of it, so ``path`` is a temporary name."""
+        Returns its size. On any error the file is removed if it can be, and the error is raised; a flush that failed is never
+        tried again. Not atomic: a reader may see part of it, so ``path`` is a temporary name. ``size``: bytes that will come; a
+        full disk or an exhausted quota is then an error before the first byte, where the file system can reserve space."""
 
     def rename(self, old: str, new: str) -> None:
         """Atomic; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
@@ -56,9 +64,13 @@ class Storage(Protocol):
     def make_folder(self, path: str) -> None:
         """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
 
+    def room(self, folder: str) -> int:
+        """Bytes that can still be written below ``folder`` (which need not exist yet), as far as the file system tells."""
+
 
 class PosixStorage:
     """A local disk or a shared POSIX file system (NFS, Lustre, GPFS ...)."""
+    width = 8
 
     def list(self, folder: str) -> list[str]:
         try:
@@ -76,19 +88,21 @@ class PosixStorage:
     def open(self, path: str) -> BinaryIO:
         return open(path, "rb")
 
-    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> int:
-        size = 0
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
+        written = 0
         try:
             with open(path, "wb", buffering=1 << 20) as file:
+                if size:
+                    _reserve(file.fileno(), path, size)
                 for piece in pieces:
-                    size += file.write(piece)
+                    written += file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:                  # also KeyboardInterrupt: a half-written file must not stay, then re-raise
             with suppress(OSError):            # the first error is the one to report
                 os.remove(path)
             raise
-        return size
+        return written
 
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
@@ -122,19 +136,50 @@ class PosixStorage:
             os.makedirs(folder, exist_ok=True)
             self.sync(os.path.dirname(folder) or ".")
 
+    def room(self, folder: str) -> int:
+        while folder and not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+            folder = os.path.dirname(folder)
+        found = os.statvfs(folder or ".")
+        return found.f_bavail * found.f_frsize
 
-def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str) -> int:
-    """Writes ``path`` so that it appears complete or not at all. ``tag`` keeps the temporary names of writers apart.
 
-    Returns the size in bytes, measured again under the final name; OSError if anything fails, and then ``path`` is as before.
+_KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written
+_CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EINTR)
+
+
+def _reserve(handle: int, path: str, size: int) -> None:
+    """Blocks for ``size`` bytes: full disks and quotas show before anything is written. The system call itself, because
+    posix_fallocate writes into every block where the file system (NFS before 4.2) cannot reserve."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if fallocate(handle, _KEEP_SIZE, 0, size) and (code := ctypes.get_errno()) not in _CANNOT:
+        raise OSError(code, os.strerror(code), path)
+
+
+def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised."""
+    if storage.width == 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(storage.width) as pool:
+        return list(pool.map(function, items))
+
+
+def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:
+    """Writes ``path`` so that it appears complete or not at all. ``tag`` keeps the temporary names of writers apart; ``size`` as
+    for ``write``.
+
+    Returns the size in bytes; OSError if anything fails, and then ``path`` is as before.
     """
     folder = os.path.dirname(path)
     temporary = temporary_name(path, tag)
-    size = storage.write(temporary, pieces)
+    size = storage.write(temporary, pieces, size)
     try:
         storage.rename(temporary, path)
     except OSError:
-        storage.remove(temporary)
+        with suppress(OSError):                 # the first error is the one to report
+            storage.remove(temporary)
         raise
     storage.sync(folder)
     return size

@@ -10,7 +10,8 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import read_header
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.prove import ProvenShard
-from mindresume.resume.select import select
+from mindresume.resume.select import _Chooser, select
+from mindresume.store.storage import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
 WORLD = 4
@@ -351,3 +352,30 @@ def test_an_error_of_rank_0_reaches_all(tmp_path):
     flip_bit(path_of(tmp_path, 5, 3))
     results = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, WORLD))
     assert [type(result) for result in results] == [NoUsableCheckpointError] * WORLD
+
+
+class Counting(PosixStorage):
+    def __init__(self):
+        self.operations = 0
+
+    def __getattribute__(self, name):
+        if name in ("list", "status", "open"):
+            self.operations += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("trouble", [False, True])
+def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_ranks(tmp_path, trouble):
+    """On rank 0, until all ranks start to prove their own files. ``trouble``: the job died in a save of the newest."""
+    counts = []
+    for world in (2, 16):
+        root = tmp_path / str(world)
+        for step in (10, 20):
+            save(root, step, world)
+        if trouble:
+            write_rank(root, 30, 0, world)
+        counting = Counting()
+        chooser = _Chooser(counting, str(root), world, None)
+        assert chooser.next([])["candidate"]["step"] == 20
+        counts.append(counting.operations)
+    assert counts[0] == counts[1]

@@ -7,7 +7,7 @@ from mindresume.errors import RecordError, SaveError
 from mindresume.formats import OURS
 from mindresume.formats.rank_folders import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
-from mindresume.store.commit import Committer, Shard, clean_own_folder, write_shard
+from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
 from mindresume.store.retention import KeepLast
 from mindresume.store.storage import PosixStorage
 
@@ -77,7 +77,7 @@ class FullDisk(PosixStorage):
     """Accepts ``limit`` bytes of the next file, then fails as a full disk does."""
     limit = 100
 
-    def write(self, path, pieces):
+    def write(self, path, pieces, size=0):
         def cut():
             left = self.limit
             for piece in pieces:
@@ -184,3 +184,26 @@ def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
         Committer(place_of(tmp_path, 0, 2)).try_commit(5)
     found = scan(STORAGE, str(tmp_path)).candidates[0]
     assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.attempt)
+
+
+class Small(PosixStorage):
+    """A disk with room for ``left`` bytes that counts what is written to it."""
+    left, written = 100, 0
+
+    def room(self, folder):
+        return self.left
+
+    def write(self, path, pieces, size=0):
+        self.written += 1
+        return super().write(path, pieces, size)
+
+
+def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
+    save(tmp_path, 5, world=1)
+    small = Small()
+    place = Place(small, str(tmp_path), RUN, 0, 1)
+    with pytest.raises(SaveError, match="needs 0.0 MiB.*has room for 0.0 MiB.*keep_checkpoint_max"):
+        write_shard(place, Shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+    assert small.written == 0 and steps(tmp_path) == [5]
+    small.left = 1 << 20
+    write_shard(place, Shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from mindresume.store.storage import TEMPORARY, PosixStorage, publish, publish_json, read_bytes
+from mindresume.store.storage import TEMPORARY, PosixStorage, parallel, publish, publish_json, read_bytes
 
 STORAGE = PosixStorage()
 
@@ -63,3 +63,41 @@ def test_folders(tmp_path):
 def test_json(tmp_path):
     publish_json(STORAGE, str(tmp_path / "m.json"), {"last_epoch": 1}, "run")
     assert read_bytes(STORAGE, str(tmp_path / "m.json")) == b'{"last_epoch":1}'
+
+
+def test_parallel_keeps_the_order_and_raises_the_first_error():
+    storage = PosixStorage()
+    assert parallel(storage, lambda item: item * 2, range(20)) == list(range(0, 40, 2))
+    storage.width = 1
+    assert parallel(storage, lambda item: item * 2, range(3)) == [0, 2, 4]
+    with pytest.raises(ZeroDivisionError):
+        parallel(PosixStorage(), lambda item: 1 // item, [1, 0])
+
+
+def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
+    found = os.statvfs(tmp_path)
+    room = PosixStorage().room(str(tmp_path / "not" / "yet"))
+    assert abs(room - found.f_bavail * found.f_frsize) < 1 << 30
+
+
+def test_a_file_that_cannot_be_reserved_is_an_error_before_its_first_byte(tmp_path):
+    """A file system knows how large it is: so many bytes cannot be reserved on any."""
+    taken = []
+
+    def pieces():
+        taken.append(1)
+        yield b"x"
+    with pytest.raises(OSError):
+        PosixStorage().write(str(tmp_path / "file"), pieces(), 1 << 60)
+    assert not taken and not list(tmp_path.iterdir())
+
+
+def test_a_reserved_file_grows_as_it_is_written(tmp_path):
+    sizes = []
+
+    def pieces():
+        for _ in range(3):
+            yield bytes(2 << 20)
+            sizes.append((tmp_path / "file").stat().st_size)
+    assert PosixStorage().write(str(tmp_path / "file"), pieces(), 6 << 20) == 6 << 20
+    assert sizes == sorted(sizes) and sizes[0] < 6 << 20
