@@ -47,6 +47,10 @@ class SaveError(MindResumeError):
     """A checkpoint could not be written; what was committed before is untouched."""
 
 
+class FolderInUseError(SaveError):
+    """Another job saves into this folder of checkpoints. The message names both."""
+
+
 class LoadError(MindResumeError):
     """The chosen checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
 

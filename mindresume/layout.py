@@ -17,6 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_RANKS = 100_000         # of a job: what a file claims beyond that is damage, and would make loops over ranks endless
+MAX_AXES = 32               # of a device matrix or a tensor; numpy's limit for the latter
+
 
 @dataclass(frozen=True)
 class TensorLayout:
@@ -129,14 +132,18 @@ class TensorLayout:
 
     @classmethod
     def from_json(cls, value: Any) -> TensorLayout:
-        """ValueError if it is not what ``to_json`` gives; unknown keys are ignored."""
+        """ValueError if it is not what ``to_json`` gives, or of more than MAX_RANKS ranks or MAX_AXES axes; unknown keys are
+        ignored."""
         try:
             matrix, cuts, shards = value["device_matrix"], value["tensor_map"], value["optimizer_shards"]
             numbers = [*matrix, shards, *itertools.chain(*(m if isinstance(m, list) else [m] for m in cuts))]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a tensor layout: {value!r}"[:400]) from error
-        if not all(type(number) is int for number in numbers):
-            raise ValueError(f"not a tensor layout, all its numbers are whole: {value!r}"[:400])
+        if not isinstance(matrix, list) or not isinstance(cuts, list) or not all(type(number) is int for number in numbers):
+            raise ValueError(f"not a tensor layout, which is two lists and a number, all whole: {value!r}"[:400])
+        # Before anything is computed with them, and each before the product of all.
+        if max(len(matrix), len(cuts)) > MAX_AXES or max(map(abs, numbers)) > MAX_RANKS or math.prod(matrix) > MAX_RANKS:
+            raise ValueError(f"not a tensor layout, at most {MAX_AXES} axes and {MAX_RANKS} ranks: {value!r}"[:400])
         return cls(tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards)
 
     def _used_axes(self) -> tuple[int, ...]:

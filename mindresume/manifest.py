@@ -8,11 +8,15 @@ its existence is the commit. Both are text files of a few lines:
     {the details of a record: every tensor, the random state; absent in a manifest}
 
 so that a torn or altered one is recognised by itself, and committing 8,000 ranks reads 8,000 heads and no tensor list.
+
+A checksum is no signature: whoever can write here can compute it. So every field is checked when it is read, and nothing is read
+beyond a limit. What comes out of a reader here is a record that one rank could have written, or RecordError.
 """
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -20,21 +24,35 @@ from typing import Any, BinaryIO
 import xxhash
 
 from mindresume.errors import RecordError
-from mindresume.layout import TensorLayout
-from mindresume.state import TrainingState
+from mindresume.files import FORMATS
+from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
+from mindresume.state import TrainingState, is_count, is_number
 
 VERSION = 1
 FOLDER = ".mindresume"                 # below the checkpoint root; no mindformers code lists dot folders
 MANIFEST = "manifest.json"
 TRASH = "trash-"                       # an attempt folder under this name is no checkpoint any more, only work left to do
-HEAD_LIMIT = 1 << 20                   # a head is some hundred bytes; a manifest of 8,000 ranks about 1.5 MB is read whole
-_RUN = re.compile(r"(\d{4,})-([0-9a-f]{8})")
-_ATTEMPT = re.compile(r"step-(\d{10,})-run-(\d{4,}-[0-9a-f]{8})")
-_RECORD = re.compile(r"rank_(\d{5,})\.json")
+# Bytes of a line. A head is some hundred bytes; a manifest has about 200 a rank, and so much for MAX_RANKS of the longest names;
+# the details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
+HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
+MAX_NAME = 255                         # bytes of a file name, on every file system we know
+MAX_SEQUENCE = 10**18 - 1              # of runs
+MAX_TIME = 10**11                      # seconds since 1970, in the year 5138: more is no time that can be shown
+# No more zeros than the writers below put there: else one attempt could have two folders, one rank two records.
+_SEQUENCE = r"(?:[0-9]{4}|[1-9][0-9]{4,17})"
+_RUN = re.compile(rf"({_SEQUENCE})-[0-9a-f]{{8}}")
+_ATTEMPT = re.compile(rf"step-([0-9]{{10}}|[1-9][0-9]{{10,17}})-run-({_SEQUENCE}-[0-9a-f]{{8}})")
+_RECORD = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,17})\.json")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")       # of a file: no folders, no control characters, UTF-8
 
 
 def run_name(sequence: int, token: str) -> str:
-    """Identity of one launch: a number that grows with every launch in a folder, and 8 random hex digits."""
+    """Identity of one launch: a number that grows with every launch in a folder, and 8 random hex digits. RecordError if the
+    number is so large that only a damaged or foreign name can have led to it."""
+    if sequence > MAX_SEQUENCE:
+        raise RecordError(f"run {sequence} would be beyond {MAX_SEQUENCE}: a name in {FOLDER} claims to be of the run before; "
+                          f"mindresume cannot have written it, remove it")
     return f"{sequence:04d}-{token}"
 
 
@@ -42,7 +60,7 @@ def run_sequence(run: str) -> int:
     """Position of a run among all runs of its folder, from 1. No clocks: a later run always has a larger one."""
     found = _RUN.fullmatch(run)
     if not found:
-        raise RecordError(f"{run!r} is not the name of a run")
+        raise RecordError(f"{run!r}"[:200] + " is not the name of a run")
     return int(found.group(1))
 
 
@@ -80,10 +98,29 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
-        path, fmt, size, checksum = value
+        """Any file below the root, with or without a record of ours: how one rank tells another."""
+        path, fmt, size, checksum = _row(value, 4, "file")
         if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-            raise RecordError(f"file path {path!r} leaves the checkpoint folder")
+            raise RecordError(f"file path {path!r}"[:200] + " leaves the checkpoint folder")
         return cls(path, fmt, size, checksum)
+
+    @classmethod
+    def of_rank(cls, value: Any, rank: int) -> FileRecord:
+        """What a record or manifest may name as the file of ``rank``: exactly one file in the folder of that rank, so that no
+        reader looks elsewhere, no two ranks share a file, and whoever removes the checkpoint removes nothing else."""
+        file = cls.from_json(value)
+        folder, _, name = file.path.partition("/")
+        if folder != f"rank_{rank}" or not _NAME.fullmatch(name):
+            raise RecordError(f"file path {file.path!r}"[:200] + f" is not that of a file in the folder rank_{rank}")
+        if len(name.encode()) > MAX_NAME:
+            raise RecordError(f"file path {file.path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes")
+        if file.format not in FORMATS or not name.endswith(f".{file.format}"):
+            raise RecordError(f"file path {file.path!r}"[:200] + f" has the format {file.format!r}"[:200] + f", expected "
+                              f"{' or '.join(FORMATS)} and a name that ends so")
+        if not is_count(file.size):
+            raise RecordError(f"the size of {file.path} is {file.size!r}"[:400] + ", expected a number of bytes")
+        _check_checksum(file.checksum, file.path)
+        return file
 
 
 @dataclass(frozen=True)
@@ -112,11 +149,28 @@ class Details:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Details:
+        """RecordError or ValueError if it is not what ``to_json`` gives, or the shapes do not fit the layouts."""
         layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
-        return cls({name: TensorRecord(dtype, tuple(shape), checksum, None if index is None else layouts[index],
-                                       None if global_shape is None else tuple(global_shape))
-                    for name, (dtype, shape, checksum, index, global_shape) in value["tensors"].items()},
-                   value["random"])
+        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors, but few kinds of them
+        tensors = {}
+        for name, row in value["tensors"].items():
+            dtype, shape, checksum, index, whole = _row(row, 5, name)
+            if not isinstance(dtype, str):
+                raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a text")
+            _check_checksum(checksum, f"tensor {name}")
+            shape, whole = _shape(name, shape), None if whole is None else _shape(name, whole)
+            if index is not None:
+                if not is_count(index, 0, len(layouts) - 1) or whole is None:
+                    raise RecordError(f"tensor {name}: layout {index!r} of global shape {whole}"[:400] + f"; there are "
+                                      f"{len(layouts)} layouts")
+                if (index, whole) not in fits:
+                    fits[index, whole] = layouts[index].local_shape(whole)
+                if fits[index, whole] != shape:
+                    raise RecordError(f"tensor {name} of shape {shape}: its layout cuts {whole} into {fits[index, whole]}"[:400])
+            tensors[name] = TensorRecord(dtype, shape, checksum, None if index is None else layouts[index], whole)
+        if not isinstance(value["random"], dict):
+            raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
+        return cls(tensors, value["random"])
 
 
 @dataclass(frozen=True)
@@ -134,7 +188,7 @@ class Record:
         return self.state.step
 
     def encode(self, details: Details) -> bytes:
-        tail = _dump(details.to_json())
+        tail = _dump(details.to_json(), DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
                 "state": self.state.to_json(), "saved_at": self.saved_at, "file": self.file.to_json(),
                 "details": xxhash.xxh3_128_hexdigest(tail)}
@@ -144,8 +198,10 @@ class Record:
     def decode(cls, head: Mapping[str, Any]) -> Record:
         with _field_errors("record"):
             run_sequence(head["run"])
-            return cls(head["run"], int(head["rank"]), int(head["world_size"]), TrainingState.from_json(head["state"]),
-                       float(head["saved_at"]), FileRecord.from_json(head["file"]))
+            world_size = _counted(head, "world_size", 1, MAX_RANKS)
+            rank = _counted(head, "rank", 0, world_size - 1)
+            return cls(head["run"], rank, world_size, TrainingState.from_json(head["state"]), _time(head["saved_at"]),
+                       FileRecord.of_rank(head["file"], rank))
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
@@ -157,11 +213,11 @@ def read_record(file: BinaryIO) -> tuple[Record, str]:
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
     """A whole record. RecordError as for ``read_record``, also when the details are torn or altered."""
     head, _ = unseal(file, "record")
-    tail = file.readline().rstrip(b"\n")
+    tail = _line(file, DETAILS_LIMIT, "record")
     if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
         raise RecordError("the list of tensors is cut short or altered")
     with _field_errors("record"):
-        return Record.decode(head), Details.from_json(json.loads(tail))
+        return Record.decode(head), Details.from_json(_parse(tail, "record"))
 
 
 @dataclass(frozen=True)
@@ -184,53 +240,119 @@ class Manifest:
     def encode(self) -> bytes:
         return seal({"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
                      "state": self.state.to_json(), "saved_at": self.saved_at,
-                     "files": [file.to_json() for file in self.files], "records": list(self.records)})
+                     "files": [file.to_json() for file in self.files], "records": list(self.records)}, MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
         """RecordError if it is torn, altered or of another kind."""
-        head, _ = unseal(file, "manifest")
+        head, _ = unseal(file, "manifest", MANIFEST_LIMIT)
         with _field_errors("manifest"):
             run_sequence(head["run"])
-            files = tuple(FileRecord.from_json(value) for value in head["files"])
-            if not len(files) == len(head["records"]) == head["world_size"]:
-                raise RecordError(f"manifest: {len(files)} files and {len(head['records'])} records for "
-                                  f"{head['world_size']} ranks")
-            return cls(head["run"], TrainingState.from_json(head["state"]), float(head["saved_at"]), files,
-                       tuple(head["records"]))
+            world_size = _counted(head, "world_size", 1, MAX_RANKS)
+            rows, records = _row(head["files"], None, "files"), _row(head["records"], None, "records")
+            if not len(rows) == len(records) == world_size:
+                raise RecordError(f"manifest: {len(rows)} files and {len(records)} records for {world_size} ranks")
+            files = tuple(FileRecord.of_rank(row, rank) for rank, row in enumerate(rows))
+            for rank, checksum in enumerate(records):
+                _check_checksum(checksum, record_name(rank))
+            return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records))
 
 
-def seal(head: Mapping[str, Any]) -> bytes:
-    """Checksum line and head line."""
-    line = _dump(head)
+def seal(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
+    """Checksum line and head line. ValueError if the head has more than ``limit`` bytes: it could not be read back."""
+    line = _dump(head, limit)
     return xxhash.xxh3_128_hexdigest(line).encode() + b"\n" + line + b"\n"
 
 
-def unseal(file: BinaryIO, kind: str) -> tuple[dict[str, Any], bytes]:
-    """Reads checksum line and head line; ``file`` then stands behind them. Returns the head and its line."""
-    checksum = file.readline(HEAD_LIMIT).rstrip(b"\n")
-    line = file.readline().rstrip(b"\n")
+def unseal(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], bytes]:
+    """Reads checksum line and head line; ``file`` then stands behind them. Returns the head and its line. RecordError unless they
+    are whole, of this kind and of a version we know."""
+    checksum = file.readline(64).rstrip(b"\n")
+    line = _line(file, limit, kind)
     if xxhash.xxh3_128_hexdigest(line).encode() != checksum:
         raise RecordError(f"not a {kind}: it is empty, cut short or altered")
-    head = json.loads(line)
-    if not isinstance(head, dict):
-        raise RecordError(f"expected a {kind}, found {type(head).__name__}")
-    if head.get("kind") != kind:
-        raise RecordError(f"expected a {kind}, found {head.get('kind')!r}")
-    version = head.get("version")
-    if type(version) is not int:
-        raise RecordError(f"{kind} of version {version!r}, expected a whole number")
-    if version > VERSION:
-        raise RecordError(f"{kind} of version {version}, this mindresume reads up to {VERSION}: install a newer one")
-    return head, line
+    with _field_errors(kind):
+        head = _parse(line, kind)
+        if not isinstance(head, dict):
+            raise RecordError(f"expected a {kind}, found {type(head).__name__}")
+        if head.get("kind") != kind:
+            raise RecordError(f"expected a {kind}, found {head.get('kind')!r}"[:400])
+        version = head.get("version")
+        if type(version) is not int or version < 1:
+            raise RecordError(f"{kind} of version {version!r}"[:400] + ", expected a whole number of at least 1")
+        if version > VERSION:
+            raise RecordError(f"{kind} of version {version}"[:400] + f", this mindresume reads up to {VERSION}: install a newer "
+                              f"one")
+        return head, line
 
 
-def _dump(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+def _line(file: BinaryIO, limit: int, kind: str) -> bytes:
+    """One line without its line break, which may be missing at the end of the file. No more than ``limit`` bytes are read."""
+    line = file.readline(limit + 1)
+    if len(line) > limit and not line.endswith(b"\n"):
+        raise RecordError(f"not a {kind}: a line has more than {limit} bytes")
+    return line.removesuffix(b"\n")
+
+
+def _parse(line: bytes, kind: str) -> Any:
+    """JSON of one line. RecordError if it is none, is nested too deeply, or has a key twice or one that UTF-8 cannot hold."""
+    try:
+        return json.loads(line.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{kind}: not JSON as mindresume writes it: {error}"[:400]) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {seen.most_common(1)[0][0]!r} occurs twice"[:200])
+    for name in found:
+        name.encode()           # a lone surrogate is a text of JSON and none of UTF-8: UnicodeEncodeError, a ValueError
+    return found
+
+
+def _dump(value: Any, limit: int) -> bytes:
+    line = json.dumps(value, separators=(",", ":")).encode()
+    if len(line) > limit:
+        raise ValueError(f"a line of {len(line)} bytes; at most {limit} can be read back")
+    return line
+
+
+# ---- rules of single fields ----------------------------------------------------------------------------------------
+
+def _row(value: Any, length: int | None, what: str) -> list[Any]:
+    if not isinstance(value, list) or length not in (None, len(value)):
+        found = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
+        raise RecordError(f"{what}"[:200] + f": expected a list{f' of {length} values' if length else ''}, found {found}")
+    return value
+
+
+def _counted(head: Mapping[str, Any], field: str, least: int, most: int) -> int:
+    if not is_count(head[field], least, most):
+        raise RecordError(f"{field} is {head[field]!r}"[:200] + f", expected a whole number from {least} to {most}")
+    return head[field]
+
+
+def _time(value: Any) -> float:
+    if not is_number(value) or not 0 <= value <= MAX_TIME:
+        raise RecordError(f"saved_at is {value!r}"[:200] + ", expected seconds since 1970")
+    return float(value)
+
+
+def _check_checksum(value: Any, what: str) -> None:
+    if not isinstance(value, str) or not _CHECKSUM.fullmatch(value):
+        raise RecordError(f"{what}"[:200] + f": the checksum is {value!r}"[:200] + ", expected 32 hex digits")
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_AXES or not all(map(is_count, value)):
+        raise RecordError(f"tensor {name}: the shape is {value!r}"[:400] + f", expected up to {MAX_AXES} sizes")
+    return tuple(value)
 
 
 class _field_errors:                                    # noqa: N801  a context manager, used as a statement
-    """Turns the errors of missing or ill-typed fields into RecordError."""
+    """Turns the errors of missing, ill-typed or absurd fields into RecordError."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -239,8 +361,8 @@ class _field_errors:                                    # noqa: N801  a context 
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError)) and not isinstance(error, RecordError):
-            raise RecordError(f"{self.kind}: a field is missing or wrong ({type(error).__name__}: {error})") from error
+        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)):
+            raise RecordError(f"{self.kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")") from error
 
 
 def attempts(names: list[str]) -> Iterator[tuple[str, int, str]]:

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from mindresume.errors import LoadError, SaveError
+from mindresume.files.model import DTYPES
 from mindresume.layout import TensorLayout
 
 # Parameters that live only within a step or a request: never saved, and missing ones are no error
@@ -29,6 +30,32 @@ def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
     no tensors (MapParameter).
     """
     return {name: to_numpy(name, value) for name, value in parameters}
+
+
+def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """As ``snapshot``, but a tensor is copied from its device only when its bytes are asked for: a whole model never lies in
+    host memory beside the copy that is being made of it. The values have dtype, shape and nbytes, and numpy takes them."""
+    return {name: DeviceTensor.of(name, value) for name, value in parameters}
+
+
+class DeviceTensor:
+    """Stands for ``to_numpy(name, value)``."""
+    __slots__ = ("name", "value", "dtype", "shape", "nbytes")
+
+    def __init__(self, name: str, value: Any, dtype: np.dtype):
+        self.name, self.value, self.dtype, self.shape = name, value, dtype, tuple(value.shape)
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> Any:
+        """The array itself for what is no tensor, has a dtype numpy does not know, or is not initialised yet."""
+        dtype = DTYPES.get(str(getattr(value, "dtype", "")).lower())
+        if dtype is None or not hasattr(value, "asnumpy") or getattr(value, "has_init", False):
+            return to_numpy(name, value)
+        return cls(name, value, dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(to_numpy(self.name, self.value), dtype)
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:

@@ -5,6 +5,13 @@
       max_failed_saves: 3        # so many failed saves in a row stop the training even with warn; 0: never
       commit_timeout: 600        # seconds rank 0 waits at the end of the training for the records of the other ranks
       verify: full               # or quick: trust sizes and headers at resume, do not read every byte
+      async_when_busy: wait      # a background save is due while the one before is being written: wait; or skip, on all ranks
+      staging_gib: 0             # host memory for the copy that a background save works on; 0: as much as a save needs
+      heartbeat: 15              # seconds between two signs of life of a job, by which one elsewhere is known to live; 0: none
+      keep_every_steps: 0        # beside keep_checkpoint_max: the first checkpoint at or behind each multiple stays; 0: off
+      keep_best: 0               # beside keep_checkpoint_max: so many of the best by keep_best_metric stay; 0: off
+      keep_best_metric: loss     # of the step that was saved, or a name given to mindresume.plugin.report_metric
+      keep_best_mode: min        # the smallest are the best; or max
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
 """
@@ -18,7 +25,8 @@ from typing import Any
 from mindresume.errors import ConfigError
 
 ENVIRONMENT = "MINDRESUME_"
-_CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick")}
+_CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
+            "async_when_busy": ("wait", "skip")}
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,13 @@ class Settings:
     max_failed_saves: int = 3
     commit_timeout: float = 600.0
     verify: str = "full"
+    async_when_busy: str = "wait"
+    staging_gib: float = 0.0
+    heartbeat: float = 15.0
+    keep_every_steps: int = 0
+    keep_best: int = 0
+    keep_best_metric: str = "loss"
+    keep_best_mode: str = "min"
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
@@ -47,6 +62,10 @@ def _value(name: str, kind: type, value: Any) -> Any:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
             raise ConfigError(f"mindresume.{name} is {value!r}; choose one of {', '.join(_CHOICES[name])}")
+        return value
+    if kind is str:
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"mindresume.{name} is {value!r}; expected a text that is not empty")
         return value
     try:
         number = kind(value)

@@ -5,10 +5,15 @@ follow from it alone, so a resume in the middle of an epoch cannot restart or re
 """
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mindresume.errors import RecordError
+
+MAX_COUNT = 2**63 - 1       # of steps, samples, bytes: what a file system, MindSpore and a message can hold
+_COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # needed, and their least value
+_OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1))    # or null
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class TrainingState:
     is then one sink). ``dataset_size``: steps of one pass over the data in both modes, None if not known.
     ``global_step``: the optimizer's own counter (it may lag behind ``step`` after skipped overflow steps).
     ``global_batch_size``: samples per step over all ranks. ``loss_scale`` None: not used.
+    ``metrics``: (name, finite number) of what was measured when it was saved: the loss of the step, what the user reported.
     """
     step: int
     steps_per_epoch: int
@@ -27,6 +33,7 @@ class TrainingState:
     loss_scale: float | None = None
     sink_size: int | None = None
     dataset_size: int | None = None
+    metrics: tuple[tuple[str, float], ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -44,18 +51,42 @@ class TrainingState:
         return None if self.global_batch_size is None else self.step * self.global_batch_size
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        return {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
     @classmethod
     def from_json(cls, value: Any) -> TrainingState:
-        """Fields it does not know are ignored; RecordError if one it needs is missing."""
+        """Fields it does not know are ignored; RecordError if one it needs is missing, or one cannot be."""
         if not isinstance(value, dict):
             raise RecordError(f"training state: expected an object, found {type(value).__name__}")
         known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
-        for name, least in (("step", 0), ("steps_per_epoch", 1), ("global_step", 0)):
-            if not isinstance(known.get(name), int) or known[name] < least:
-                raise RecordError(f"training state: {name} is {known.get(name)!r}, expected a count of at least {least}")
-        return cls(**known)
+        given = tuple(row for row in _OPTIONAL_COUNTS if known.get(row[0]) is not None)
+        for name, least in _COUNTS + given:
+            if not is_count(known.get(name), least):
+                raise RecordError(f"training state: {name} is {known.get(name)!r}"[:200] + f", expected a whole number from "
+                                  f"{least} to {MAX_COUNT}")
+        if known.get("loss_scale") is not None and not is_number(known["loss_scale"]):
+            raise RecordError(f"training state: loss_scale is {known['loss_scale']!r}"[:200] + ", expected a finite number")
+        return cls(**{**known, "metrics": _metrics(known.get("metrics", {}))})
+
+
+def _metrics(value: Any) -> tuple[tuple[str, float], ...]:
+    """Of a JSON object {name: finite number}; RecordError for anything else."""
+    if not isinstance(value, dict):
+        raise RecordError(f"training state: metrics is {value!r}"[:200] + ", expected an object of numbers")
+    for name, number in value.items():
+        if not is_number(number):
+            raise RecordError(f"training state: metric {name} is {number!r}"[:200] + ", expected a finite number")
+    return tuple((name, float(number)) for name, number in value.items())
+
+
+def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
+    """Whether a value of JSON is a whole number (true and 2.0 are none) from ``least`` to ``most``."""
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number (true is none) that a float can hold: not NaN, not infinite, no 400 digits."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:

@@ -34,9 +34,10 @@ RUN = run_name(7, "1f3a9c04")
 STATE = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
 FILE = FileRecord("rank_1/net_rank_1-2_5.safetensors", "safetensors", 1234, "ab" * 16)
 RECORD = Record(RUN, 1, 2, STATE, 1700000000.5, FILE)
-DETAILS = Details({"w": TensorRecord("bfloat16", (4, 2), "cd" * 16, TensorLayout((2, 2, 2), ((2, 0), -1), -1), (8, 2)),
+DETAILS = Details({"w": TensorRecord("bfloat16", (1, 2), "cd" * 16, TensorLayout((2, 2, 2), ((2, 0), -1), -1), (8, 2)),
                    "bias": TensorRecord("float32", (), "ef" * 16)}, {"python": {"gauss": None}})
-MANIFEST = Manifest(RUN, STATE, 1700000000.5, (FILE, FILE), ("01" * 16, "23" * 16))
+OTHER = FileRecord("rank_0/net_rank_0-2_5.safetensors", "safetensors", 1234, "ab" * 16)
+MANIFEST = Manifest(RUN, STATE, 1700000000.5, (OTHER, FILE), ("01" * 16, "23" * 16))
 
 
 def read_back(content):
@@ -54,6 +55,7 @@ def changed(content, change):
 # ---- round trips -----------------------------------------------------------------------------------------------------
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
+file_names = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\"), max_size=30)
 shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 
 
@@ -70,12 +72,20 @@ def layouts(draw):
     return TensorLayout(matrix, tuple(cuts), draw(st.sampled_from([0, -1, 1])))
 
 
-tensor_records = st.builds(TensorRecord, st.sampled_from(["float32", "bfloat16", "str"]), shapes, st.just("00" * 16),
-                           st.none() | layouts(), st.none() | shapes)
+@st.composite
+def tensor_records(draw):
+    """Of any layout, with the local shape that follows from the global one."""
+    layout, whole = draw(st.none() | layouts()), draw(st.none() | shapes)
+    shape = draw(shapes)
+    if layout is not None:
+        pieces = layout.pieces((0,) * len(layout.tensor_map))
+        shape = tuple(draw(st.integers(0, 2**40)) for _ in pieces)
+        whole = tuple(size * count for size, count in zip(shape, pieces, strict=True))
+    return TensorRecord(draw(st.sampled_from(["float32", "bfloat16", "str"])), shape, "00" * 16, layout, whole)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.dictionaries(names, tensor_records, max_size=5), st.dictionaries(names, st.integers() | names, max_size=3))
+@given(st.dictionaries(names, tensor_records(), max_size=5), st.dictionaries(names, st.integers() | names, max_size=3))
 def test_details_come_back_as_they_were(tensors, random):
     details = Details(tensors, random)
     record, found = read_back(RECORD.encode(details))
@@ -87,18 +97,18 @@ def test_details_come_back_as_they_were(tensors, random):
 @given(st.builds(TrainingState, st.integers(0, 2**50), st.integers(1, 2**30), st.integers(0, 2**50),
                  st.none() | st.integers(1, 2**30), st.none() | st.floats(allow_nan=False, allow_infinity=False),
                  st.none() | st.integers(1, 2**20), st.none() | st.integers(1, 2**40)),
-       st.lists(names.filter(lambda n: not n.startswith("/") and ".." not in n.split("/") and "\0" not in n), max_size=6))
-def test_records_and_manifests_come_back_as_they_were(state, paths):
-    files = tuple(FileRecord(path, "ckpt", len(path), "00" * 16) for path in paths)
+       st.lists(file_names, min_size=1, max_size=6))
+def test_records_and_manifests_come_back_as_they_were(state, names):
+    files = tuple(FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16) for rank, name in enumerate(names))
     manifest = Manifest(RUN, state, 1.5, files, tuple("11" * 16 for _ in files))
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
-    for file in files:
-        record = Record(RUN, 0, 1, state, 1.5, file)
+    for rank, file in enumerate(files):
+        record = Record(RUN, rank, len(files), state, 1.5, file)
         assert read_record(io.BytesIO(record.encode(Details())))[0] == record
 
 
 def test_equal_layouts_are_stored_once():
-    layout = TensorLayout((2, 2), (0, -1))
+    layout = TensorLayout((2, 1), (1, -1))
     details = Details({f"w{i}": TensorRecord("float32", (4, 4), "00" * 16, layout, (8, 4)) for i in range(50)})
     assert RECORD.encode(details).count(b"device_matrix") == 1
 
@@ -219,11 +229,9 @@ def test_a_path_that_leaves_the_folder_is_refused(kind, path):
         read(changed(content, change))
 
 
-@pytest.mark.parametrize("value", [[], ["a"], ["a", "ckpt", 1], ["a", "ckpt", 1, "x", "more"], "abcd", None])
+@pytest.mark.parametrize("value", [[], ["a"], ["a", "ckpt", 1], ["a", "ckpt", 1, "x", "more"], "abcd", None,
+                                   {"a": 1, "b": 2, "c": 3, "d": 4}])
 def test_a_file_row_of_another_length_is_refused(value):
-    if value == "abcd":                                     # four characters unpack like four fields
-        assert FileRecord.from_json(value).path == "a"
-        return
     with pytest.raises(RecordError):
         read_back(changed(RECORD.encode(DETAILS), lambda head: head.update(file=value)))
 

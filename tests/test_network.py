@@ -10,11 +10,13 @@ ms = pytest.importorskip("mindspore")
 
 from mindresume.errors import LoadError, SaveError  # noqa: E402
 from mindresume.files import encode, read_header, read_tensor  # noqa: E402
+from mindresume.files.model import tensor_bytes  # noqa: E402
 from mindresume.layout import TensorLayout  # noqa: E402
 from mindresume.network import (  # noqa: E402
     TRANSIENT,
     capture_random,
     check_fit,
+    deferred,
     is_transient,
     layouts,
     restore_random,
@@ -225,3 +227,27 @@ def test_random_states_go_on_after_a_way_through_json():
 
 def test_what_was_not_saved_is_not_restored():
     assert restore_random({}) == []
+
+
+def test_a_deferred_tensor_is_what_a_snapshot_is():
+    rows = [("f32", ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))), ("bf16", ms.Tensor([1.5, -2.0], ms.bfloat16)),
+            ("zero", ms.Tensor(3, ms.int64)), ("flag", ms.Tensor([True, False])), ("number", 7), ("text", "dynamic"),
+            ("numpy", np.arange(3, dtype=np.int8))]
+    now, later = snapshot(rows), deferred(rows)
+    for name, array in now.items():
+        found = later[name]
+        assert (found.dtype.name, tuple(found.shape), found.nbytes) == (array.dtype.name, array.shape, array.nbytes)
+        assert np.asarray(found).tobytes() == array.tobytes()
+
+
+def test_a_deferred_tensor_is_read_when_it_is_asked_for():
+    class Tensor:
+        shape, dtype, reads = (2,), ms.float32, 0
+
+        def asnumpy(self):
+            self.reads += 1
+            return np.array([1, 2], np.float32)
+    tensor = Tensor()
+    found = deferred([("x", tensor)])["x"]
+    assert found.nbytes == 8 and tensor.reads == 0
+    assert bytes(tensor_bytes(found)) == np.array([1, 2], np.float32).tobytes() and tensor.reads == 1

@@ -11,9 +11,19 @@ def test_defaults_section_and_environment():
     assert Settings.load({}, {"MINDRESUME_MAX_FAILED_SAVES": "0"}).max_failed_saves == 0
 
 
+def test_keys_of_retention():
+    off = Settings.load({}, {})
+    assert (off.keep_every_steps, off.keep_best, off.keep_best_metric, off.keep_best_mode) == (0, 0, "loss", "min")
+    found = Settings.load({"keep_every_steps": 1000, "keep_best": 2, "keep_best_mode": "max"},
+                          {"MINDRESUME_KEEP_BEST_METRIC": "bleu", "MINDRESUME_KEEP_BEST": "3"})
+    assert (found.keep_every_steps, found.keep_best, found.keep_best_metric, found.keep_best_mode) == (1000, 3, "bleu", "max")
+
+
 @pytest.mark.parametrize("section, word", [
     ({"on_save_errors": "warn"}, "on_save_errors"), ({"on_save_error": "ignore"}, "warn, raise"),
     ({"commit_timeout": "soon"}, "commit_timeout"), ({"commit_timeout": -1}, "at least 0"),
+    ({"keep_best_metric": ""}, "keep_best_metric"), ({"keep_best_metric": " "}, "not empty"), ({"keep_best_metric": 3}, "text"),
+    ({"keep_best_mode": "least"}, "min, max"), ({"keep_best": -1}, "at least 0"), ({"keep_every_steps": "often"}, "keep_every_"),
     ({"max_failed_saves": True}, "max_failed_saves"), ({"verify": False}, "full, quick")])
 def test_wrong_settings_are_named(section, word):
     with pytest.raises(ConfigError, match=word):

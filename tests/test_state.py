@@ -27,6 +27,22 @@ def test_json_round_trip_ignores_unknown_fields():
     assert state.samples == 120 and (state.epoch, state.step_in_epoch) == (2, 5)
 
 
+def test_metrics_are_an_object_of_finite_numbers():
+    state = TrainingState(15, 10, 14, metrics=(("loss", 2.5), ("accuracy", 1.0)))
+    assert state.to_json()["metrics"] == {"loss": 2.5, "accuracy": 1.0} and hash(state)
+    assert TrainingState.from_json(state.to_json()) == state
+    old = {name: value for name, value in state.to_json().items() if name != "metrics"}
+    assert TrainingState.from_json(old).metrics == ()
+    assert TrainingState.from_json({**old, "metrics": {"samples": 3}}).metrics == (("samples", 3.0),)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "2.5"}, {"loss": None}, {"loss": True}, {"loss": float("nan")},
+                                     {"loss": float("inf")}, [["loss", 2.5]], "loss", None, {"loss": [1.0]}])
+def test_metrics_of_another_form_are_refused(metrics):
+    with pytest.raises(RecordError, match="metric"):
+        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "metrics": metrics})
+
+
 @pytest.mark.parametrize("broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}])
 def test_a_state_without_its_counters_is_refused(broken):
     with pytest.raises(RecordError):

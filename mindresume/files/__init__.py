@@ -11,6 +11,7 @@ dtypes go by numpy's names (``float32``, ``bfloat16``, ``bool``); ckpt has ``str
 """
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -26,6 +27,7 @@ __all__ = ["CHUNK", "FORMATS", "Header", "TensorEntry", "encode", "encoded_size"
            "read_scalar", "read_tensor"]
 
 FORMATS = ("safetensors", "ckpt")
+_MAX_SCALAR = 1 << 20       # bytes of a text that stands for one value; a file of terabytes may claim to be one
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
@@ -57,14 +59,14 @@ def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
 
 def read_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
     """The value of a tensor of one element (any number of dimensions) or of a text; None if there is none of that name.
-    DamagedFileError if it has more or fewer elements."""
+    DamagedFileError if it has more or fewer elements, or the text more than 1 MiB: then nothing of it is read."""
     entry = header.tensors.get(name)
     if entry is None:
         return None
-    array = read_tensor(file, entry)
-    if array.size != 1:
-        raise DamagedFileError(name_of(file), f"{name} should be one number, found shape {entry.shape}", tensor=name)
-    return array.item()
+    if math.prod(entry.shape) != 1 or entry.nbytes > _MAX_SCALAR:
+        raise DamagedFileError(name_of(file), f"{name} should be one number, found shape {entry.shape}, {entry.nbytes} bytes",
+                               tensor=name)
+    return read_tensor(file, entry).item()
 
 
 def encode(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]

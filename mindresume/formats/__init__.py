@@ -55,6 +55,11 @@ class Candidate:
     epoch: int | None = None
     records: tuple[str, ...] = ()
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured when it was saved; empty where no record says so."""
+        return dict(self.state.metrics) if self.state else {}
+
     def refuse(self, reason: str, file: str | None = None, rank: int | None = None) -> Refusal:
         return Refusal(self.step, reason, file, rank)
 

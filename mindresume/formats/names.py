@@ -15,6 +15,7 @@ LABEL = "mindresume"                   # key in the metadata of our files: "<run
 _NAME = re.compile(r"(?P<prefix>.+)_rank_(?P<rank>\d+)(?:_(?P<suffix>\d+))?-(?P<epoch>\d+)_(?P<step>\d+)"
                    r"\.(?P<format>ckpt|safetensors)")
 _FOLDER = re.compile(r"rank_(\d+)")
+_LABEL = re.compile(r"([^ ]+) ([0-9]{1,18})")
 
 
 class FileName(NamedTuple):
@@ -80,5 +81,6 @@ def label(run: str, step: int) -> dict[str, str]:
 
 
 def parse_label(header: Header) -> tuple[str, int] | None:
-    run, _, step = header.metadata.get(LABEL, "").partition(" ")
-    return (run, int(step)) if run and step.isdigit() else None
+    """(run, step) that a file says it is of; None without our label, or with one that we cannot have written."""
+    found = _LABEL.fullmatch(header.metadata.get(LABEL, ""))
+    return (found[1], int(found[2])) if found else None

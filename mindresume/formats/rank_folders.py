@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mindresume.errors import DamagedFileError, RecordError
@@ -341,3 +341,15 @@ def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str
             if parse_label(header) == (run, step):
                 found.append(os.path.join(root, folder, name))
     return found
+
+
+def sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
+    """Bytes of each file as it lies there now, None for one that is missing."""
+    found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
+    return [status.size if status else None for status in found]
+
+
+def whole(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
+    """Whether all files are there with the recorded sizes (any but 0 where none was recorded). Contents are not read."""
+    files = list(files)
+    return all(size and file.size in (None, size) for file, size in zip(files, sizes(storage, root, files), strict=True))

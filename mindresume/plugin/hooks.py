@@ -33,6 +33,7 @@ from mindresume.resume.progress import check_sink, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice, describe, select
 from mindresume.settings import Settings
+from mindresume.store.claim import hold
 from mindresume.store.storage import PosixStorage, Storage
 
 
@@ -64,6 +65,7 @@ def _training(original: Any) -> Any:
             adapter.logger().info("mindresume: %s", error)
             return None
         finally:
+            started.release()
             started.training = False
             started.choice = None           # an evaluation or another training after this one loads its own checkpoint
     return run
@@ -195,6 +197,7 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         config.resume_training, config.load_checkpoint = False, ""
         return
     current.choice = choice
+    hold_chosen(current, storage)
     log.info("mindresume: resume from step %d, epoch %d, %s", choice.chosen.step, choice.chosen.epoch,
              describe(choice.chosen, choice.complete))
     if not os.path.isfile(path):
@@ -203,6 +206,25 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
         config.load_ckpt_format = choice.chosen.format
     config.resume_training = True
+
+
+def hold_chosen(current: session.Session, storage: Storage) -> None:
+    """Rank 0 says that the chosen checkpoint is being read, so that neither retention of a job that still saves there nor
+    ``mindresume prune`` removes it. A folder that cannot be written to is read all the same. LoadError on all ranks if it was
+    removed between the choice and now."""
+    chosen = current.choice.chosen
+    if chosen.attempt is None:
+        return
+
+    def work() -> bool:
+        try:
+            current.hold = hold(storage, current.choice.root, os.path.basename(chosen.attempt))
+        except OSError as error:
+            adapter.logger().info("mindresume: %s is read without a claim on it: %s", current.choice.root, error)
+            return True
+        return current.hold is not None
+    if not decide(current.group, work):
+        raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
 
 
 def _share(group: Group, candidate: Candidate) -> list[int]:

@@ -1,7 +1,8 @@
 """``CheckpointMonitor``: takes the place of mindformers' callback of that name, with the same 25 arguments.
 
-    step_end ─▶ a multiple of save_checkpoint_steps crossed? ─▶ snapshot ─▶ write_shard ─▶ rank 0: commit, meta.json, prune
-    end      ─▶ the last step, if it is not saved yet ─▶ rank 0 waits (with a deadline) until all ranks are committed
+    step_end ─▶ what became of the saves so far ─▶ a multiple of save_checkpoint_steps crossed? ─▶ snapshot ─▶ saver
+    end      ─▶ the last step, if it is not saved yet ─▶ the saver waits (with a deadline) until all ranks are committed
+    saver    Foreground, or with async_save Background: write_shard ─▶ rank 0: commit, meta.json, prune
 
 A subclass of the built-in, because mindformers and MindSpore look for its class and reach into it: ``_append_dict``,
 ``_append_step_num``, ``_last_triggered_step``, ``_prefix``, ``_save_ckpt`` (mindspore train/model.py, mindformers
@@ -9,10 +10,9 @@ trainer/base_trainer.py). Checkpoint 2.0, encryption and the emergency saves of 
 """
 from __future__ import annotations
 
-import inspect
+import atexit
 import json
 import os
-import secrets
 import time
 from typing import Any
 
@@ -20,44 +20,46 @@ import numpy as np
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
-from mindresume.agree import Group, report
-from mindresume.errors import RecordError, SaveError
-from mindresume.files import encode
-from mindresume.formats.names import FileName, free_suffix, parse_name, stem
+from mindresume.agree import Group, decide, report
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.formats.names import FileName, free_suffix, stem
 from mindresume.formats.rank_folders import ranks_text
-from mindresume.manifest import FOLDER, TRASH, attempts, run_name, run_sequence
 from mindresume.plugin import adapter, session
+from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
-from mindresume.state import TrainingState, crosses_multiple, epoch_of, step_in_epoch
-from mindresume.store.commit import Committer, Place, Shard, blind_ranks, clean_own_folder, write_shard
-from mindresume.store.retention import policy_of
-from mindresume.store.storage import PosixStorage, Storage, publish, publish_json, read_bytes
+from mindresume.state import TrainingState, crosses_multiple
+from mindresume.store.background import Background, work_for
+from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
+from mindresume.store.commit import Place, Shard, blind_ranks, clean_own_folder
+from mindresume.store.retention import Policy, policy_of
+from mindresume.store.saver import Extra, Foreground, Outcome, Save, Saver
+from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
+
+_CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
 
 
 class CheckpointMonitor(BuiltIn):
-    """Arguments: those of mindformers.core.CheckpointMonitor. An unknown one is a TypeError, as there.
+    """Arguments: those of mindformers.core.CheckpointMonitor. ConfigError (TypeError for an unknown one) if one is wrong.
 
     Raises SaveError out of a step if a save failed and ``mindresume.on_save_error`` is ``raise``, or after
-    ``max_failed_saves`` failures in a row.
+    ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        bound = inspect.signature(BuiltIn.__init__).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        self._asked = bound.arguments
+        self._asked = checked(BuiltIn.__init__, args, kwargs)
+        super().__init__(**self._asked)
         self._ours = bool(self.use_legacy_format) and not self._asked["enc_key"]
         self._group: Group | None = None
         self._place: Place | None = None
-        self._committer: Committer | None = None
+        self._saver: Saver | None = None
+        self._claim: Claim | None = None
         self._suffix = 0
         self._saved: set[int] = set()
         self._warned: set[str] = set()
         self._failed_in_a_row = 0
+        self._skipped = 0
         self._seen = 0
         self._seconds_since = time.monotonic()
-        if self._asked["async_save"] and self._ours:
-            adapter.logger().info("mindresume: async_save is set; this version saves Checkpoint 1.0 synchronously")
 
     @property
     def storage(self) -> Storage:
@@ -74,39 +76,43 @@ class CheckpointMonitor(BuiltIn):
     def step_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().step_end(run_context)
-        cb_params = run_context.original_args()
-        self._save_ckpt(cb_params)
-        if self._committer is not None:
-            self._committer.poll()
+        if self._saver is not None:
+            self._learn(self._saver.poll())
+        self._save_ckpt(run_context.original_args())
         return None
 
     def end(self, run_context: Any) -> None:
         if not self._ours:
             return super().end(run_context)
+        deadline = session.current().settings.commit_timeout
+        if self._saver is not None:
+            self._learn(self._saver.wait(deadline))         # the last step may have to be saved again
         self._save_ckpt(run_context.original_args(), True)
-        if self._committer is not None:
-            self._committer.finish(session.current().settings.commit_timeout)
+        if self._saver is not None:
+            self._learn(self._saver.finish(deadline))
+            self._saver = None
+        self._leave()
         return None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
         """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``: that is the built-in's business."""
-        if not self._ours or self._place is None or "__exception_save__" in self._append_dict:
+        if not self._ours or self._saver is None or "__exception_save__" in self._append_dict:
             return super()._save_ckpt(cb_params, force_to_save)
         step = self._append_step_num + cb_params.cur_step_num
         before, self._seen = (self._seen if self._seen < step else step - 1), step
         if step in self._saved or not (force_to_save or self._is_due(before, step)):
+            return None
+        if not force_to_save and self._is_skipped(step):
             return None
         if self._need_flush_from_cache:
             self._flush_from_cache(cb_params)
         self._last_triggered_step = cb_params.cur_step_num
         try:
             self.save_checkpoint(cb_params)
-            self._saved.add(step)                   # also if one of the files beside it fails now
-            self.save_checkpoint_network(cb_params)
-        except SaveError as error:
+        except FolderInUseError:                            # no later save can succeed
+            raise
+        except SaveError as error:                          # what could not even be handed to the saver
             self._failed(error)
-        else:
-            self._failed_in_a_row = 0
         return None
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -114,9 +120,11 @@ class CheckpointMonitor(BuiltIn):
     def _start(self, current: session.Session) -> None:
         """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
         group, root, log = group_of_job(), os.path.dirname(self._directory), adapter.logger()
-        views = report(group, lambda: {"suffix": free_suffix(self.storage.list(self._directory), self.origin_prefix, group.rank),
-                                       "run": self._new_run(root) if group.rank == 0 else None})
-        self._suffix, run = max(view["suffix"] for view in views), views[0]["run"]
+        policy = self._policy()                         # on every rank: keys that contradict each other stop all of them
+        run = decide(group, lambda: self._occupy(root, group))
+        suffixes = report(group, lambda: free_suffix(self.storage.list(self._directory), self.origin_prefix, group.rank))
+        current.release()                               # every rank has loaded before it comes here
+        self._suffix = max(suffixes)
         self._prefix = stem(self.origin_prefix, group.rank, self._suffix)
         self._group, self._place = group, Place(self.storage, root, run, group.rank, group.size)
         self._seen = self._append_step_num
@@ -127,13 +135,9 @@ class CheckpointMonitor(BuiltIn):
         try:
             for name in clean_own_folder(self._place):
                 log.info("mindresume: removed %s, left half-written by an earlier run", name)
-            if group.rank == 0:
-                self._committer = Committer(self._place, self._policy(),
-                                            log=lambda text: log.info("mindresume: %s", text))
-                for step in self._committer.adopt():
-                    log.info("mindresume: step %d of an earlier run was complete and is committed now", step)
-        except (OSError, RecordError) as error:
-            log.warning("mindresume: cleaning up %s: %s", root, error)
+        except OSError as error:
+            log.warning("mindresume: cleaning up %s: %s", self._directory, error)
+        self._saver = self._make_saver(policy if group.rank == 0 else None, current)
         if current.resumes:
             details = current.shard.details if current.shard else None
             restored = live.restore_random(details.random) if details and details.random else []
@@ -141,13 +145,42 @@ class CheckpointMonitor(BuiltIn):
                      "not in the checkpoint: the seeds of the configuration apply")
         log.info("mindresume: run %s saves to %s as %s-...", run, root, self._prefix)
 
-    def _new_run(self, root: str) -> str:
-        names = [name.removeprefix(TRASH) for name in self.storage.list(os.path.join(root, FOLDER))]
-        last = max((run_sequence(run) for _, _, run in attempts(names)), default=0)
-        return run_name(last + 1, secrets.token_hex(4))
+    def _occupy(self, root: str, group: Group) -> str:
+        """Rank 0 claims the folder for this job. Returns the name of the run."""
+        beat = session.current().settings.heartbeat
+        if root in _CLAIMS:                                 # an earlier training of this process, which is over
+            _CLAIMS.pop(root).leave()
+        claim = occupy(self.storage, root, owner_of_this_process(SAVING, group.size), beat,
+                       lambda text: adapter.logger().info("mindresume: %s", text))
+        self._claim = claim.start(beat) if beat else claim
+        _CLAIMS[root] = self._claim
+        atexit.register(self._leave)
+        return claim.run
 
-    def _policy(self) -> Any:
-        return policy_of(self._asked["keep_checkpoint_max"], self._asked["keep_checkpoint_per_n_minutes"])
+    def _make_saver(self, policy: Policy | None, current: session.Session) -> Saver:
+        """``policy``: on rank 0, which commits what earlier runs completed right away."""
+        settings, kind = current.settings, self._asked["async_save"]
+        work = work_for(self._place, policy, self._log)
+        work.begin()
+        if not kind:
+            return Foreground(work)
+        saver = Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
+                           settings.commit_timeout, self._log)
+        atexit.register(saver.wait, settings.commit_timeout)        # a training that ends with an error: the save it had begun
+        return saver
+
+    @staticmethod
+    def _log(text: str) -> None:
+        adapter.logger().info("mindresume: %s", text)
+
+    def _leave(self) -> None:
+        if self._claim is not None:
+            self._claim.leave()
+
+    def _policy(self) -> Policy:
+        settings = session.current().settings
+        return policy_of(self._asked["keep_checkpoint_max"], self._asked["keep_checkpoint_per_n_minutes"],
+                         settings.keep_every_steps, settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
 
     # ---- when ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +197,31 @@ class CheckpointMonitor(BuiltIn):
             self._seconds_since = time.monotonic()
         return due
 
+    def _is_skipped(self, step: int) -> bool:
+        """``async_when_busy: skip``: left out by all ranks as soon as one of them is still writing, or none of the following
+        saves would ever be complete on all of them. The only exchange in a save, in the training thread, like a step's own."""
+        if session.current().settings.async_when_busy != "skip" or not self._asked["async_save"]:
+            return False
+        busy = any(report(self._group, self._saver.busy))
+        if busy:
+            self._skipped += 1
+            adapter.logger().warning("mindresume: step %d is not saved: the save before is still being written (%d skipped so "
+                                     "far)", step, self._skipped)
+        return busy
+
+    def _learn(self, outcomes: list[Outcome]) -> None:
+        """What became of saves. SaveError as configured."""
+        for outcome in outcomes:
+            if outcome.saved:
+                adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
+                                      outcome.seconds)
+            else:
+                self._saved.discard(outcome.step)
+            if outcome.error is not None:
+                self._failed(outcome.error)
+            else:
+                self._failed_in_a_row = 0
+
     def _failed(self, error: SaveError) -> None:
         settings = session.current().settings
         self._failed_in_a_row += 1
@@ -174,8 +232,8 @@ class CheckpointMonitor(BuiltIn):
     # ---- what ------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, cb_params: Any) -> None:
-        """Everything a resume needs: network, optimizer, counters. SaveError if it could not be written."""
-        if self._place is None or "__exception_save__" in self._append_dict:
+        """Everything a resume needs: network, optimizer, counters; and the weights for inference that were asked for."""
+        if self._saver is None or "__exception_save__" in self._append_dict:
             return super().save_checkpoint(cb_params)
         started = time.monotonic()
         state = self._state(cb_params)
@@ -184,17 +242,20 @@ class CheckpointMonitor(BuiltIn):
         if self.use_checkpoint_health_monitor:
             self._record_health(cb_params, str(name))
         net = self._config.saved_network if self._config.saved_network is not None else cb_params.train_network
-        tensors = live.snapshot(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
+        tensors: dict[str, Any] = live.deferred(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
         tables = live.layouts(getattr(net, "parameter_layout_dict", None),
                               {key: tuple(array.shape) for key, array in tensors.items()},
                               self._warn_once)
         tensors.update(live.snapshot(self._counters(cb_params, state)))
-        record = write_shard(self._place, Shard(name, state, tensors, tables, live.capture_random(), self._metadata()))
+        shard = Shard(name, state, tensors, tables, live.capture_random(), self._metadata())
+        self._saved.add(state.step)
+        self._saver.save(Save(shard, tuple(self._extras(cb_params, state))))
         self._latest_ckpt_file_name = os.path.join(self._directory, str(name))
-        adapter.logger().info("mindresume: saved step %d as %s, %.1f MiB in %.2f s", state.step, name,
-                              (record.file.size or 0) / 2**20, time.monotonic() - started)
-        if self._committer is not None:
-            self._committer.saved(state.step)
+        if isinstance(self._saver, Foreground):
+            self._learn(self._saver.poll())
+        else:
+            adapter.logger().info("mindresume: step %d is being saved as %s; training stopped for %.3f s", state.step, name,
+                                  time.monotonic() - started)
         return None
 
     def _warn_once(self, text: str) -> None:
@@ -210,7 +271,8 @@ class CheckpointMonitor(BuiltIn):
         step = self._append_step_num + cb_params.cur_step_num
         current = session.current()
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
-                             None if scale is None else _number(scale, float), current.sink_size, current.dataset_size)
+                             None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
+                             tuple({**_loss(outputs), **current.metrics}.items()))
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
         """What mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
@@ -236,39 +298,24 @@ class CheckpointMonitor(BuiltIn):
     def _metadata(self) -> dict[str, str]:
         return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
 
-    def save_checkpoint_network(self, cb_params: Any) -> None:
-        """``checkpoint_network`` and ``checkpoint_trainable``: weights alone, for inference. They are no candidates of a
-        resume and have no records; each file appears complete or not at all. Both may be asked for."""
-        if self._place is None:
-            return super().save_checkpoint_network(cb_params)
+    def _extras(self, cb_params: Any, state: TrainingState) -> list[Extra]:
+        """``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
+        if not self.save_trainable_params and not self.save_network_params:
+            return []
         net = cb_params.network
         if getattr(net, "optimizer", None) is not None:
             net = net.network
         rows = adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(cb_params.train_network))
-        if self.save_trainable_params:
-            trainable = {parameter.name for parameter in net.trainable_params()}
-            self._write_extra(cb_params, self.trainable_directory, "trainable_params",
-                              [row for row in rows if row[0] in trainable])
-        if self.save_network_params:
-            self._write_extra(cb_params, self.network_directory, "network", rows)
-        return None
-
-    def _write_extra(self, cb_params: Any, folder: str, kind: str, rows: list[tuple[str, Any]]) -> None:
-        step = self._append_step_num + cb_params.cur_step_num
-        batch_num, fmt = int(cb_params.batch_num), self._config.format
-        name = f"{self._prefix}-{kind}-{epoch_of(step, batch_num)}_{step_in_epoch(step, batch_num)}.{fmt}"
-        path = os.path.join(folder, name)
-        try:
-            self.storage.make_folder(folder)
-            publish(self.storage, path, (piece for _, piece in encode(fmt, live.snapshot(rows), self._metadata())),
-                    self._place.run)
-            limit = self._asked["keep_checkpoint_max"]
-            ours = [entry for entry in self.storage.list(folder) if f"-{kind}-" in entry and _position(entry, kind, fmt)]
-            oldest_first = sorted(ours, key=lambda entry: _position(entry, kind, fmt))
-            for entry in oldest_first[:-limit] if limit else []:
-                self.storage.remove(os.path.join(folder, entry))
-        except (OSError, ValueError) as error:
-            raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
+        trainable = {parameter.name for parameter in net.trainable_params()}
+        found = []
+        for wanted, folder, kind in ((self.save_trainable_params, self.trainable_directory, "trainable_params"),
+                                     (self.save_network_params, self.network_directory, "network")):
+            chosen = [row for row in rows if kind == "network" or row[0] in trainable]
+            name = f"{self._prefix}-{kind}-{state.epoch}_{state.step_in_epoch}.{self._config.format}"
+            if wanted:
+                found.append(Extra(folder, name, kind, self._config.format, live.deferred(chosen), self._metadata(),
+                                   self._asked["keep_checkpoint_max"] or 0))
+        return found
 
     def _record_health(self, cb_params: Any, name: str) -> None:
         """``health_ckpts.json`` as mindformers keeps it, replaced atomically."""
@@ -288,10 +335,12 @@ def _number(value: Any, kind: type) -> Any:
     return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
 
 
-def _position(entry: str, kind: str, fmt: str) -> tuple[int, int, int] | None:
-    """(suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
-    parsed = parse_name(entry.replace(f"-{kind}-", "-", 1))
-    return (parsed.suffix, parsed.epoch, parsed.step) if parsed and parsed.format == fmt else None
-
-
-
+def _loss(outputs: Any) -> dict[str, float]:
+    """The loss of a step out of the outputs of the network, as mindformers' loss monitor finds it; empty if there is none
+    or it is not finite."""
+    loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)
+    if values.dtype.kind in "OSUb" or not values.size:
+        return {}
+    mean = float(np.mean(values.astype(np.float64)))            # numpy has no mean of bfloat16
+    return {"loss": mean} if np.isfinite(mean) else {}

@@ -4,12 +4,18 @@ A process trains one thing at a time, and mindformers passes its functions nothi
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from mindresume.agree import Group, Solo
+from mindresume.errors import ConfigError
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
+from mindresume.store.claim import Claim
 
 
 @dataclass
@@ -22,12 +28,20 @@ class Session:
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     dataset_size: int | None = None          # steps of one pass over the data
     sink_size: int | None = None             # None: not in sink mode
+    metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
+    hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
 
     @property
     def shard(self) -> ProvenShard | None:
         """What this rank proved and loads; None if the checkpoint has no such rank (it is converted then)."""
         shards = self.choice.shards if self.choice else ()
         return next((shard for shard in shards if shard.rank == self.group.rank), None)
+
+    def release(self) -> None:
+        """The chosen checkpoint has been read, or nobody is going to."""
+        if self.hold is not None:
+            self.hold.leave()
+            self.hold = None
 
     @property
     def resumes(self) -> bool:
@@ -45,3 +59,19 @@ def begin(session: Session) -> Session:
     """Makes it the current one."""
     _current[0] = session
     return session
+
+
+def report_metric(name: str, value: Any) -> None:
+    """Remembers what was measured, for example the loss of an evaluation: every later save records the newest value, and
+    ``mindresume.keep_best`` can go by it (rank 0's value counts). ``value``: a number, or a tensor or array of one element;
+    one that is not finite makes the next saves go without this metric. ConfigError for anything else."""
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(f"report_metric: the name is {name!r}; expected a text that is not empty")
+    array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
+    if array.size != 1 or array.dtype.kind in "OSUb":
+        raise ConfigError(f"report_metric: {name} is {value!r}; expected one number")
+    number = float(array.reshape(-1)[0])
+    if math.isfinite(number):
+        current().metrics[name] = number
+    else:
+        current().metrics.pop(name, None)

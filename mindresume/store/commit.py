@@ -22,29 +22,28 @@ from mindresume.agree import Group, report
 from mindresume.errors import RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
-from mindresume.formats import Candidate
-from mindresume.formats.names import META, FileName, folder_name, label, meta_json, name_for_rank, parse_name
-from mindresume.formats.rank_folders import labelled_files, ranks_count, ranks_text, scan_records
+from mindresume.formats.names import META, FileName, folder_name, label, meta_json, parse_name
+from mindresume.formats.rank_folders import ranks_count, ranks_text, scan_records
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
-    TRASH,
     Details,
     FileRecord,
     Manifest,
     Record,
     TensorRecord,
     attempt_name,
-    parse_attempt,
     read_record,
     record_name,
     record_rank,
     run_sequence,
 )
 from mindresume.state import TrainingState
-from mindresume.store.retention import KEEP_ALL, Policy, surplus
-from mindresume.store.storage import TEMPORARY, Storage, parallel, publish, publish_json, temporary_name
+from mindresume.store.claim import fence
+from mindresume.store.removal import carry_out, plan
+from mindresume.store.retention import KEEP_ALL, Policy
+from mindresume.store.storage import TEMPORARY, Storage, parallel, publish, publish_json
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,15 @@ class Shard:
 
 def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time) -> Record:
     """Writes this rank's file and its record. SaveError names what failed; then neither has appeared, or the file without a
-    record, which counts as nothing. A disk or quota without room for the file is an error before its first byte."""
+    record, which counts as nothing. A disk or quota without room for the file is an error before its first byte.
+    FolderInUseError if a later run has taken over the folder."""
     path = f"{folder_name(place.rank)}/{shard.name}"
     target, attempt = os.path.join(place.root, path), place.attempt(shard.state.step)
     recorded = os.path.join(attempt, record_name(place.rank))
     metadata = {**shard.metadata, **label(place.run, shard.state.step)}
     sums = Checksums()
     try:
+        fence(place.storage, place.root, place.run)
         expected = encoded_size(shard.name.format, shard.tensors, metadata)
         _check_room(place, shard, expected)
         place.storage.make_folder(os.path.dirname(target))
@@ -179,12 +180,18 @@ class Committer:
     """Rank 0's part. ``saved(step)`` after each own save, ``poll()`` after each step, ``finish()`` at the end.
 
     ``log(text)`` gets one line per commit, removal or delay. No method raises for a file system that is in trouble: the
-    step then stays uncommitted, is tried again, and the reason is logged; a training never dies of a commit.
+    step then stays uncommitted, is tried again, and the reason is logged; a training never dies of a commit. FolderInUseError
+    if a later run has taken over the folder.
+
+    ``holds()``: {name of an attempt folder: who holds it}, what must not be removed now; ``ended(run)``: whether a run is over,
+    so that its incomplete saves can go: asked of runs with a smaller number only, by default all of those are.
     """
 
     def __init__(self, place: Place, policy: Policy = KEEP_ALL, log: Callable[[str], None] = lambda text: None,
-                 clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep):
+                 clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+                 holds: Callable[[], Mapping[str, str]] = dict, ended: Callable[[str], bool] | None = None):
         self.place, self.policy, self.log, self.clock, self.sleep = place, policy, log, clock, sleep
+        self.holds, self._ended = holds, ended
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._reasons: dict[int, str] = {}          # why a pending step could not be committed the last time
@@ -230,6 +237,7 @@ class Committer:
         missing = self._missing(step)
         if missing:
             return missing
+        fence(self.place.storage, self.place.root, self.place.run)
         attempt = self.place.attempt(step)
         manifest = self._manifest(attempt)
         publish(self.place.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.place.run)
@@ -298,62 +306,15 @@ class Committer:
     # ---- removal ---------------------------------------------------------------------------------------------------
 
     def prune(self) -> list[int]:
-        """Removes the committed checkpoints that the policy does not keep, and saves that never completed: of earlier runs, and
-        of this one before its newest commit (every rank is past them). Returns the steps of the former."""
-        found, _, _ = scan_records(self.place.storage, self.place.root)
-        complete = [c for c in found if c.committed]
-        victims = [complete[index] for index in surplus(self.policy, complete)]
-        # Saves of earlier runs that were complete once and that nobody can commit any more take a place, but remove nothing good.
-        counted = [c for c in found if c.committed or (c.existed and run_sequence(c.run) < run_sequence(self.place.run))]
-        victims += [counted[index] for index in surplus(self.policy, counted) if not counted[index].committed]
-        newest = max((c.step for c in complete if c.run == self.place.run), default=0)
-        debris = [c for c in found if not c.existed and
-                  (run_sequence(c.run) < run_sequence(self.place.run) or (c.run == self.place.run and c.step < newest))]
-        for victim in victims + debris:
-            self._discard(victim)
-        self._empty_trash()
-        if victims:
-            self.log(f"removed step {', '.join(str(victim.step) for victim in victims)}: {self.policy}")
-        return [victim.step or 0 for victim in victims]
+        """Removes what the policy does not keep, and saves that never completed (``mindresume.store.removal``). Returns the
+        steps of the former."""
+        storage, root = self.place.storage, self.place.root
+        made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over)
+        removed = carry_out(storage, root, made, self.holds, self.log)
+        steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
+        if steps:
+            self.log(f"removed step {', '.join(map(str, steps))}: kept {self.policy}")
+        return steps
 
-    def _discard(self, victim: Candidate) -> None:
-        """Un-commits by one rename; the files follow. Dying in between leaves trash that the next prune empties."""
-        if victim.attempt:
-            folder, name = os.path.split(victim.attempt)
-            try:
-                self.place.storage.rename(victim.attempt, os.path.join(folder, TRASH + name))
-            except FileNotFoundError:
-                return                                                  # somebody removed it by hand: fine
-            self.place.storage.sync(folder)
-
-    def _empty_trash(self) -> None:
-        storage, folder = self.place.storage, os.path.join(self.place.root, FOLDER)
-        for name in storage.list(folder):
-            if not name.startswith(TRASH):
-                continue
-            trash = os.path.join(folder, name)
-            parallel(storage, storage.remove, self._weights_of(trash))
-            for entry in storage.list(trash):
-                storage.remove(os.path.join(trash, entry))
-            storage.remove(trash)
-
-    def _weights_of(self, trash: str) -> list[str]:
-        """Paths of the weights that a discarded attempt may have written, on every rank, recorded or not.
-
-        One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record the
-        labels inside the files tell.
-        """
-        for entry in self.place.storage.list(trash):
-            if record_rank(entry) is None:
-                continue
-            try:
-                with self.place.storage.open(os.path.join(trash, entry)) as file:
-                    record, _ = read_record(file)
-            except (OSError, RecordError):
-                continue
-            name = record.file.path.partition("/")[2]
-            paths = [os.path.join(self.place.root, folder_name(rank), name_for_rank(name, rank, record.file.format))
-                     for rank in range(record.world_size)]
-            return paths + [temporary_name(path, record.run) for path in paths]
-        step, run = parse_attempt(os.path.basename(trash).removeprefix(TRASH)) or (0, "")
-        return labelled_files(self.place.storage, self.place.root, run, step)
+    def _is_over(self, run: str) -> bool:
+        return run_sequence(run) < run_sequence(self.place.run) and (self._ended is None or self._ended(run))

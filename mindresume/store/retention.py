@@ -1,25 +1,37 @@
 """Which committed checkpoints stay. Policies are values: each answers which of the checkpoints, newest first, it keeps.
 
+    policy = KeepAny((KeepLast(3), KeepEverySteps(1000), KeepBest("loss", 2)))
+    str(policy)                        # "the last 3, one every 1000 steps, the best 2 by loss (smallest)"
+    surplus(policy, newest_first)      # indices of those to remove; never 0
+
 They count every checkpoint committed in the folder, those of earlier runs too (mindformers counts only its own process).
-The newest one is always kept.
+The newest one is always kept. Constructing a policy that means nothing (a count below 1) is a ConfigError.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mindresume.errors import ConfigError
+
 
 class Saved(Protocol):
-    """What a policy looks at."""
+    """What a policy looks at. ``saved_at``: seconds since 1970; ``metrics``: what was measured at the save, by name."""
     @property
     def step(self) -> int | None: ...
 
     @property
     def saved_at(self) -> float | None: ...
 
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
 
 class Policy(Protocol):
+    """``str`` of a policy says what it keeps, for a log or a table."""
+
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         """Indices into ``newest_first``."""
 
@@ -31,6 +43,9 @@ class KeepAll:
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         return set(range(len(newest_first)))
 
+    def __str__(self) -> str:
+        return "all"
+
 
 KEEP_ALL = KeepAll()
 
@@ -40,31 +55,138 @@ class KeepLast:
     """``keep_checkpoint_max``."""
     count: int
 
+    def __post_init__(self) -> None:
+        _at_least_one("the number of last checkpoints to keep", self.count)
+
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         return set(range(min(self.count, len(newest_first))))
+
+    def __str__(self) -> str:
+        return "the last one" if self.count == 1 else f"the last {self.count}"
 
 
 @dataclass(frozen=True)
 class KeepPerMinutes:
-    """``keep_checkpoint_per_n_minutes``: the newest, and going back in time one per ``minutes``."""
+    """``keep_checkpoint_per_n_minutes``: the oldest, and going forward in time one per ``minutes``.
+
+    A clock that was set back removes nothing: what seems older than the one kept before it stays, and opens its interval.
+    """
     minutes: float
 
+    def __post_init__(self) -> None:
+        if isinstance(self.minutes, bool) or not isinstance(self.minutes, (int, float)) or not 0 < self.minutes < math.inf:
+            raise ConfigError(f"retention: the minutes between checkpoints to keep are {self.minutes!r}; expected a number "
+                              f"above 0")
+
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
-        kept, last = set(), None
+        kept: set[int] = set()
+        last = None
         for index, saved in reversed(list(enumerate(newest_first))):      # oldest first: it opens its interval
-            if last is None or (saved.saved_at or 0.0) - last >= self.minutes * 60:
+            at = saved.saved_at or 0.0
+            if last is None or at < last or at - last >= self.minutes * 60:
                 kept.add(index)
-                last = saved.saved_at or 0.0
+                last = at
         return kept
 
+    def __str__(self) -> str:
+        return "one a minute" if self.minutes == 1 else f"one every {self.minutes:g} minutes"
 
-def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: int | None) -> Policy:
-    """As mindspore's CheckpointConfig: the maximum wins, the minutes count only without it, neither keeps all."""
+
+@dataclass(frozen=True)
+class KeepEverySteps:
+    """For every multiple of ``interval`` the first checkpoint at or behind it and before the next multiple (in sink mode steps
+    arrive in jumps); of several runs that saved that step, the newest one's. What lies before the first multiple is not kept."""
+    interval: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("the number of steps between checkpoints to keep", self.interval)
+
+    def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
+        first: dict[int, int] = {}
+        for index, saved in enumerate(newest_first):
+            if saved.step is None or saved.step < self.interval:
+                continue
+            known = first.setdefault(saved.step // self.interval, index)
+            if saved.step < (newest_first[known].step or 0):              # not on a tie: the newer one was seen first
+                first[saved.step // self.interval] = index
+        return set(first.values())
+
+    def __str__(self) -> str:
+        return "one every step" if self.interval == 1 else f"one every {self.interval} steps"
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """The ``count`` best by a metric that was recorded with them; of equals the newer. Without a number they are never best."""
+    metric: str
+    count: int
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        _at_least_one("the number of best checkpoints to keep", self.count)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"retention: the mode of the best is {self.mode!r}; choose one of min, max")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(f"retention: the metric of the best is {self.metric!r}; expected its name, such as loss")
+
+    def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
+        sign = 1 if self.mode == "min" else -1
+        values = [(index, saved.metrics.get(self.metric)) for index, saved in enumerate(newest_first)]
+        ranked = sorted((sign * value, index) for index, value in values if value is not None and not math.isnan(value))
+        return {index for _, index in ranked[:self.count]}
+
+    def __str__(self) -> str:
+        return (f"the best {self.count} by " if self.count > 1 else "the best one by ") + \
+            f"{self.metric} ({'smallest' if self.mode == 'min' else 'largest'})"
+
+
+@dataclass(frozen=True)
+class KeepAny:
+    """What at least one of ``policies`` keeps."""
+    policies: tuple[Policy, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", tuple(self.policies))
+        if not self.policies:
+            raise ConfigError("retention: no policy at all would keep nothing; give at least one")
+
+    def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
+        return set().union(*(policy.keeps(newest_first) for policy in self.policies))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.policies))
+
+
+def _at_least_one(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"retention: {what} is {value!r}; expected a whole number of at least 1")
+
+
+def any_of(policies: Sequence[Policy]) -> Policy:
+    """One policy that keeps what any of ``policies`` keeps."""
+    return policies[0] if len(policies) == 1 else KeepAny(tuple(policies))
+
+
+def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: int | None, every_steps: int = 0, best: int = 0,
+              best_metric: str = "loss", best_mode: str = "min") -> Policy:
+    """The first two as in mindspore's CheckpointConfig: the maximum wins, the minutes count only without it, neither keeps all.
+
+    ``every_steps`` and ``best`` (0: off) keep more than those two; without them they have nothing to add to, which is a
+    ConfigError.
+    """
     if keep_checkpoint_max and keep_checkpoint_max > 0:
-        return KeepLast(keep_checkpoint_max)
-    if keep_checkpoint_per_n_minutes and keep_checkpoint_per_n_minutes > 0:
-        return KeepPerMinutes(keep_checkpoint_per_n_minutes)
-    return KEEP_ALL
+        base: Policy = KeepLast(keep_checkpoint_max)
+    elif keep_checkpoint_per_n_minutes and keep_checkpoint_per_n_minutes > 0:
+        base = KeepPerMinutes(keep_checkpoint_per_n_minutes)
+    else:
+        base = KEEP_ALL
+    more: list[Policy] = [KeepEverySteps(every_steps)] if every_steps else []
+    more += [KeepBest(best_metric, best, best_mode)] if best else []
+    if more and base == KEEP_ALL:
+        keys = " and ".join(name for name, value in (("keep_every_steps", every_steps), ("keep_best", best)) if value)
+        raise ConfigError(f"mindresume: {keys} is set, but neither keep_checkpoint_max nor keep_checkpoint_per_n_minutes of "
+                          f"CheckpointMonitor: every checkpoint is kept anyway. Set keep_checkpoint_max, or remove {keys}")
+    return any_of([base, *more])
 
 
 def surplus(policy: Policy, newest_first: Sequence[Saved]) -> list[int]:

@@ -6,6 +6,7 @@
 import inspect
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,14 +21,16 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister 
 from mindspore import nn  # noqa: E402
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
-from mindresume.errors import SaveError  # noqa: E402
+from mindresume.errors import ConfigError, FolderInUseError, SaveError  # noqa: E402
 from mindresume.files import read_header  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.rank_folders import scan
+from mindresume.manifest import run_name  # noqa: E402
 from mindresume.plugin import monitor as module  # noqa: E402
 from mindresume.plugin import session  # noqa: E402
 from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from mindresume.store.claim import Claim, claims, owner_of_this_process  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 PER_EPOCH = 10
@@ -125,7 +128,7 @@ def test_positional_arguments_are_those_of_upstream(tmp_path):
 
 
 def test_an_unknown_argument_is_a_type_error(tmp_path):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'keep_max'"):
+    with pytest.raises(TypeError, match="unknown key 'keep_max', did you mean 'keep_checkpoint_max'"):
         CheckpointMonitor(directory=str(tmp_path), keep_max=3)
     with pytest.raises(TypeError, match="keep_max"):
         build(tmp_path, keep_max=3)
@@ -200,6 +203,83 @@ def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_p
     Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5)
     assert committed(tmp_path) == [15, 20]
     assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
+
+
+# ---- behind the training ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", [True, "thread", "process"])
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_async_save_holds_the_weights_of_its_step(tmp_path, kind, fmt):
+    job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
+    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._failed_in_a_row == 0
+    for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
+        found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0].path), format=fmt)
+        assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
+    meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
+    assert meta["last_ckpt_file"].endswith(f"-3_2.{fmt}")
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_session, kind):
+    own_session.settings = Settings(on_save_error="raise")
+    job = Job(build(tmp_path, async_save=kind))
+    (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
+    job.steps(5)
+    job.monitor._saver._idle(60)                    # until it has failed; nobody has heard of it yet
+    with pytest.raises(SaveError, match="exists already"):
+        job.steps(1)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
+    job = Job(build(tmp_path, async_save=kind)).steps(4)
+    way = tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors"
+    way.parent.mkdir(parents=True, exist_ok=True)
+    way.write_text("in the way")
+    job.steps(1)
+    for outcome in job.monitor._saver.wait(60):
+        job.monitor._learn([outcome])
+    way.unlink()
+    job.end()
+    assert committed(tmp_path) == [5]
+
+
+def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_session, monkeypatch):
+    own_session.settings = Settings(async_when_busy="skip")
+    job = Job(build(tmp_path, async_save=True)).steps(5)
+    job.monitor._saver.wait(60)
+    monkeypatch.setattr(job.monitor._saver, "busy", lambda: True)
+    job.steps(5)
+    assert job.monitor._skipped == 1
+    monkeypatch.undo()
+    job.steps(5).end()
+    assert committed(tmp_path) == [5, 15]
+
+
+def test_weights_alone_behind_the_training(tmp_path):
+    Job(build(tmp_path, async_save=True, save_network_params=True)).steps(10).end()
+    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-1_5.safetensors"]
+
+
+# ---- who else saves there --------------------------------------------------------------------------------------------
+
+def test_a_claim_while_it_trains_and_none_afterwards(tmp_path):
+    job = Job(build(tmp_path)).steps(5)
+    assert [owner.run for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._place.run]
+    job.end()
+    assert claims(PosixStorage(), str(tmp_path / "checkpoint")) == []
+
+
+def test_a_job_that_was_taken_over_ends_and_says_by_whom(tmp_path):
+    job = Job(build(tmp_path)).steps(5)
+    later = Claim(PosixStorage(), str(tmp_path / "checkpoint"),
+                  replace(owner_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
+    later.publish()
+    with pytest.raises(FolderInUseError, match="run 0007-0000ffff on host node9"):
+        job.steps(5)
+    assert committed(tmp_path) == [5]
+    later.leave()
 
 
 # ---- content ---------------------------------------------------------------------------------------------------------
@@ -374,3 +454,52 @@ def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_
     job.params.cur_step_num, job.params.cur_epoch_num = 3, 1
     monitor._save_ckpt(job.params, True)
     assert files(tmp_path) == ["net_rank_0-1_3.safetensors"] and committed(tmp_path) == []
+
+
+# ---- metrics, and retention that goes by them ------------------------------------------------------------------------
+
+@pytest.mark.parametrize("outputs, expected", [
+    ((ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)), {"loss": 0.5}), (ms.Tensor([1.0, 2.0]), {"loss": 1.5}),
+    (ms.Tensor(2.0, ms.bfloat16), {"loss": 2.0}), ([np.float32(0.25), None], {"loss": 0.25}), (3.0, {"loss": 3.0}),
+    (ms.Tensor(float("nan")), {}), (np.array([np.inf]), {}), (None, {}), ((), {}), ("text", {}), (True, {}),
+    ((None, ms.Tensor(1.0)), {})])
+def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
+    assert module._loss(outputs) == expected
+
+
+def test_the_loss_and_what_the_user_reports_are_recorded(tmp_path):
+    def newest():
+        return dict(scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0].metrics)
+    job = Job(build(tmp_path)).steps(5)
+    assert newest() == {"loss": 0.5}
+    mindresume.plugin.report_metric("eval_loss", ms.Tensor([2.5]))
+    mindresume.plugin.report_metric("bleu", ms.Tensor(30, ms.bfloat16))
+    job.steps(5)
+    assert newest() == {"loss": 0.5, "eval_loss": 2.5, "bleu": 30.0}
+    mindresume.plugin.report_metric("eval_loss", float("nan"))              # the older value would be wrong now
+    mindresume.plugin.report_metric("loss", 0.75)                           # the user knows better than the last batch
+    job.steps(5)
+    assert newest() == {"loss": 0.75, "bleu": 30.0}
+
+
+@pytest.mark.parametrize("name, value", [("", 1.0), (" ", 1.0), (None, 1.0), ("loss", "1.0"), ("loss", None), ("loss", True),
+                                         ("loss", [1.0, 2.0]), ("loss", [])])
+def test_a_metric_that_is_none(name, value):
+    with pytest.raises(ConfigError, match="report_metric"):
+        mindresume.plugin.report_metric(name, value)
+    assert session.current().metrics == {}
+
+
+def test_a_training_keeps_what_its_settings_say(tmp_path):
+    session.begin(session.Session(Settings(keep_every_steps=20, keep_best=1, keep_best_metric="score", keep_best_mode="max")))
+    job = Job(build(tmp_path, keep_checkpoint_max=2))
+    for score in (1, 9, 3, 2, 5, 4, 8):                                     # steps 5, 10, ... 35
+        mindresume.plugin.report_metric("score", score)
+        job.steps(5)
+    assert committed(tmp_path) == [10, 20, 30, 35]
+
+
+def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
+    session.begin(session.Session(Settings(keep_best=1)))
+    with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
+        Job(build(tmp_path, keep_checkpoint_max=0, keep_checkpoint_per_n_minutes=0))

@@ -1,0 +1,328 @@
+"""Saving behind the training: the training thread copies, a thread or a process of this rank writes and commits.
+
+    training   pack into the staging buffer ─▶ goes on        poll at every step ─▶ outcomes, errors included
+    writer     unpack ─▶ Work: write_shard ─▶ record ─▶ rank 0: commit, meta.json, prune          one save in flight
+
+A second save that is due waits for the first (``wait``), or is left out on all ranks (the caller agrees on that by ``busy``).
+A writer that dies is an error of the save it had, and the next save gets a new one. What cannot be staged (memory) is written
+in the training thread. "process": the writer shares nothing with the training but the buffer, so it goes on while the training
+holds Python's lock, and it finishes its save if the training dies.
+"""
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.store.claim import Holds, ended
+from mindresume.store.commit import Committer, Place
+from mindresume.store.retention import Policy
+from mindresume.store.saver import Outcome, Save, Work
+from mindresume.store.staging import Staging
+
+Log = Callable[[str], None]
+_LATE = 5.0                     # seconds that a writer which keeps a deadline may be late
+_LOOK = 0.05                    # seconds between two looks at a writer that is waited for
+
+
+@dataclass
+class Counts:
+    """Of one training. ``stopped``: seconds the training thread was held by saves, copies included."""
+    saves: int = 0
+    waited: int = 0
+    foreground: int = 0
+    stopped: float = 0.0
+
+
+def work_for(place: Place, policy: Policy | None, log: Log) -> Work:
+    """``policy``: on rank 0, which commits and removes."""
+    if policy is None:
+        return Work(place)
+    return Work(place, Committer(place, policy, log, holds=Holds(place.storage, place.root),
+                                 ended=ended(place.storage, place.root)))
+
+
+class Background:
+    """A ``Saver``. ``kind``: "thread" or "process". ``budget``: bytes of staging memory, 0: as much as a save needs.
+    ``timeout``: seconds a save that is due waits for the one before."""
+
+    def __init__(self, place: Place, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
+                 log: Log = lambda text: None, available: Callable[[], int] | None = None):
+        self.place, self.policy, self.kind, self.budget, self.timeout, self.log = place, policy, kind, budget, timeout, log
+        self.counts = Counts()
+        self._available = available or memory_available
+        self._staging = Staging(shared=kind == "process")
+        self._writer: _Writer | None = None
+        self._flight: int | None = None             # step that the writer has
+        self._polling = False
+        self._outcomes: list[Outcome] = []
+        self._lost: FolderInUseError | None = None
+
+    # ---- the training's side ---------------------------------------------------------------------------------------
+
+    def save(self, save: Save) -> None:
+        started = time.monotonic()
+        self.counts.saves += 1
+        if self.busy():
+            self.counts.waited += 1
+            if not self._idle(self.timeout):
+                error = SaveError(f"step {save.step} was not saved on rank {self.place.rank}: step {self._flight} is still being "
+                                  f"written after {self.timeout:.0f} s")
+                self._outcomes.append(Outcome(save.step, False, error))
+                return
+        reason = self._cannot_stage(save)
+        if reason is None:
+            try:
+                staged = self._staging.pack(save)
+            except (OSError, MemoryError) as error:
+                reason = f"no staging memory: {error}"
+        if reason is None:
+            self._send(("save", staged), save.step)
+        else:
+            self.counts.foreground += 1
+            self.log(f"step {save.step} is saved in the training thread: {reason}")
+            outcome = Work(self.place).write(save)
+            self._outcomes.append(outcome)
+            self._send(("commit", outcome), save.step)
+        self.counts.stopped += time.monotonic() - started
+
+    def busy(self) -> bool:
+        self._collect(0.0)
+        return self._flight is not None
+
+    def poll(self) -> list[Outcome]:
+        self._collect(0.0)
+        if self.policy is not None and self._flight is None and not self._polling and self._writer is not None:
+            self._polling = True
+            self._send(("poll",), None)
+        return self._taken()
+
+    def wait(self, deadline: float) -> list[Outcome]:
+        self._idle(deadline)
+        return self._taken()
+
+    def finish(self, deadline: float) -> list[Outcome]:
+        if not self._idle(deadline):
+            error = SaveError(f"step {self._flight} is still being written on rank {self.place.rank} after {deadline:.0f} s; it "
+                              f"is left to the {self.kind} that writes it and may not become complete")
+            self._outcomes.append(Outcome(self._flight or 0, False, error))
+        elif self._writer is not None:
+            self._send(("finish", deadline), None)
+            self._writer.close()
+            until = time.monotonic() + deadline + _LATE
+            while self._writer is not None and self._writer.alive() and time.monotonic() < until:
+                self._collect(_LOOK)
+            self._collect(0.0)
+        self._writer = None
+        return self._taken()
+
+    def _taken(self) -> list[Outcome]:
+        found, self._outcomes = self._outcomes, []
+        if self._lost is not None:
+            raise self._lost
+        return found
+
+    def _cannot_stage(self, save: Save) -> str | None:
+        needed = self._staging.needed(save)
+        if self.budget and needed > self.budget:
+            return f"it needs {needed / 2**20:.0f} MiB of staging memory, the budget is {self.budget / 2**20:.0f} MiB"
+        if needed > self._staging.size and needed - self._staging.size > self._available():
+            return f"it needs {needed / 2**20:.0f} MiB of staging memory, the host has {self._available() / 2**20:.0f} MiB left"
+        return None
+
+    # ---- the writer's side -----------------------------------------------------------------------------------------
+
+    def _send(self, message: tuple[Any, ...], step: int | None) -> None:
+        if self._writer is None or not self._writer.alive():
+            self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging)
+        self._flight = step if step is not None else self._flight
+        try:
+            self._writer.send(message)
+        except OSError as error:                    # it died this very moment
+            self._died(f"it could not be reached: {error}")
+
+    def _idle(self, deadline: float) -> bool:
+        until = time.monotonic() + deadline
+        while self._flight is not None and time.monotonic() < until:
+            self._collect(_LOOK)
+        return self._flight is None
+
+    def _collect(self, patience: float) -> None:
+        """Takes what the writer says; waits ``patience`` seconds for the first message if there is none."""
+        while self._writer is not None:
+            gone = not self._writer.alive()         # asked before the last look, so that no last word is missed
+            message = self._writer.receive(patience)
+            if message is None:
+                if gone:
+                    self._died(self._writer.end())
+                return
+            patience = 0.0
+            kind, *values = message
+            if kind == "log":
+                self.log(values[0])
+            elif kind == "outcome":
+                self._outcomes.append(values[0])
+            elif kind == "lost":
+                self._lost = values[0]
+            elif kind == "done":
+                self._polling = False
+                self._flight = None if values[0] is not None else self._flight
+
+    def _died(self, reason: str) -> None:
+        self._writer, self._polling = None, False
+        if self._flight is not None:
+            step, self._flight = self._flight, None
+            if all(outcome.step != step for outcome in self._outcomes):
+                self._outcomes.append(Outcome(step, False, SaveError(
+                    f"step {step} was not saved on rank {self.place.rank}: the {self.kind} that wrote it died ({reason})")))
+
+
+def serve(place: Place, policy: Policy | None, staging: Staging, receive: Callable[[], Any],
+          send: Callable[[Any], None]) -> None:
+    """The writer: one message after the other until None. Each is answered by outcomes and log lines, then ("done", step)."""
+    work = work_for(place, policy, lambda text: send(("log", text)))
+    work.begin()                        # also after the writer before this one died: what it had written can be complete
+    while (message := receive()) is not None:
+        kind, *values = message
+        step, outcome = None, None
+        try:
+            if kind == "save":
+                step = values[0].save.step
+                outcome = work.write(staging.unpack(values[0]))
+                send(("outcome", outcome))
+                work.commit(outcome)
+            elif kind == "commit":
+                outcome = values[0]
+                step = outcome.step
+                work.commit(outcome)
+            elif kind == "poll":
+                work.poll()
+            elif kind == "finish":
+                work.finish(values[0])
+        except FolderInUseError as error:
+            send(("lost", error))
+        except Exception as error:      # whatever it is, the training hears of it; the writer lives on
+            text = f"step {step}: the writer failed: {type(error).__name__}: {error}"
+            send(("outcome", Outcome(step or 0, outcome is not None and outcome.saved, SaveError(text))))
+        send(("done", step))
+
+
+class _Writer(Protocol):
+    def send(self, message: Any) -> None: ...
+
+    def receive(self, patience: float) -> Any:
+        """None: nothing came."""
+
+    def alive(self) -> bool: ...
+
+    def close(self) -> None:
+        """No message will follow."""
+
+    def end(self) -> str:
+        """How it died."""
+
+
+class _Thread:
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging):
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=serve, name="mindresume-writer", daemon=True,
+                                        args=(place, policy, staging, self._inbox.get, self._outbox.put))
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        self._inbox.put(message)
+
+    def receive(self, patience: float) -> Any:
+        try:
+            return self._outbox.get(timeout=patience) if patience else self._outbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._inbox.put(None)
+
+    def end(self) -> str:
+        return "an error ended it"
+
+
+class _Process:
+    """``python -m mindresume.store.background CONNECTION MEMORY``: fresh, because a fork of a process with a device and its
+    threads is not safe, and without the main module of the user, which a spawn of multiprocessing would import again."""
+
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging):
+        self._connection, theirs = Pipe()
+        path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mindresume.store.background", str(theirs.fileno()), str(staging.fd)],
+            pass_fds=(theirs.fileno(), staging.fd), env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL)
+        theirs.close()
+        self.send((place, policy))
+
+    def send(self, message: Any) -> None:
+        self._connection.send(message)
+
+    def receive(self, patience: float) -> Any:
+        try:
+            return self._connection.recv() if self._connection.poll(patience) else None
+        except (EOFError, OSError):
+            return None
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self.send(None)
+
+    def end(self) -> str:
+        self._connection.close()
+        return f"exit status {self._process.wait()}"
+
+
+_WRITERS: dict[str, Callable[[Place, Policy | None, Staging], _Writer]] = {"thread": _Thread, "process": _Process}
+
+
+def memory_available() -> int:
+    """Bytes the host can give without swapping; a very large number where the kernel does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return sys.maxsize
+
+
+def _main() -> None:
+    """In the writer process. The end of the training closes the connection: what was taken is finished, then it leaves."""
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)            # ^C is for the training, which says what is to be done
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+
+    def receive() -> Any:
+        try:
+            return connection.recv()
+        except (EOFError, OSError):
+            return None
+
+    def send(message: Any) -> None:
+        try:
+            connection.send(message)
+        except OSError:             # the training is gone; the save is finished all the same
+            return
+    place, policy = connection.recv()
+    serve(place, policy, Staging(fd=memory), receive, send)
+
+
+if __name__ == "__main__":
+    _main()

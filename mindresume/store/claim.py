@@ -1,0 +1,302 @@
+"""Who uses a folder of checkpoints: one job that saves into it, and readers of checkpoints that must not go meanwhile.
+
+    claim = occupy(storage, root, owner_of_this_process("saving", world_size))     # rank 0; FolderInUseError if somebody is there
+    fence(storage, root, claim.run)              # every rank before it writes: FolderInUseError if a later run took over
+    hold = claim_of_reader(storage, root, ...)   # while a checkpoint is read
+    claim.leave()
+
+A claim is a small sealed file ``.mindresume/claim-{run}.json`` that says who and where, and counts up while its owner lives.
+Whether an owner lives is never guessed from age: on the same machine its process is looked up; of one elsewhere the count is
+watched for some beats. A job that was taken for dead and wakes up again finds the claim of its successor and stops saving.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from mindresume.errors import FolderInUseError, RecordError
+from mindresume.manifest import FOLDER, TRASH, attempts, run_name, run_sequence, seal, unseal
+from mindresume.manifest import _field_errors as field_errors
+from mindresume.store.storage import TEMPORARY, Storage, publish
+
+BEAT = 15.0                     # seconds between two beats
+PATIENCE = 3                    # beats that an owner elsewhere is watched before it counts as dead
+GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
+SAVING, LOADING = "saving", "loading"
+_READER = 0                     # number in the run of a reader: never later than any job
+_PREFIX, _SUFFIX = "claim-", ".json"
+
+Text = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid`` means something
+    there only. ``started``: of the process, in the kernel's own ticks, so that a number used again is not taken for it.
+    ``holds``: names of attempt folders. ``since``: seconds since 1970, for people."""
+    purpose: str
+    run: str
+    host: str
+    machine: str
+    pid: int
+    started: int
+    since: float
+    world_size: int = 1
+    holds: tuple[str, ...] = ()
+    beat: int = 0
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return (run_sequence(self.run), self.run)
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"run {self.run} on host {self.host} (process {self.pid}, {self.world_size} rank(s), since {since})"
+
+    def encode(self) -> bytes:
+        return seal({"version": 1, "kind": "claim", **asdict(self)})
+
+    @classmethod
+    def read(cls, storage: Storage, path: str) -> Owner:
+        """RecordError if it is torn, altered or of another kind; OSError if it is gone."""
+        with storage.open(path) as file:
+            head, _ = unseal(file, "claim")
+        with field_errors("claim"):
+            run_sequence(head["run"])
+            texts = [str(head[name]) for name in ("purpose", "run", "host", "machine")]
+            return cls(*texts, int(head["pid"]), int(head["started"]), float(head["since"]), int(head["world_size"]),
+                       tuple(map(str, head["holds"])), int(head["beat"]))
+
+
+def owner_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> Owner:
+    """``run`` is still empty."""
+    return Owner(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
+                 world_size, tuple(holds))
+
+
+def _machine() -> str:
+    """Empty where it cannot be told; then no other process is taken for one of the same machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """Start of a process in ticks since boot; None if there is none, or only its zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def lives(owner: Owner) -> bool | None:
+    """None: it ran on another machine, so only its beats can tell."""
+    if not owner.machine or owner.machine != _machine():
+        return None
+    return _started(owner.pid) == owner.started
+
+
+# ---- the folder ----------------------------------------------------------------------------------------------------
+
+def _path(root: str, run: str) -> str:
+    return os.path.join(root, FOLDER, f"{_PREFIX}{run}{_SUFFIX}")
+
+
+def _claimed(names: Iterable[str]) -> list[str]:
+    """Runs of the claims among ``names``."""
+    found = []
+    for name in names:
+        if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+            run = name[len(_PREFIX):-len(_SUFFIX)]
+            with suppress(RecordError):
+                run_sequence(run)
+                found.append(run)
+    return found
+
+
+def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[Owner]:
+    """Every readable claim. One that cannot be read says nothing: claims appear whole, so it is damaged, or just gone."""
+    found = []
+    for run in _claimed(storage.list(os.path.join(root, FOLDER)) if names is None else names):
+        with suppress(RecordError, OSError):
+            found.append(Owner.read(storage, _path(root, run)))
+    return found
+
+
+def next_run(names: Iterable[str]) -> str:
+    """The name of a run later than every one that left a trace among ``names`` of the folder of records."""
+    names = list(names)
+    used = [run for _, _, run in attempts([name.removeprefix(TRASH) for name in names])] + _claimed(names)
+    return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
+
+
+def fence(storage: Storage, root: str, run: str) -> None:
+    """FolderInUseError if a later run has claimed this folder or saved into it: then this one was taken for dead."""
+    names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
+    later = [other for other in _claimed(names) if (run_sequence(other), other) > mine]
+    later += [other for _, _, other in attempts(names) if run_sequence(other) > mine[0]]
+    if later:
+        newest = max(later, key=lambda other: (run_sequence(other), other))
+        who = next((str(owner) for owner in claims(storage, root, names) if owner.run == newest), f"run {newest}")
+        me = next((str(owner) for owner in claims(storage, root, names) if owner.run == run), f"run {run}")
+        raise FolderInUseError(f"{who} has taken over {root}; this job, {me}, stops saving there. Checkpoints of two jobs are "
+                               f"never mixed: end one of them, or give it an output_dir of its own")
+
+
+class Claim:
+    """A published claim. ``start`` begins to count up in a thread of its own; a beat that fails is tried again at the next."""
+
+    def __init__(self, storage: Storage, root: str, owner: Owner):
+        self.storage, self.root, self.owner = storage, root, owner
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    @property
+    def run(self) -> str:
+        return self.owner.run
+
+    def publish(self) -> None:
+        publish(self.storage, _path(self.root, self.run), [self.owner.encode()], self.run)
+
+    def beat(self) -> None:
+        """Counts up once. OSError if it cannot be written."""
+        with self._lock:
+            if not self._stop.is_set():
+                self.owner = replace(self.owner, beat=self.owner.beat + 1)
+                self.publish()
+
+    def start(self, every: float = BEAT) -> Claim:
+        def work() -> None:
+            while not self._stop.wait(every):
+                with suppress(OSError):
+                    self.beat()
+        threading.Thread(target=work, name="mindresume-claim", daemon=True).start()
+        return self
+
+    def leave(self) -> None:
+        """Removes the claim. Does nothing the second time, and nothing in a child of the process that made it."""
+        with self._lock:
+            if self._stop.is_set() or os.getpid() != self._process:
+                return
+            self._stop.set()
+            with suppress(OSError):         # a claim left behind is found dead by the next job
+                self.storage.remove(_path(self.root, self.run))
+
+
+def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: Text = lambda text: None,
+           clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> Claim:
+    """Claims ``root`` for a job that saves there, as a run later than all before. FolderInUseError if another one lives.
+
+    Waits at most ``PATIENCE`` beats, and only if another claim is there whose owner was not seen dead."""
+    folder = os.path.join(root, FOLDER)
+    storage.make_folder(folder)
+    living, dead = _watch(storage, root, beat * PATIENCE, log, clock, sleep)
+    if living:
+        raise FolderInUseError(_in_use(root, living[0], owner))
+    names = storage.list(folder)
+    claim = Claim(storage, root, replace(owner, run=next_run(names)))
+    claim.publish()
+    known = {other.run for other in dead}
+    for other in claims(storage, root):             # two jobs that start at the same moment: the later name stays
+        if other.purpose == SAVING and other.run not in known and other.order > claim.owner.order:
+            claim.leave()
+            raise FolderInUseError(_in_use(root, other, owner))
+    for other in dead:
+        log(f"{other} ended without a word")
+        storage.remove(_path(root, other.run))
+    for name in names:                              # half-written small files of those that are gone
+        run = name.removesuffix(TEMPORARY).rpartition(".")[2]
+        if name.endswith(TEMPORARY) and any(run == other.run for other in dead):
+            storage.remove(os.path.join(folder, name))
+    return claim
+
+
+def _in_use(root: str, other: Owner, me: Owner) -> str:
+    return (f"{root} is in use: {other} is saving there. This job (host {me.host}, process {me.pid}, {me.world_size} rank(s)) "
+            f"does not start, or their checkpoints would mix: wait for the other to end, or set another output_dir")
+
+
+def _watch(storage: Storage, root: str, patience: float, log: Text, clock: Callable[[], float],
+           sleep: Callable[[float], None]) -> tuple[list[Owner], list[Owner]]:
+    """Those that save into ``root``: (living, dead). Of an owner elsewhere every beat is a sign of life, and silence for all of
+    ``patience`` none; a process of this machine may use that time to end."""
+    until, first, said = clock() + patience, {}, False
+    while True:
+        found = [owner for owner in claims(storage, root) if owner.purpose == SAVING]
+        states = {owner.run: lives(owner) for owner in found}
+        beating = [owner for owner in found if states[owner.run] is None and
+                   first.setdefault(owner.run, owner.beat) != owner.beat]
+        open_ones = [owner for owner in found if states[owner.run] is not False]
+        if beating or not open_ones or clock() >= until:
+            living = beating or [owner for owner in found if states[owner.run]]
+            return living, [owner for owner in found if owner not in living]
+        if not said:
+            log(f"{open_ones[0]} did not say that it ended; watching for {patience:.0f} s whether it lives")
+            said = True
+        sleep(min(1.0, max(0.01, patience / 10)))
+
+
+# ---- readers -------------------------------------------------------------------------------------------------------
+
+def hold(storage: Storage, root: str, attempt: str, beat: float = BEAT) -> Claim | None:
+    """Keeps ``attempt`` (the name of its folder) from being removed while it is read. None if it is gone: choose again.
+
+    OSError if nothing can be written there."""
+    folder = os.path.join(root, FOLDER)
+    owner = replace(owner_of_this_process(LOADING, holds=(attempt,)), run=run_name(_READER, secrets.token_hex(4)))
+    claim = Claim(storage, root, owner)
+    claim.publish()
+    if storage.status(os.path.join(folder, attempt)) is None:       # retention was faster; it looks for claims after its rename
+        claim.leave()
+        return None
+    return claim.start(beat)
+
+
+class Holds:
+    """What is held, for who removes: {name of an attempt folder: who holds it}. Call it each time; it remembers the beats it saw,
+    so that a reader elsewhere that died in silence does not hold its checkpoint for ever."""
+
+    def __init__(self, storage: Storage, root: str, beat: float = BEAT, clock: Callable[[], float] = time.monotonic):
+        self.storage, self.root, self.limit, self.clock = storage, root, beat * GIVEN_UP, clock
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def __call__(self) -> Mapping[str, str]:
+        held = {}
+        for owner in claims(self.storage, self.root):
+            if owner.holds and self._counts(owner):
+                held.update({name: f"{owner.purpose} by process {owner.pid} on host {owner.host}" for name in owner.holds})
+        return held
+
+    def _counts(self, owner: Owner) -> bool:
+        beat, since = self._seen.get(owner.run, (-1, 0.0))
+        if beat != owner.beat:
+            beat, since = self._seen[owner.run] = owner.beat, self.clock()
+        state = lives(owner)
+        if state is False or (state is None and self.clock() - since > self.limit):
+            with suppress(OSError):
+                self.storage.remove(_path(self.root, owner.run))
+            return False
+        return True
+
+
+def holds(storage: Storage, root: str) -> Mapping[str, str]:
+    """What is held now, for a process that looks once."""
+    return Holds(storage, root)()
+
+
+def ended(storage: Storage, root: str) -> Callable[[str], bool]:
+    """Whether a run is over for certain: it left no claim, or its process is seen to be gone."""
+    living = {owner.run for owner in claims(storage, root) if owner.purpose == SAVING and lives(owner) is not False}
+    return lambda run: run not in living
+

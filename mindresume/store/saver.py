@@ -1,0 +1,166 @@
+"""One rank's saving of steps: the weights for a resume, the files beside them, and rank 0's commit.
+
+    saver = Foreground(Work(place, committer))      # or background.Background(...): the same five methods
+    saver.save(Save(shard, extras))                 # every save
+    for outcome in saver.poll(): ...                # every step: what became of the saves, errors included
+    saver.finish(deadline)                          # the end of the training: everything written, committed, or named
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.files import encode
+from mindresume.formats.names import parse_name
+from mindresume.store.commit import Committer, Place, Shard, write_shard
+from mindresume.store.storage import Storage, publish
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Weights alone, for inference: ``checkpoint_network`` and ``checkpoint_trainable``. No candidates of a resume, no records.
+    ``kind``: "network" or "trainable_params", a part of the name. ``keep``: so many stay in ``folder``; 0: all."""
+    folder: str
+    name: str
+    kind: str
+    format: str
+    tensors: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str]
+    keep: int = 0
+
+
+@dataclass(frozen=True)
+class Save:
+    """All that one rank writes at one step."""
+    shard: Shard
+    extras: tuple[Extra, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.shard.state.step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``saved``: this rank's part of the checkpoint is written and recorded. ``error`` may still name a file beside it.
+    ``size`` in bytes of the weights, ``seconds`` of writing."""
+    step: int
+    saved: bool
+    error: SaveError | None = None
+    size: int = 0
+    seconds: float = 0.0
+
+
+class Saver(Protocol):
+    """Errors of a save come as outcomes; FolderInUseError is raised, as no later save can succeed."""
+
+    def save(self, save: Save) -> None:
+        """Takes what is to be saved; the arrays may change as soon as it returns."""
+
+    def busy(self) -> bool:
+        """Whether ``save`` would have to wait."""
+
+    def poll(self) -> list[Outcome]:
+        """What became of the saves since the last call. Commits what other ranks have completed. Does not wait."""
+
+    def wait(self, deadline: float) -> list[Outcome]:
+        """As ``poll``, after everything taken so far is written; at most ``deadline`` seconds."""
+
+    def finish(self, deadline: float) -> list[Outcome]:
+        """As ``wait``, and rank 0 waits for the records of all ranks; the saver can not be used any more."""
+
+
+class Work:
+    """What is done for a save, wherever it runs. ``committer``: on rank 0."""
+
+    def __init__(self, place: Place, committer: Committer | None = None):
+        self.place, self.committer = place, committer
+
+    def begin(self) -> None:
+        """Rank 0 commits what earlier writers completed but did not commit."""
+        if self.committer is not None:
+            for step in self.committer.adopt():
+                self.committer.log(f"step {step} was complete already and is committed now")
+
+    def write(self, save: Save) -> Outcome:
+        """FolderInUseError is raised, every other SaveError is in the outcome."""
+        started = time.monotonic()
+        try:
+            record = write_shard(self.place, save.shard)
+        except FolderInUseError:
+            raise
+        except SaveError as error:
+            return Outcome(save.step, False, error)
+        size = record.file.size or 0
+        try:
+            for extra in save.extras:
+                write_extra(self.place.storage, extra, self.place.run)
+        except SaveError as error:
+            return Outcome(save.step, True, error, size, time.monotonic() - started)
+        return Outcome(save.step, True, None, size, time.monotonic() - started)
+
+    def commit(self, outcome: Outcome) -> None:
+        if self.committer is not None and outcome.saved:
+            self.committer.saved(outcome.step)
+
+    def poll(self) -> None:
+        if self.committer is not None and self.committer.pending:
+            self.committer.poll()
+
+    def finish(self, deadline: float) -> None:
+        if self.committer is not None:
+            self.committer.finish(deadline)
+
+
+class Foreground:
+    """Everything in the calling thread, before ``save`` returns."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self._outcomes: list[Outcome] = []
+
+    def save(self, save: Save) -> None:
+        outcome = self.work.write(save)
+        self._outcomes.append(outcome)
+        self.work.commit(outcome)
+
+    def busy(self) -> bool:
+        return False
+
+    def poll(self) -> list[Outcome]:
+        self.work.poll()
+        return self.wait(0)
+
+    def wait(self, deadline: float) -> list[Outcome]:
+        found, self._outcomes = self._outcomes, []
+        return found
+
+    def finish(self, deadline: float) -> list[Outcome]:
+        self.work.finish(deadline)
+        return self.wait(0)
+
+
+def write_extra(storage: Storage, extra: Extra, tag: str) -> None:
+    """The file appears complete or not at all; then the oldest beyond ``keep`` go. SaveError names it."""
+    path = os.path.join(extra.folder, extra.name)
+    try:
+        storage.make_folder(extra.folder)
+        publish(storage, path, (piece for _, piece in encode(extra.format, extra.tensors, extra.metadata)), tag)
+        ours = [entry for entry in storage.list(extra.folder) if f"-{extra.kind}-" in entry and _position(entry, extra)]
+        oldest_first = sorted(ours, key=lambda entry: _position(entry, extra))
+        for entry in oldest_first[:-extra.keep] if extra.keep else []:
+            storage.remove(os.path.join(extra.folder, entry))
+    except (OSError, ValueError) as error:
+        raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _position(entry: str, extra: Extra) -> tuple[int, int, int] | None:
+    """(suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
+    parsed = parse_name(entry.replace(f"-{extra.kind}-", "-", 1))
+    return (parsed.suffix, parsed.epoch, parsed.step) if parsed and parsed.format == extra.format else None

@@ -1,0 +1,190 @@
+"""``mindresume prune``: what it says, what it removes, and that a dry run changes nothing at all."""
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import folders
+import pytest
+from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
+
+from mindresume import cli
+from mindresume.formats.rank_folders import scan
+from mindresume.manifest import FOLDER, TRASH, attempt_name
+from mindresume.store import claim
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command in this process; returns (exit status, stdout, stderr)."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mindresume", "prune", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def read(call):
+    def run(*arguments):
+        status, out, err = call(*arguments, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Steps 5 to 30 of 2 ranks below ``run/output/checkpoint``, with the smallest loss at step 15; step 35 of rank 0 alone."""
+    root, plain = tmp_path / "run" / "output" / "checkpoint", folders.state_of
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
+                                                                           metrics=(("loss", abs(step - 15.0)),)))
+    for step in (5, 10, 15, 20, 25, 30):
+        save(root, step, world=2)
+    write_rank(root, 35, 0, 2)
+    return root
+
+
+def contents(root):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in Path(root).rglob("*")}
+
+
+def committed(root):
+    return [c.step for c in scan(STORAGE, str(root)).candidates if c.committed]
+
+
+def steps(rows):
+    return [row["step"] for row in rows]
+
+
+def size_of(root, *wanted):
+    return sum(path_of(root, step, rank).stat().st_size for step, rank in wanted)
+
+
+def test_what_stays_goes_and_why(saved, read):
+    going = size_of(saved, (5, 0), (5, 1), (25, 0), (25, 1), (35, 0))
+    found = read(saved, "--keep-last", 1, "--keep-every-steps", 10, "--keep-best", 2, "--mode", "min")
+    assert set(found) == {"root", "dry_run", "kept", "removed", "held", "freed_bytes"}
+    assert (found["root"], found["dry_run"], found["held"]) == (str(saved), False, [])
+    assert {row["step"]: row["why"] for row in found["kept"]} == {
+        30: "the newest one that is whole, the last one, one every 10 steps",
+        20: "one every 10 steps, the best 2 by loss (smallest)",           # as far from 15 as step 10, and newer
+        15: "the best 2 by loss (smallest)", 10: "one every 10 steps"}
+    assert steps(found["removed"]) == [25, 5, 35] and committed(saved) == [30, 20, 15, 10]
+    assert set(found["removed"][0]) == {"step", "run", "saved_at", "size", "committed", "why"}
+    assert [row["committed"] for row in found["removed"]] == [True, True, False]
+    assert found["freed_bytes"] == sum(row["size"] for row in found["removed"]) == going
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(saved, read, call):
+    before = contents(saved)
+    dry = read(saved, "--keep-last", 2, "--dry-run")
+    status, out, err = call(saved, "--keep-last", 2, "--dry-run")
+    assert contents(saved) == before and dry["dry_run"] is True and (status, err) == (0, "")
+    assert "dry run, nothing was touched" in out and "would go" in out and "removed" not in out
+    real = read(saved, "--keep-last", 2)
+    assert {**dry, "dry_run": False} == real and committed(saved) == [30, 25]
+
+
+def test_the_table(saved, call):
+    status, out, err = call(saved.parents[1], "--keep-best", 1, "--metric", "loss", "--mode", "max")
+    assert (status, err) == (0, "")
+    lines = {line.split()[0]: line for line in out.splitlines()[2:] if line[:4].strip().isdigit()}
+    assert list(lines) == ["35", "30", "25", "20", "15", "10", "5"]
+    assert "kept" in lines["30"] and "the best one by loss (largest)" in lines["30"] and "newest" in lines["30"]
+    assert "removed" in lines["15"] and "none of: the best one by loss (largest)" in lines["15"]
+    assert "removed" in lines["35"] and "never completed" in lines["35"]
+    assert out.rstrip().endswith("KiB freed") and committed(saved) == [30]
+
+
+def test_pruning_twice_removes_nothing_more(saved, read):
+    read(saved, "--keep-last", 2, "--keep-minutes", 0.1)
+    before = contents(saved)
+    again = read(saved, "--keep-last", 2, "--keep-minutes", 0.1)
+    assert (again["removed"], again["freed_bytes"]) == ([], 0) and contents(saved) == before
+
+
+def test_what_a_job_reads_stays(saved, read, call):
+    held = claim.hold(STORAGE, str(saved), attempt_name(10, RUN))
+    try:
+        found = read(saved, "--keep-last", 1)
+        assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["why"]
+        assert steps(found["removed"]) == [25, 20, 15, 5, 35] and committed(saved) == [30, 10]
+        assert "held" in call(saved, "--keep-last", 1)[1]
+    finally:
+        held.leave()
+    assert steps(read(saved, "--keep-last", 1)["removed"]) == [10]
+
+
+def test_an_incomplete_save_of_a_living_job_stays(saved, read):
+    job = claim.Claim(STORAGE, str(saved), replace(claim.owner_of_this_process(claim.SAVING, 2), run=RUN))
+    job.publish()
+    found = read(saved, "--keep-last", 6)
+    assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
+    assert "may still go on" in found["kept"][0]["why"] and path_of(saved, 35, 0).exists()
+    job.leave()
+    assert steps(read(saved, "--keep-last", 6)["removed"]) == [35] and not path_of(saved, 35, 0).exists()
+
+
+def test_a_dry_run_leaves_the_claim_of_a_dead_reader(saved, read):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    owner = replace(claim.owner_of_this_process(claim.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead", pid=dead.pid)
+    claim.Claim(STORAGE, str(saved), owner).publish()
+    before = contents(saved)
+    assert steps(read(saved, "--keep-last", 5, "--dry-run")["removed"]) == [5, 35] and contents(saved) == before
+    assert steps(read(saved, "--keep-last", 5)["removed"]) == [5, 35]
+
+
+def test_removals_cut_short_are_finished_and_counted(saved, read, call):
+    attempt = saved / FOLDER / attempt_name(5, RUN)
+    attempt.rename(attempt.with_name(TRASH + attempt.name))
+    size, before = size_of(saved, (5, 0), (5, 1), (35, 0)), contents(saved)
+    out = call(saved, "--keep-last", 5, "--dry-run")[1]
+    assert "would be finished too: 1 removal(s) cut short earlier (step 5)" in out and contents(saved) == before
+    assert read(saved, "--keep-last", 5)["freed_bytes"] == size
+    assert not path_of(saved, 5, 0).exists() and sorted(committed(saved)) == [10, 15, 20, 25, 30]
+
+
+def test_a_folder_of_mindformers_alone(tmp_path, call, read):
+    write_foreign(tmp_path, 5, world=2)
+    before = contents(tmp_path)
+    status, out, _ = call(tmp_path, "--keep-last", 1)
+    assert status == 0 and "what mindformers wrote alone is never removed" in out and "0 B freed" in out
+    assert read(tmp_path, "--keep-last", 1)["kept"] == [] and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("options, word", [
+    ([], "at least one of --keep-last"), (["--dry-run"], "at least one"), (["--keep-last", "0"], "--keep-last"),
+    (["--keep-best", "x"], "--keep-best"),
+    (["--keep-last", "1", "--metric", "loss"], "belong to --keep-best"), (["--keep-last", "1", "--mode", "min"], "--keep-best"),
+    (["--keep-best", "1", "--mode", "least"], "min, max"), (["--keep-minutes", "0"], "above 0")])
+def test_wrong_options(saved, call, options, word):
+    before = contents(saved)
+    status, out, err = call(saved, *options)
+    assert status == 2 and out == "" and word.replace(" ", "") in err.replace(" ", "") and contents(saved) == before
+
+
+@pytest.mark.parametrize("inner, word", [("missing", "does not exist"), ("rank_0", "not a checkpoint folder"),
+                                         ("rank_0/net_rank_0-1_5.safetensors", "not a checkpoint folder")])
+def test_not_a_checkpoint_folder(saved, call, inner, word):
+    status, _, err = call(saved / inner, "--keep-last", "1")
+    assert status == 2 and word in err and len(committed(saved)) == 6
+
+
+def test_no_framework_is_imported(saved):
+    code = ("import sys; from mindresume import cli; sys.argv = ['mindresume', 'prune', sys.argv[1], '--keep-last', '2']\n"
+            "try: cli.main()\nexcept SystemExit: pass\n"
+            "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & {'mindspore', 'mindformers', 'torch'}))")
+    done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("LOADED []"), done.stdout + done.stderr

@@ -1,0 +1,66 @@
+"""Wrong arguments of CheckpointMonitor are named with what is allowed, before anything is made of them."""
+import pytest
+
+from mindresume.errors import ConfigError
+from mindresume.plugin.arguments import checked
+
+
+def built_in(self, prefix="CKP", directory=None, save_checkpoint_steps=1, save_checkpoint_seconds=0, keep_checkpoint_max=5,
+             keep_checkpoint_per_n_minutes=0, integrated_save=True, save_network_params=False, save_trainable_params=False,
+             async_save=False, exception_save=False, checkpoint_format="ckpt"):
+    """The checked part of mindformers' signature, with its defaults (tests/plugin/test_monitor.py has the real one)."""
+
+
+def check(*args, **kwargs):
+    return checked(built_in, args, kwargs)
+
+
+def test_defaults_are_filled_in():
+    assert check("net")["prefix"] == "net" and check()["keep_checkpoint_max"] == 5
+
+
+@pytest.mark.parametrize("key, value, allowed", [
+    ("save_checkpoint_steps", -1, "at least 0"), ("save_checkpoint_steps", 2.5, "whole number"),
+    ("save_checkpoint_steps", True, "whole number"), ("keep_checkpoint_max", "3", "whole number"),
+    ("keep_checkpoint_per_n_minutes", -5, "at least 0"), ("save_checkpoint_seconds", "10", "whole number"),
+    ("async_save", "fork", "'thread', 'process'"), ("async_save", 1, "one of False"), ("async_save", None, "one of False"),
+    ("checkpoint_format", "npz", "safetensors, ckpt"), ("prefix", "", "a text"), ("prefix", "a/b", "without /"),
+    ("prefix", 3, "a text"), ("integrated_save", "yes", "True or False"), ("directory", 5, "a path"),
+])
+def test_a_wrong_value_is_named_with_what_is_allowed(key, value, allowed):
+    with pytest.raises(ConfigError) as error:
+        check(**{key: value})
+    assert f"{key} is {value!r}" in str(error.value) and allowed in str(error.value)
+
+
+@pytest.mark.parametrize("value", [False, True, "thread", "process"])
+def test_ways_of_saving_behind_the_training(value):
+    assert check(async_save=value)["async_save"] is value
+
+
+def test_an_unknown_key_is_named_with_the_nearest_and_all():
+    with pytest.raises(TypeError, match="unknown key 'keep_max', did you mean 'keep_checkpoint_max'.*prefix, directory"):
+        check(keep_max=3)
+    with pytest.raises(TypeError, match="unknown key 'zzz'. It knows prefix"):
+        check(zzz=3)
+
+
+def test_keys_that_contradict_each_other():
+    with pytest.raises(ConfigError, match=r"save_checkpoint_steps \(10\) and save_checkpoint_seconds \(60\) contradict"):
+        check(save_checkpoint_steps=10, save_checkpoint_seconds=60)
+    with pytest.raises(ConfigError, match="keep_checkpoint_max .* and keep_checkpoint_per_n_minutes"):
+        check(keep_checkpoint_max=3, keep_checkpoint_per_n_minutes=10)
+
+
+def test_what_the_user_wrote_wins_over_a_default():
+    assert check(save_checkpoint_seconds=60)["save_checkpoint_steps"] == 0
+    assert check(keep_checkpoint_per_n_minutes=10)["keep_checkpoint_max"] == 0
+    assert check(save_checkpoint_seconds=0)["save_checkpoint_steps"] == 1
+
+
+def test_a_directory_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="directory is .*this is a file"):
+            check(directory=str(path))
+    assert check(directory=str(tmp_path / "not" / "yet"))

@@ -1,0 +1,259 @@
+"""One job a folder; nobody is taken for dead by age; a reader's checkpoint stays."""
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from folders import STORAGE, save
+
+from mindresume.errors import FolderInUseError
+from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence
+from mindresume.store.claim import (
+    BEAT,
+    GIVEN_UP,
+    PATIENCE,
+    SAVING,
+    Claim,
+    Holds,
+    claims,
+    ended,
+    fence,
+    hold,
+    holds,
+    lives,
+    occupy,
+    owner_of_this_process,
+)
+from mindresume.store.storage import PosixStorage
+
+ME = owner_of_this_process(SAVING, 4)
+ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)
+
+
+class Time:
+    """A clock that only ``sleep`` moves; ``also`` is called then."""
+
+    def __init__(self, also=lambda now: None):
+        self.now, self.also = 0.0, also
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.also(self.now)
+
+
+def start(root, owner=ME, time=None, log=None):
+    time = time or Time()
+    return occupy(STORAGE, str(root), owner, log=log or (lambda text: None), clock=time.clock, sleep=time.sleep)
+
+
+def left_by(root, owner, sequence=1):
+    claim = Claim(STORAGE, str(root), replace(owner, run=run_name(sequence, "0000aaaa")))
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    claim.publish()
+    return claim
+
+
+def dead_process():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    owner = replace(ME, pid=child.pid, started=12345)
+    child.wait()
+    return owner
+
+
+def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
+    time = Time()
+    claim = start(tmp_path / "checkpoint", time=time)
+    assert run_sequence(claim.run) == 1 and time.now == 0
+    assert [owner.run for owner in claims(STORAGE, str(tmp_path / "checkpoint"))] == [claim.run]
+    claim.leave()
+    claim.leave()
+    assert os.listdir(tmp_path / "checkpoint" / FOLDER) == []
+
+
+def test_a_second_job_is_refused_and_both_are_named(tmp_path):
+    first = start(tmp_path)
+    time = Time()
+    with pytest.raises(FolderInUseError) as error:
+        start(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
+    assert first.run in str(error.value) and str(os.getpid()) in str(error.value)
+    assert "host node2, process 77" in str(error.value) and "output_dir" in str(error.value)
+    assert [owner.run for owner in claims(STORAGE, str(tmp_path))] == [first.run]
+    assert time.now >= BEAT * PATIENCE
+
+
+def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
+    first = start(tmp_path)
+    time = Time(lambda now: first.leave() if now > 10 else None)
+    second = start(tmp_path, time=time)
+    assert 10 < time.now < 12
+    assert run_sequence(second.run) == 1 or run_sequence(second.run) == 2
+
+
+def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
+    log, time = [], Time()
+    dead = left_by(tmp_path, dead_process())
+    (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
+    claim = start(tmp_path, time=time, log=log.append)
+    assert time.now == 0 and run_sequence(claim.run) == 2
+    assert "ended without a word" in log[0]
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
+
+
+def test_a_zombie_is_dead(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with open(f"/proc/{child.pid}/stat", "rb") as file:
+        started = int(file.read().rpartition(b")")[2].split()[19])
+    owner = replace(ME, pid=child.pid, started=started)
+    assert lives(owner) is True
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert lives(owner) is False
+    child.communicate()
+
+
+def test_a_number_used_again_is_another_process():
+    assert lives(ME) is True
+    assert lives(replace(ME, started=ME.started + 1)) is False
+    assert lives(ELSEWHERE) is None
+    assert lives(replace(ME, machine="")) is None
+
+
+def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
+    left_by(tmp_path, ELSEWHERE)
+    log, time = [], Time()
+    claim = start(tmp_path, time=time, log=log.append)
+    assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
+    assert run_sequence(claim.run) == 2 and "node7" in log[0] and "watching for 45 s" in log[0]
+
+
+def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):
+    other = left_by(tmp_path, ELSEWHERE)
+    beaten = []
+
+    def beat(now):
+        if now > 20 and not beaten:
+            beaten.append(other.beat())
+    time = Time(beat)
+    with pytest.raises(FolderInUseError, match="node7"):
+        start(tmp_path, time=time)
+    assert time.now < 30
+
+
+@pytest.mark.parametrize("token, stays", [("00000000", True), ("ffffffff", False)])
+def test_of_two_that_start_at_once_one_stays(tmp_path, token, stays):
+    """The other's claim appears between our look and our own claim; the later name wins, on both sides."""
+    rival = Claim(STORAGE, str(tmp_path), replace(ME, run=run_name(1, token)))
+
+    class Late(PosixStorage):
+        def rename(self, old, new):
+            rival.publish()
+            super().rename(old, new)
+    if stays:
+        claim = occupy(Late(), str(tmp_path), ME)
+        fence(STORAGE, str(tmp_path), claim.run)
+        with pytest.raises(FolderInUseError):
+            fence(STORAGE, str(tmp_path), rival.run)
+    else:
+        with pytest.raises(FolderInUseError):
+            occupy(Late(), str(tmp_path), ME)
+        fence(STORAGE, str(tmp_path), rival.run)
+        assert [owner.run for owner in claims(STORAGE, str(tmp_path))] == [rival.run]
+
+
+def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
+    first = left_by(tmp_path, ELSEWHERE)
+    fence(STORAGE, str(tmp_path), first.run)
+    second = start(tmp_path)
+    fence(STORAGE, str(tmp_path), second.run)
+    with pytest.raises(FolderInUseError) as error:
+        fence(STORAGE, str(tmp_path), first.run)
+    assert second.run in str(error.value) and first.run in str(error.value)
+
+
+def test_also_after_its_successor_has_ended(tmp_path):
+    save(tmp_path, 5, 1, run=run_name(2, "0000bbbb"))
+    with pytest.raises(FolderInUseError, match="run 0002-0000bbbb has taken over"):
+        fence(STORAGE, str(tmp_path), run_name(1, "0000aaaa"))
+
+
+def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
+    claim = start(tmp_path)
+    for path in (tmp_path / FOLDER).iterdir():
+        path.unlink()
+    fence(STORAGE, str(tmp_path), claim.run)
+    claim.beat()
+    assert len(claims(STORAGE, str(tmp_path))) == 1
+
+
+def test_damaged_claims_say_nothing(tmp_path):
+    left_by(tmp_path, ME)
+    for path in (tmp_path / FOLDER).iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    time = Time()
+    assert run_sequence(start(tmp_path, time=time).run) == 2 and time.now == 0
+
+
+def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
+    save(tmp_path, 5, 1)
+    name = next(name for name in os.listdir(tmp_path / FOLDER))
+    claim = hold(STORAGE, str(tmp_path), name)
+    assert set(holds(STORAGE, str(tmp_path))) == {name}
+    assert str(os.getpid()) in holds(STORAGE, str(tmp_path))[name]
+    claim.leave()
+    assert holds(STORAGE, str(tmp_path)) == {}
+    assert hold(STORAGE, str(tmp_path), attempt_name(99, run_name(1, "0000aaaa"))) is None
+    assert holds(STORAGE, str(tmp_path)) == {}
+
+
+def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
+    save(tmp_path, 5, 1)
+    claim = hold(STORAGE, str(tmp_path), os.listdir(tmp_path / FOLDER)[0])
+    time = Time()
+    job = start(tmp_path, time=time)
+    fence(STORAGE, str(tmp_path), job.run)
+    assert time.now == 0
+    claim.leave()
+
+
+def test_a_dead_reader_holds_nothing(tmp_path):
+    dead = replace(dead_process(), purpose="loading", holds=("step-x",))
+    left_by(tmp_path, dead, sequence=0)
+    assert holds(STORAGE, str(tmp_path)) == {} and claims(STORAGE, str(tmp_path)) == []
+
+
+def test_a_reader_elsewhere_holds_until_it_was_silent_for_long(tmp_path):
+    reader = left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
+    now = [0.0]
+    seen = Holds(STORAGE, str(tmp_path), clock=lambda: now[0])
+    assert set(seen()) == {"step-x"}
+    now[0] = BEAT * GIVEN_UP
+    reader.beat()
+    assert set(seen()) == {"step-x"}
+    now[0] += BEAT * GIVEN_UP
+    assert set(seen()) == {"step-x"}
+    now[0] += 1
+    assert seen() == {}
+
+
+def test_which_runs_have_ended(tmp_path):
+    living, dead, far = left_by(tmp_path, ME, 1), left_by(tmp_path, dead_process(), 2), left_by(tmp_path, ELSEWHERE, 3)
+    over = ended(STORAGE, str(tmp_path))
+    assert [over(claim.run) for claim in (living, dead, far)] == [False, True, False]
+    assert over(run_name(9, "00000009"))
+
+
+def test_a_claim_beats_by_itself(tmp_path):
+    claim = start(tmp_path).start(every=0.01)
+    for _ in range(500):
+        if claims(STORAGE, str(tmp_path))[0].beat >= 2:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("no beat in 5 s")
+    claim.leave()
+    assert claims(STORAGE, str(tmp_path)) == []

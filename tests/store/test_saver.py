@@ -1,0 +1,74 @@
+"""Saving in the training thread, and the files for inference beside a checkpoint."""
+import pytest
+from folders import name_of, place_of, state_of, tensors_of
+
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.files import read_header
+from mindresume.manifest import run_name
+from mindresume.store.commit import Committer, Shard, write_shard
+from mindresume.store.saver import Extra, Foreground, Save, Work, write_extra
+from mindresume.store.storage import PosixStorage
+
+
+def shard(step, rank=0, fmt="safetensors", suffix=0):
+    return Shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step))
+
+
+def extra(folder, step, keep=0, kind="network"):
+    name = f"net_rank_0-{kind}-{state_of(step).epoch}_{state_of(step).step_in_epoch}.safetensors"
+    return Extra(str(folder), name, kind, "safetensors", {"w": tensors_of(0, step)["layer.bias"]}, {"format": "ms"}, keep)
+
+
+def test_written_and_committed_when_it_returns(tmp_path):
+    saver = Foreground(Work(place_of(tmp_path, 0, 1), Committer(place_of(tmp_path, 0, 1))))
+    saver.save(Save(shard(5)))
+    assert not saver.busy() and saver.work.committer.committed == [5]
+    (outcome,) = saver.poll()
+    assert (outcome.step, outcome.saved, outcome.error) == (5, True, None) and outcome.size > 0
+    assert saver.poll() == [] and saver.finish(1) == []
+
+
+def test_poll_commits_what_others_complete_later(tmp_path):
+    saver = Foreground(Work(place_of(tmp_path, 0, 2), Committer(place_of(tmp_path, 0, 2))))
+    saver.save(Save(shard(5)))
+    saver.poll()
+    assert saver.work.committer.pending == [5]
+    write_shard(place_of(tmp_path, 1, 2), shard(5, rank=1))
+    saver.poll()
+    assert saver.work.committer.committed == [5]
+
+
+def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
+    saver = Foreground(Work(place_of(tmp_path, 0, 1)))
+    saver.save(Save(shard(5)))
+    saver.save(Save(shard(5)))
+    good, bad = saver.poll()
+    assert good.saved and not bad.saved and "exists already" in str(bad.error)
+    write_shard(place_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), shard(6, suffix=1))
+    with pytest.raises(FolderInUseError):
+        saver.save(Save(shard(7)))
+
+
+def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
+    (tmp_path / "network").write_text("a file in the way")
+    saver = Foreground(Work(place_of(tmp_path / "checkpoint", 0, 1), Committer(place_of(tmp_path / "checkpoint", 0, 1))))
+    saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
+    (outcome,) = saver.poll()
+    assert outcome.saved and "was not written" in str(outcome.error) and saver.work.committer.committed == [5]
+
+
+def test_extras_appear_whole_and_the_oldest_go(tmp_path):
+    for step in (5, 10, 15):
+        write_extra(PosixStorage(), extra(tmp_path, step, keep=2), "tag")
+    (tmp_path / "mine.safetensors").write_text("of the user")
+    write_extra(PosixStorage(), extra(tmp_path, 20, keep=2), "tag")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["mine.safetensors", "net_rank_0-network-2_10.safetensors", "net_rank_0-network-2_5.safetensors"]
+    with open(tmp_path / names[1], "rb") as file:
+        assert list(read_header(file, names[1]).tensors) == ["w"]
+
+
+def test_an_extra_that_cannot_be_encoded_is_named(tmp_path):
+    bad = Extra(str(tmp_path), "x.safetensors", "network", "safetensors", {"w": tensors_of(0, 5)["layer.bias"].astype(">f4")}, {})
+    with pytest.raises(SaveError, match=r"x\.safetensors was not written.*big-endian"):
+        write_extra(PosixStorage(), bad, "tag")
