@@ -71,6 +71,6 @@ def _value(name: str, kind: type, value: Any) -> Any:
         number = kind(value)
     except (TypeError, ValueError):
         number = -1
-    if isinstance(value, bool) or number < 0:
-        raise ConfigError(f"mindresume.{name} is {value!r}; expected a number of at least 0")
+    if isinstance(value, bool) or not number >= 0 or (kind is int and isinstance(value, float) and number != value):
+        raise ConfigError(f"mindresume.{name} is {value!r}; expected a {'whole ' if kind is int else ''}number of at least 0")
     return number

@@ -28,3 +28,9 @@ def test_keys_of_retention():
 def test_wrong_settings_are_named(section, word):
     with pytest.raises(ConfigError, match=word):
         Settings.load(section, {})
+
+
+def test_a_whole_number_is_not_cut_to_one():
+    with pytest.raises(ConfigError, match=r"max_failed_saves is 2\.5; expected a whole number"):
+        Settings.load({"max_failed_saves": 2.5}, {})
+    assert Settings.load({"max_failed_saves": 2.0, "staging_gib": 0.5}, {}).max_failed_saves == 2

@@ -72,6 +72,14 @@ def is_parallel() -> bool:
     return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
 
 
+def has_loss() -> bool:
+    """Whether the loss this rank sees is that of the model: with pipeline stages only the last one computes it
+    (mindformers core/callback/callback.py, MFLossMonitor)."""
+    from mindformers.tools.utils import is_last_pipeline_stage
+    from mindspore import context
+    return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
+
+
 def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
     """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order."""
     from mindspore.train.serialization import _convert_save_obj_to_param_list

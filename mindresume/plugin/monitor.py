@@ -22,8 +22,8 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 from mindresume import network as live
 from mindresume.agree import Group, decide, report
 from mindresume.errors import FolderInUseError, SaveError
-from mindresume.formats.names import FileName, free_suffix, stem
-from mindresume.formats.rank_folders import ranks_text
+from mindresume.formats.names import FileName, free_suffix, parse_name, stem
+from mindresume.formats.rank_folders import ranks_text, scan_records
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
@@ -121,10 +121,10 @@ class CheckpointMonitor(BuiltIn):
         """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
         group, root, log = group_of_job(), os.path.dirname(self._directory), adapter.logger()
         policy = self._policy()                         # on every rank: keys that contradict each other stop all of them
-        run = decide(group, lambda: self._occupy(root, group))
+        run, used = decide(group, lambda: self._occupy(root, group))
         suffixes = report(group, lambda: free_suffix(self.storage.list(self._directory), self.origin_prefix, group.rank))
         current.release()                               # every rank has loaded before it comes here
-        self._suffix = max(suffixes)
+        self._suffix = max(used, *suffixes)
         self._prefix = stem(self.origin_prefix, group.rank, self._suffix)
         self._group, self._place = group, Place(self.storage, root, run, group.rank, group.size)
         self._seen = self._append_step_num
@@ -145,8 +145,9 @@ class CheckpointMonitor(BuiltIn):
                      "not in the checkpoint: the seeds of the configuration apply")
         log.info("mindresume: run %s saves to %s as %s-...", run, root, self._prefix)
 
-    def _occupy(self, root: str, group: Group) -> str:
-        """Rank 0 claims the folder for this job. Returns the name of the run."""
+    def _occupy(self, root: str, group: Group) -> tuple[str, int]:
+        """Rank 0 claims the folder for this job. Returns the name of the run, and the smallest suffix that no record knows: rank
+        folders can have been deleted by hand, and names with records are never used again."""
         beat = session.current().settings.heartbeat
         if root in _CLAIMS:                                 # an earlier training of this process, which is over
             _CLAIMS.pop(root).leave()
@@ -155,7 +156,8 @@ class CheckpointMonitor(BuiltIn):
         self._claim = claim.start(beat) if beat else claim
         _CLAIMS[root] = self._claim
         atexit.register(self._leave)
-        return claim.run
+        names = [parse_name(os.path.basename(path)) for path in scan_records(self.storage, root)[1]]
+        return claim.run, max((name.suffix + 1 for name in names if name and name.prefix == self.origin_prefix), default=0)
 
     def _make_saver(self, policy: Policy | None, current: session.Session) -> Saver:
         """``policy``: on rank 0, which commits what earlier runs completed right away."""
@@ -272,7 +274,7 @@ class CheckpointMonitor(BuiltIn):
         current = session.current()
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
-                             tuple({**_loss(outputs), **current.metrics}.items()))
+                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()))
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
         """What mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""

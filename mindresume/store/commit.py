@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -272,7 +272,10 @@ class Committer:
                 raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
                                   f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
                                   f"{self.place.world_size} ranks")
-        return Manifest(first.run, first.state, max(record.saved_at for record, _ in records),
+        # Under pipeline parallelism the loss is known to the last stage only; what rank 0 knows goes first.
+        metrics = {name: value for record, _ in reversed(records) for name, value in record.state.metrics}
+        state = replace(first.state, metrics=tuple(sorted(metrics.items())))
+        return Manifest(first.run, state, max(record.saved_at for record, _ in records),
                         tuple(record.file for record, _ in records), tuple(checksum for _, checksum in records))
 
     def _point(self, manifest: Manifest) -> None:

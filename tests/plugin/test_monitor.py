@@ -197,6 +197,14 @@ def test_the_suffix_grows_with_each_run_and_nothing_is_overwritten(tmp_path):
     assert [run[:4] for run in runs] == ["0003", "0002", "0001"] and len(set(runs)) == 3
 
 
+def test_a_name_that_has_a_record_is_not_used_again_though_its_file_is_gone(tmp_path):
+    Job(build(tmp_path)).steps(5)
+    for path in (tmp_path / "checkpoint" / "rank_0").iterdir():
+        path.unlink()
+    Job(build(tmp_path)).steps(5)
+    assert files(tmp_path) == ["net_rank_0_1-1_5.safetensors"]
+
+
 def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_path):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
     assert committed(tmp_path) == [10, 15] and len(files(tmp_path)) == 2

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_foreign, write_rank
@@ -207,3 +208,12 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
     assert small.written == 0 and steps(tmp_path) == [5]
     small.left = 1 << 20
     write_shard(place, Shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+
+
+def test_the_manifest_has_what_any_rank_measured_and_rank_0_goes_first(tmp_path):
+    """With pipeline stages only the last one knows the loss."""
+    for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
+        write_shard(place_of(tmp_path, rank, 2), Shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
+                                                       tensors_of(rank, 5)))
+    Committer(place_of(tmp_path, 0, 2)).saved(5)
+    assert scan(STORAGE, str(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}
