@@ -32,8 +32,8 @@ VERSION = 1
 FOLDER = ".mindresume"                 # below the checkpoint root; no mindformers code lists dot folders
 MANIFEST = "manifest.json"
 TRASH = "trash-"                       # an attempt folder under this name is no checkpoint any more, only work left to do
-# Bytes of a line. A head is some hundred bytes; a manifest has about 200 a rank, and so much for MAX_RANKS of the longest names;
-# the details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
+# Bytes of a line. A head is some hundred bytes; a manifest about 200 a rank, and there is room for 600 of each of MAX_RANKS; the
+# details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
 MAX_NAME = 255                         # bytes of a file name, on every file system we know
 MAX_SEQUENCE = 10**18 - 1              # of runs
@@ -196,7 +196,7 @@ class Record:
 
     @classmethod
     def decode(cls, head: Mapping[str, Any]) -> Record:
-        with _field_errors("record"):
+        with field_errors("record"):
             run_sequence(head["run"])
             world_size = _counted(head, "world_size", 1, MAX_RANKS)
             rank = _counted(head, "rank", 0, world_size - 1)
@@ -216,7 +216,7 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
     tail = _line(file, DETAILS_LIMIT, "record")
     if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
         raise RecordError("the list of tensors is cut short or altered")
-    with _field_errors("record"):
+    with field_errors("record"):
         return Record.decode(head), Details.from_json(_parse(tail, "record"))
 
 
@@ -246,7 +246,7 @@ class Manifest:
     def read(cls, file: BinaryIO) -> Manifest:
         """RecordError if it is torn, altered or of another kind."""
         head, _ = unseal(file, "manifest", MANIFEST_LIMIT)
-        with _field_errors("manifest"):
+        with field_errors("manifest"):
             run_sequence(head["run"])
             world_size = _counted(head, "world_size", 1, MAX_RANKS)
             rows, records = _row(head["files"], None, "files"), _row(head["records"], None, "records")
@@ -271,7 +271,7 @@ def unseal(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str
     line = _line(file, limit, kind)
     if xxhash.xxh3_128_hexdigest(line).encode() != checksum:
         raise RecordError(f"not a {kind}: it is empty, cut short or altered")
-    with _field_errors(kind):
+    with field_errors(kind):
         head = _parse(line, kind)
         if not isinstance(head, dict):
             raise RecordError(f"expected a {kind}, found {type(head).__name__}")
@@ -351,7 +351,7 @@ def _shape(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-class _field_errors:                                    # noqa: N801  a context manager, used as a statement
+class field_errors:                                    # noqa: N801  a context manager, used as a statement
     """Turns the errors of missing, ill-typed or absurd fields into RecordError."""
 
     def __init__(self, kind: str):

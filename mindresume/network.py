@@ -146,13 +146,17 @@ def capture_random() -> dict[str, Any]:
 
 def restore_random(state: Mapping[str, Any]) -> list[str]:
     """Sets the generators back; returns the names of those that were. The counters that some MindSpore kernels keep for
-    themselves (dropout and random operators of a compiled graph) are out of reach: those draw anew from their seeds."""
+    themselves (dropout and random operators of a compiled graph) are out of reach: those draw anew from their seeds.
+    LoadError if the state is none."""
     import mindspore as ms
 
     from mindresume.resume import random_state
-    restored = random_state.restore(state)
-    saved = state.get("mindspore")
-    if saved:
-        ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
-        restored.append("MindSpore's default generator")
+    try:
+        restored = random_state.restore(state)
+        saved = state.get("mindspore")
+        if saved:
+            ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
+            restored.append("MindSpore's default generator")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise LoadError(f"the random state in the record cannot be restored: {type(error).__name__}: {error}") from error
     return restored

@@ -251,3 +251,10 @@ def test_a_deferred_tensor_is_read_when_it_is_asked_for():
     found = deferred([("x", tensor)])["x"]
     assert found.nbytes == 8 and tensor.reads == 0
     assert bytes(tensor_bytes(found)) == np.array([1, 2], np.float32).tobytes() and tensor.reads == 1
+
+
+@pytest.mark.parametrize("state", [{"python": {"version": 3}}, {"numpy": 5}, {"mindspore": {"state": "%%"}},
+                                   {"python": {"version": 3, "internal": "AAAA", "gauss": None}}])
+def test_a_random_state_that_is_none_is_an_error_of_ours(state):
+    with pytest.raises(LoadError, match="the random state in the record cannot be restored"):
+        restore_random(state)

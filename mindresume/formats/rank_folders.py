@@ -19,6 +19,7 @@ from mindresume.errors import DamagedFileError, RecordError
 from mindresume.files import FORMATS, Header, read_header, read_scalar
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, Scan
 from mindresume.formats.names import META, folder_name, folder_rank, parse_label, parse_name
+from mindresume.layout import MAX_RANKS
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
@@ -32,9 +33,11 @@ from mindresume.manifest import (
     record_rank,
     run_sequence,
 )
+from mindresume.state import is_count
 from mindresume.store.storage import Storage, parallel
 
 SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
+_META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
 
@@ -73,6 +76,7 @@ def scan(storage: Storage, root: str) -> Scan:
 def _expected_ranks(storage: Storage, root: str, ranks: list[int]) -> tuple[int | None, str]:
     folder = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
     found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, storage.list(folder)) if match]
+    found = [rank for rank in found if rank < MAX_RANKS]
     if found:
         return max(found) + 1, "the strategy folder beside"
     return (len(ranks), "the number of rank folders") if ranks else (None, "")
@@ -137,6 +141,10 @@ def _from_records(storage: Storage, path: str, step: int, run: str, content: lis
             continue
         if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
             problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
+        first = records[min(records)]
+        if records[rank].world_size != first.world_size:
+            problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
+                                               f"of rank {first.rank} of {first.world_size}", rank=rank)
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in records]
     complete = bool(records) and not missing and problem is None
@@ -222,8 +230,8 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
     path = os.path.join(root, folder, META)
     try:
         with storage.open(path) as file:
-            last = json.loads(file.read())["last_ckpt_file"]
-    except (OSError, ValueError, KeyError, TypeError):
+            last = json.loads(file.read(_META_LIMIT))["last_ckpt_file"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return [f"{folder}/{META} is empty or cut short; ignored, the files decide"]
     if last not in names:
         return [f"{folder}/{META} names {last}, which is not there; ignored, the files decide"]
@@ -254,11 +262,11 @@ def _from_group(storage: Storage, root: str, group: _Group,
                        problem=Refusal(step, "the save never completed: no record of it was written",
                                        next(iter(files.values())).path))
     step = scalars.get("step_num")
-    if not isinstance(step, int):
+    if not is_count(step):
         first = next(iter(files.values())).path
         return replace(base, problem=no_step(first))
     samples = scalars.get("global_batch_size")
-    position = float(step * samples) if isinstance(samples, int) else float(step)
+    position = float(step * samples) if is_count(samples) else float(step)
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
 
 

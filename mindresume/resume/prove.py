@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.errors import DamagedFileError, RecordError
+from mindresume.files import Header
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
+from mindresume.formats.names import LABEL, parse_label
 from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of
 from mindresume.manifest import Details, FileRecord, Record, TensorRecord, read_details, read_record, record_name
 from mindresume.state import TrainingState
@@ -54,8 +56,11 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
         problem = None
     if problem is not None or not files:
         return problem
-    found = dict(zip(candidate.files, parallel(storage, lambda file: storage.status(os.path.join(root, file.path)),
-                                               candidate.files.values()), strict=True))
+    try:
+        found = dict(zip(candidate.files, parallel(storage, lambda file: storage.status(os.path.join(root, file.path)),
+                                                   candidate.files.values()), strict=True))
+    except OSError as error:
+        return candidate.refuse(f"its files cannot be looked at: {error}")
     for rank, file in candidate.files.items():
         status = found[rank]
         if status is None and candidate.attempt:
@@ -115,8 +120,12 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
 def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None,
                     full: bool) -> ProvenShard | Refusal:
     record, details, checksum = record_of(storage, candidate, rank)
-    if (record.run, record.step, record.rank) != (candidate.run, candidate.step, rank):
-        return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}", rank=rank)
+    if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
+        return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} of "
+                                f"{record.world_size}", rank=rank)
+    if record.file != candidate.files[rank]:
+        return candidate.refuse(f"the record of rank {rank} names {record.file.path}, its manifest another file, size or "
+                                f"checksum", candidate.files[rank].path, rank)
     if candidate.records and candidate.records[rank] != checksum:
         return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
     path = os.path.join(root, record.file.path)
@@ -128,18 +137,33 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
         return _prove_replicas(storage, root, candidate, rank, record, details, found, progress)
     if status.size != record.file.size:
         return _wrong_size(candidate, rank, record.file, status.size)
-    header_of(storage, root, record.file)                    # its errors are more telling than "another checksum"
+    header = header_of(storage, root, record.file)           # its errors are more telling than "another checksum"
+    problem = _unlike(record, details, header)
+    verdict = candidate.refuse(f"the file of rank {rank} {problem}", record.file.path, rank) if problem else \
+        ProvenShard(rank, (Source(record.file),), record.state, details)
     if not full:
-        return ProvenShard(rank, (Source(record.file),), record.state, details)
+        return verdict
     with storage.open(path) as opened:
         checksum, _ = file_checksum(opened, progress)
         if checksum == record.file.checksum:
-            return ProvenShard(rank, (Source(record.file),), record.state, details)
+            return verdict
         wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in details.tensors.items()})
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
     return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
                             f"recorded {record.file.checksum})", record.file.path, rank)
+
+
+def _unlike(record: Record, details: Details, header: Header) -> str:
+    """How a file with the right checksum is still not the one that the record describes; empty if it is."""
+    if parse_label(header) != (record.run, record.step):
+        return f"is not of run {record.run}, step {record.step}: its label is {header.metadata.get(LABEL)!r}"[:300]
+    recorded = {name: (row.dtype, row.shape) for name, row in details.tensors.items()}
+    found = {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
+    for name in recorded.keys() | found.keys():
+        if recorded.get(name) != found.get(name):
+            return f"holds another {name} than was recorded: {found.get(name)}, recorded {recorded.get(name)}"[:300]
+    return ""
 
 
 def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:

@@ -48,7 +48,7 @@ def work_for(place: Place, policy: Policy | None, log: Log) -> Work:
     if policy is None:
         return Work(place)
     return Work(place, Committer(place, policy, log, holds=Holds(place.storage, place.root),
-                                 ended=ended(place.storage, place.root)))
+                                 ended=lambda run: ended(place.storage, place.root)(run)))
 
 
 class Background:

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from mindresume.errors import FolderInUseError, RecordError
-from mindresume.manifest import FOLDER, TRASH, attempts, run_name, run_sequence, seal, unseal
-from mindresume.manifest import _field_errors as field_errors
+from mindresume.manifest import FOLDER, TRASH, attempts, field_errors, run_name, run_sequence, seal, unseal
+from mindresume.state import is_count, is_number
 from mindresume.store.storage import TEMPORARY, Storage, publish
 
 BEAT = 15.0                     # seconds between two beats
@@ -30,6 +30,7 @@ PATIENCE = 3                    # beats that an owner elsewhere is watched befor
 GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
 SAVING, LOADING = "saving", "loading"
 _READER = 0                     # number in the run of a reader: never later than any job
+_LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
 _PREFIX, _SUFFIX = "claim-", ".json"
 
 Text = Callable[[str], None]
@@ -69,13 +70,19 @@ class Owner:
             head, _ = unseal(file, "claim")
         with field_errors("claim"):
             run_sequence(head["run"])
-            texts = [str(head[name]) for name in ("purpose", "run", "host", "machine")]
-            return cls(*texts, int(head["pid"]), int(head["started"]), float(head["since"]), int(head["world_size"]),
-                       tuple(map(str, head["holds"])), int(head["beat"]))
+            texts = [head[name] for name in ("purpose", "run", "host", "machine")]
+            counts = [head[name] for name in ("pid", "started", "world_size", "beat")]
+            names, since = tuple(head["holds"]), head["since"]
+            if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names)):
+                raise RecordError("claim: purpose, run, host, machine and holds are texts")
+            if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
+                raise RecordError("claim: pid, started, world_size and beat are counts, since is a time")
+            pid, started, world_size, beat = counts
+            return cls(*texts, pid, started, float(since), world_size, names, beat)
 
 
 def owner_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> Owner:
-    """``run`` is still empty."""
+    """``run`` is still empty: ``occupy`` finds the next."""
     return Owner(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
                  world_size, tuple(holds))
 
@@ -205,7 +212,7 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     if living:
         raise FolderInUseError(_in_use(root, living[0], owner))
     names = storage.list(folder)
-    claim = Claim(storage, root, replace(owner, run=next_run(names)))
+    claim = Claim(storage, root, replace(owner, run=owner.run or next_run(names)))
     claim.publish()
     known = {other.run for other in dead}
     for other in claims(storage, root):             # two jobs that start at the same moment: the later name stays

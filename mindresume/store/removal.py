@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from mindresume.errors import RecordError
 from mindresume.formats import Candidate
-from mindresume.formats.names import folder_name, name_for_rank
+from mindresume.formats.names import folder_name, name_for_rank, parse_name
 from mindresume.formats.rank_folders import labelled_files, scan_records, whole
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, parse_attempt, read_record, record_rank
 from mindresume.store.retention import KeepAny, Policy, surplus
@@ -218,8 +218,10 @@ def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) ->
         except FileNotFoundError:
             return                              # this rank never wrote anything, or its folder was removed by hand
     parallel(storage, clear, by_folder.items())
-    for entry in storage.list(trash):
-        storage.remove(os.path.join(trash, entry))
+    status = storage.status(trash)
+    if status is not None and not status.is_link:               # what lies behind a link is somebody else's
+        for entry in storage.list(trash):
+            storage.remove(os.path.join(trash, entry))
     storage.remove(trash)
 
 
@@ -227,9 +229,10 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
     """Paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: path of its records,
     already trash or not yet.
 
-    One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record the
-    labels inside the files tell.
+    One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record that is of
+    this attempt and names a file of its step, the labels inside the files tell.
     """
+    step, run = parse_attempt(os.path.basename(folder).removeprefix(TRASH)) or (0, "")
     for entry in storage.list(folder):
         if record_rank(entry) is None:
             continue
@@ -239,8 +242,11 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
         except (OSError, RecordError):
             continue
         name = record.file.path.partition("/")[2]
+        parsed = parse_name(name)
+        if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
+                record.rank, record.state.epoch, record.state.step_in_epoch):
+            continue                                            # it may name what is not of this checkpoint
         paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.file.format))
                  for rank in range(record.world_size)]
         return paths + [temporary_name(path, record.run) for path in paths]
-    step, run = parse_attempt(os.path.basename(folder).removeprefix(TRASH)) or (0, "")
     return labelled_files(storage, root, run, step)

@@ -83,10 +83,15 @@ class Work:
         self.place, self.committer = place, committer
 
     def begin(self) -> None:
-        """Rank 0 commits what earlier writers completed but did not commit."""
-        if self.committer is not None:
+        """Rank 0 commits what earlier writers completed but did not commit. A file system in trouble is logged: the next one
+        will do it, and until then such a checkpoint counts all the same."""
+        if self.committer is None:
+            return
+        try:
             for step in self.committer.adopt():
                 self.committer.log(f"step {step} was complete already and is committed now")
+        except OSError as error:
+            self.committer.log(f"what earlier runs completed is not committed now: {error}")
 
     def write(self, save: Save) -> Outcome:
         """FolderInUseError is raised, every other SaveError is in the outcome."""

@@ -26,10 +26,11 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 @dataclass(frozen=True)
 class Status:
-    """``size`` in bytes, ``mtime`` in seconds since 1970."""
+    """``size`` in bytes, ``mtime`` in seconds since 1970. ``is_link``: a folder that really lies elsewhere."""
     size: int
     mtime: float
     is_folder: bool
+    is_link: bool = False
 
 
 class Storage(Protocol):
@@ -83,10 +84,20 @@ class PosixStorage:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return Status(found.st_size, found.st_mtime, stat.S_ISDIR(found.st_mode))
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):        # a link to itself, a name no file can have
+                return None
+            raise
+        folder = stat.S_ISDIR(found.st_mode)
+        return Status(found.st_size, found.st_mtime, folder, folder and os.path.islink(path))
 
     def open(self, path: str) -> BinaryIO:
-        return open(path, "rb")
+        # A pipe would block until somebody writes into it, a device never ends: neither is a file of a checkpoint.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "is no regular file", path)
+        return file
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         written = 0

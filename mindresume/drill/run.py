@@ -1,0 +1,117 @@
+"""One cell for every story, format, fault and operation."""
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mindresume.drill.faults import FAULTS, LAG, Fault, Killed, Machine, Operation
+from mindresume.drill.judge import Verdict, judge
+from mindresume.drill.ranks import Turns
+from mindresume.drill.stories import RUNS, STORIES, Saved, Story, World
+from mindresume.files import FORMATS
+from mindresume.store.storage import PosixStorage, Storage
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``operation``: number of the operation struck, from 1; ``name`` and ``path`` (relative to the folder) say what it was."""
+    story: str
+    format: str
+    ranks: int
+    fault: str
+    operation: int
+    rank: int
+    name: str
+    path: str
+    verdict: str
+    reason: str
+    chosen: Saved | None
+    left: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``wrap``: puts something between the machine and the disk, for tests of the drill itself."""
+    folder: str
+    ranks: int = 2
+    seed: int = 0
+    storage: Callable[[], Storage] = PosixStorage
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything that one story in one format goes through."""
+    story: str
+    format: str
+    operations: tuple[Operation, ...]
+
+
+def prepare(setup: Setup, stories: Sequence[str] = tuple(STORIES), formats: Sequence[str] = FORMATS) -> list[Task]:
+    """Runs every story once without a fault, to know its operations. RuntimeError if that does not pass already."""
+    tasks = []
+    for name in stories:
+        for fmt in formats:
+            machine, verdict = _play(setup, STORIES[name], fmt, None)
+            if verdict.verdict != "PASS":
+                raise RuntimeError(f"{name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
+            tasks.append(Task(name, fmt, tuple(machine.operations)))
+    return tasks
+
+
+def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[Cell]:
+    for kind in faults:
+        for operation in task.operations:
+            fault = Fault(kind, operation.number)
+            if fault.hits(operation.name):
+                yield cell(setup, task, fault)
+
+
+def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
+    machine, verdict = _play(setup, STORIES[task.story], task.format, fault)
+    struck = machine.operations[fault.at - 1]
+    return Cell(task.story, task.format, setup.ranks, fault.kind, fault.at, struck.rank, struck.name, struck.path,
+                verdict.verdict, verdict.reason, verdict.chosen, verdict.left)
+
+
+def _play(setup: Setup, story: Story, fmt: str, fault: Fault | None) -> tuple[Machine, Verdict]:
+    """The order of the ranks depends on the seed alone, so that a number means the same operation with and without a fault."""
+    folder = tempfile.mkdtemp(prefix="cell-", dir=setup.folder)
+    root = os.path.join(folder, "checkpoint")
+    hook, threading.excepthook = threading.excepthook, _quiet(threading.excepthook)
+    try:
+        story.prepare(root, fmt, setup.ranks)
+        chance = random.Random(f"{setup.seed} {story.name} {fmt} {fault}")
+        machine = Machine(setup.storage(), Turns(setup.ranks, random.Random(setup.seed)), fault, chance)
+        world = World(machine, root, fmt, setup.ranks)
+        for error in story.run(world):
+            if isinstance(error, BaseException) and not isinstance(error, (Killed, OSError)) and not _expected(error):
+                return _relative(machine, folder), Verdict("HARD_FAIL", f"{type(error).__name__}: {error}")
+        machine.sleep(LAG + 1)
+        return _relative(machine, folder), judge(world, [(RUNS[run], step) for run, step in story.past])
+    finally:
+        threading.excepthook = hook
+        shutil.rmtree(folder)
+
+
+def _expected(error: BaseException) -> bool:
+    from mindresume.errors import MindResumeError
+    return isinstance(error, MindResumeError)
+
+
+def _relative(machine: Machine, folder: str) -> Machine:
+    machine.operations = [Operation(o.number, o.rank, o.name, os.path.relpath(o.path, folder)) for o in machine.operations]
+    return machine
+
+
+def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A writer thread that was killed says nothing."""
+    return lambda args: None if issubclass(args.exc_type, Killed) else usual(args)

@@ -1,0 +1,765 @@
+"""Hostile and damaged folders: whoever wrote them could compute right checksums, so the seal (first line) is always valid here.
+
+Refused by name, nothing read or removed elsewhere, in bounded time; and the older good checkpoint is taken.
+"""
+import io
+import json
+import os
+import re
+import shutil
+import signal
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import xxhash
+from folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, write_foreign
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindresume.agree import Solo
+from mindresume.errors import DamagedFileError, RecordError, UnusableError
+from mindresume.files import encode, read_header, read_scalar
+from mindresume.formats.names import label
+from mindresume.formats.rank_folders import scan
+from mindresume.layout import MAX_RANKS, TensorLayout
+from mindresume.manifest import (
+    DETAILS_LIMIT,
+    FOLDER,
+    HEAD_LIMIT,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    VERSION,
+    Details,
+    FileRecord,
+    Manifest,
+    Record,
+    TensorRecord,
+    attempt_name,
+    parse_attempt,
+    read_details,
+    read_record,
+    record_name,
+    record_rank,
+    run_name,
+    run_sequence,
+)
+from mindresume.resume.select import select
+from mindresume.store.commit import Committer
+from mindresume.store.retention import KeepLast
+
+OLD, NEW, WORLD = 5, 10, 2
+DEEP, DIGITS, SURROGATE = "@deep@", "@digits@", "@surrogate@"       # become text that json.dumps would not write
+RAW = {f'"{DEEP}"': "[" * 20_000 + "]" * 20_000, f'"{DIGITS}"': "9" * 6000, f'"{SURROGATE}"': '"\\ud800"'}
+
+
+# ---- altering sealed files -------------------------------------------------------------------------------------------
+
+def dump(value):
+    text = json.dumps(value)
+    for mark, raw in RAW.items():
+        text = text.replace(mark, raw)
+    return text.encode()
+
+
+def sealed(line, tail=None):
+    return b"\n".join([xxhash.xxh3_128_hexdigest(line).encode(), line] + ([] if tail is None else [tail])) + b"\n"
+
+
+def resealed(content, change=None, change_details=None):
+    """The same record or manifest with another head and other details, and all its checksums right."""
+    _, line, *rest = content.rstrip(b"\n").split(b"\n")
+    head, tail = json.loads(line), rest[0] if rest else None
+    if change_details:
+        details = json.loads(tail)
+        change_details(details)
+        tail = dump(details)
+    if tail is not None:
+        head["details"] = xxhash.xxh3_128_hexdigest(tail)
+    if change:
+        change(head)
+    return sealed(dump(head), tail)
+
+
+def setting(*keys, value):
+    def change(head):
+        target = head
+        for key in keys[:-1]:
+            target = target[key]
+        target[keys[-1]] = value
+    return change
+
+
+def deleting(*keys):
+    def change(head):
+        target = head
+        for key in keys[:-1]:
+            target = target[key]
+        del target[keys[-1]]
+    return change
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+LAYOUT = TensorLayout((2, 2), (0, -1))
+FILES = tuple(FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safetensors", 100, "ab" * 16) for rank in range(2))
+RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(Details(
+    {"w": TensorRecord("float32", (4, 4), "cd" * 16, LAYOUT, (8, 4)), "b": TensorRecord("float32", (5,), "ef" * 16)},
+    {"python": "of rank 1"}))
+COMMIT = Manifest(RUN, state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16)).encode()
+
+NO_COUNT = [None, True, "8", 8.0, 1e18, -1, 2**63, float("nan"), [], {}, DEEP]
+NO_PATH = ["/etc/passwd", "../x.safetensors", "rank_1/../../x.safetensors", "rank_1/../rank_1/x.safetensors", "rank_1/..",
+           "rank_1/", "rank_1", "x.safetensors", "./rank_1/x.safetensors", "rank_1//x.safetensors", "rank_1/./x.safetensors",
+           ".mindresume/x.safetensors", "rank_1/a/x.safetensors", "rank_0/x.safetensors", "rank_01/x.safetensors",
+           "rank_11/x.safetensors", "rank_1\\x.safetensors", "rank_1/..\\x.safetensors", "rank_1/a\0.safetensors",
+           "rank_1/a\n.safetensors", "rank_1/" + "x" * 300 + ".safetensors", "rank_1/x.ckpt", "rank_1/x.txt", "rank_1/x",
+           "C:\\x.safetensors", "", None, 3, ["rank_1/x.safetensors"], SURROGATE, DEEP]
+
+state_cases = [(("state", field), value, field) for field in ("step", "steps_per_epoch", "global_step") for value in NO_COUNT]
+state_cases += [(("state", field), value, field) for field in ("global_batch_size", "sink_size", "dataset_size")
+                for value in [*NO_COUNT[1:], 0]]
+state_cases += [(("state", "loss_scale"), value, "loss_scale")
+                for value in [True, "1.0", [], {}, float("nan"), float("inf"), -float("inf"), 10**400]]
+state_cases += [(("state", "metrics"), value, "metric") for value in [{"loss": 10**400}, {"loss": True}, [1], "x" * 5000, None]]
+state_cases += [(("state",), value, "state") for value in (None, [], "state", 3, True)]
+common_cases = state_cases + [(("saved_at",), value, "saved_at") for value in
+                              (None, "1000", True, float("nan"), float("inf"), -1.0, 1e300, 10**400, [])]
+common_cases += [(("run",), value, "run|type|text|expected string") for value in
+                 (None, 3, [], "", "0001", "../0001-0000aaaa", "00001-0000aaaa", "٠٠٠١-0000aaaa", "9" * 5000 + "-0000aaaa")]
+common_cases += [(("world_size",), value, "world_size|ranks") for value in [*NO_COUNT, 0, 10**15, MAX_RANKS + 1]]
+common_cases += [(("version",), value, "version") for value in
+                 (None, True, "1", 1.0, 0, -1, VERSION + 1, 10**400, [], {}, float("nan"))]
+common_cases += [(("kind",), value, "expected a") for value in (None, 1, [], "Record", "x" * 5000)]
+record_cases = common_cases + [(("rank",), value, "rank") for value in [*NO_COUNT, 2, 10**15]]
+record_cases += [(("file", 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
+record_cases += [(("file", 1), value, "format") for value in (None, 1, [], "pkl", "ckpt", "SAFETENSORS", "")]
+record_cases += [(("file", 2), value, "size") for value in NO_COUNT]
+record_cases += [(("file", 3), value, "checksum") for value in (None, 1, "", "ab", "zz" * 16, "AB" * 16, "ab" * 17, ["ab" * 16])]
+record_cases += [(("file",), value, "file") for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])]
+record_cases += [(("details",), value, "list of tensors") for value in (None, 1, "", "00" * 16, [])]
+manifest_cases = common_cases + [(("files", 1, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
+manifest_cases += [(("files",), value, "files") for value in (None, [], {}, "ab", 2, [FILES[0].to_json()])]
+manifest_cases += [(("records",), value, "records") for value in (None, [], {}, "ab", 2, ["01" * 16])]
+manifest_cases += [(("records", 1), value, r"rank_00001.json: the checksum") for value in (None, 1, [], "", "ab" * 15, "é" * 32)]
+details_cases = [(("tensors", "w"), value, "w") for value in (None, [], "abcde", {}, ["float32", [4, 4], "cd" * 16, 0])]
+details_cases += [(("tensors", "w", 0), value, "tensor w: the dtype") for value in (None, 1, [], {})]
+details_cases += [(("tensors", "w", 1), value, "tensor w") for value in
+                  (None, 4, "44", {}, [4, -1], [4, True], [4, 4.0], [2**63], [1] * 100, [4], [2, 4], [[4, 4]], DEEP)]
+details_cases += [(("tensors", "w", 2), value, "tensor w: the checksum") for value in (None, 1, "", "cd" * 15)]
+details_cases += [(("tensors", "w", 3), value, "tensor w: layout") for value in (1, -1, True, "0", 0.0, [], 10**30, DEEP)]
+details_cases += [(("tensors", "w", 4), value, "tensor w|divide|dimensions") for value in
+                  (None, 8, "84", [7, 4], [16, 4], [8], [8, 4, 1], [-8, 4], [2**63, 4], [1] * 100)]
+details_cases += [(("tensors",), value, "tensors|items|attribute") for value in (None, [], "x", 3)]
+details_cases += [(("layouts",), value, "layout|iterable|index") for value in (None, {"a": 1}, [None], [3], "ab", 5)]
+details_cases += [(("layouts", 0, "device_matrix"), value, "layout|matrix") for value in
+                  ([], [10**18], [10**9, 10**9], [-1, 2], [0, 2], ["2"], "22", {"2": 2}, [1] * 10_000, [2**60] * 30, [True, 2],
+                   None)]
+details_cases += [(("layouts", 0, "tensor_map"), value, "layout|tensor_map") for value in
+                  (None, "0", {}, [0] * 10_000, [5, -1], [0, 0], [[0, 0], -1], [-2, -1], [[[0]], -1])]
+details_cases += [(("layouts", 0, "optimizer_shards"), value, "layout|shards") for value in (None, 3, 10**18, -2, "1", True)]
+details_cases += [(("random",), value, "random") for value in (None, [], "x", 3)]
+
+
+def shown(case):
+    return re.sub(r"[^\w.,-]+", "_", f"{'.'.join(map(str, case[0]))}-{case[1]!r}"[:60])
+
+
+def cases(rows):
+    """``DEEP`` is refused before anybody can know which field it is."""
+    return pytest.mark.parametrize("keys, value, says", [
+        pytest.param(*row[:2], "not JSON" if row[1] == DEEP else row[2], id=shown(row)) for row in rows])
+
+
+def refused(read, content, says):
+    """That the reader says in one short sentence which field it is, in no time."""
+    with within(3), pytest.raises(RecordError) as caught:
+        read(io.BytesIO(content))
+    assert re.search(says, str(caught.value)) and len(str(caught.value)) < 1200
+    str(caught.value).encode()                                          # it can be printed
+
+
+@cases(record_cases)
+def test_a_record_that_no_rank_can_have_written(keys, value, says):
+    content = resealed(RECORD, setting(*keys, value=value))
+    if keys != ("details",):
+        refused(read_record, content, says)
+    refused(read_details, content, says)
+
+
+@cases(manifest_cases)
+def test_a_manifest_that_no_rank_can_have_written(keys, value, says):
+    refused(Manifest.read, resealed(COMMIT, setting(*keys, value=value)), says)
+
+
+@cases(details_cases)
+def test_details_that_no_rank_can_have_written(keys, value, says):
+    content = resealed(RECORD, None, setting(*keys, value=value))
+    assert read_record(io.BytesIO(content))[0].rank == 1                # the head is that of a good record
+    refused(read_details, content, says)
+
+
+def test_what_the_cases_alter_is_good():
+    assert read_details(io.BytesIO(resealed(RECORD)))[1].tensors["w"].global_shape == (8, 4)
+    assert Manifest.read(io.BytesIO(resealed(COMMIT))).files == FILES
+
+
+@pytest.mark.parametrize("read", [read_record, Manifest.read])
+@pytest.mark.parametrize("line", [b"", b"{", b"nonsense", b'{"kind":"record","kind":"record"}', b"\xff\xfe", b"\xef\xbb\xbf{}",
+                                  '{"kind":"record"}'.encode("utf-16"), b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000,
+                                  b'{"\\ud800":1}', b"NaN", b"[]", b"null", b'"record"'], ids=lambda line: str(line[:20]))
+def test_a_sealed_line_that_is_no_record(read, line):
+    with within(3), pytest.raises(RecordError, match="record|manifest"):
+        read(io.BytesIO(sealed(line)))
+
+
+@pytest.mark.parametrize("read, limit", [(read_record, HEAD_LIMIT), (read_details, HEAD_LIMIT), (Manifest.read, MANIFEST_LIMIT)])
+def test_an_endless_line_is_not_read_to_its_end(read, limit):
+    with within(5), Endless(b"0" * 32 + b"\n") as file:
+        with pytest.raises(RecordError, match=f"more than {limit} bytes"):
+            read(file)
+        assert file.given <= limit + 200
+
+
+def test_endless_details_are_not_read_to_their_end():
+    _, line, _ = RECORD.split(b"\n", 2)
+    with within(5), Endless(sealed(line)) as file:
+        with pytest.raises(RecordError, match=f"more than {DETAILS_LIMIT} bytes"):
+            read_details(file)
+        assert file.given <= DETAILS_LIMIT + 3 * len(line)
+
+
+class Endless(io.RawIOBase):
+    """A file that begins with ``start`` and never ends; counts what it gave."""
+
+    def __init__(self, start):
+        self.start, self.given = start, 0
+
+    def readline(self, size=-1):
+        assert size >= 0, "a line of any length is asked for"
+        line = self.start[self.given:self.given + size].partition(b"\n")
+        found = line[0] + line[1] if self.given < len(self.start) else b"x" * size
+        self.given += len(found)
+        return found
+
+
+def test_a_tensor_that_occurs_twice_is_refused_by_name():
+    _, line, tail = RECORD.rstrip(b"\n").split(b"\n")
+    twice = tail.replace(b'"b":', b'"w":')
+    content = sealed(dump({**json.loads(line), "details": xxhash.xxh3_128_hexdigest(twice)}), twice)
+    refused(read_details, content, "'w' occurs twice")
+
+
+def test_the_largest_job_that_is_allowed_can_be_read_back():
+    files = tuple(FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16) for rank in range(MAX_RANKS // 10))
+    manifest = Manifest(RUN, state_of(NEW), 1000.0, files, ("01" * 16,) * len(files))
+    assert len(manifest.encode()) * 10 < MANIFEST_LIMIT / 2
+    assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
+
+
+def test_what_could_not_be_read_back_is_not_written():
+    record = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16))
+    with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
+        record.encode(Details())
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", [
+    "step-00000000015-run-0001-0000aaaa", "step-0000000015-run-00001-0000aaaa", "step-٠٠٠٠٠٠٠٠١٥-run-0001-0000aaaa",
+    "step-0000000015-run-٠٠٠١-0000aaaa", f"step-{'9' * 100}-run-0001-0000aaaa", f"step-0000000015-run-{'9' * 100}-0000aaaa"])
+def test_an_attempt_has_one_name(name):
+    assert parse_attempt(name) is None
+
+
+@pytest.mark.parametrize("name", ["rank_000001.json", "rank_٠٠٠٠١.json", f"rank_{'9' * 100}.json"])
+def test_a_record_has_one_name(name):
+    assert record_rank(name) is None
+
+
+def test_no_run_follows_one_of_an_absurd_number():
+    last = f"{10**18 - 1}-0000aaaa"
+    assert run_sequence(last) == 10**18 - 1
+    with pytest.raises(RecordError, match="remove it"):
+        run_name(run_sequence(last) + 1, "0000bbbb")
+
+
+# ---- whole folders: the older good checkpoint is taken ---------------------------------------------------------------
+
+@contextmanager
+def within(seconds):
+    """Fails if what is inside takes longer; works on loops of Python and on system calls that block."""
+    def late(*_):
+        pytest.fail(f"still at work after {seconds} s")             # no Exception: nothing in the product can catch it
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hostile") / "good" / "checkpoint"
+    for step in (OLD, NEW):
+        save(root, step, WORLD)
+    return root
+
+
+@pytest.fixture
+def root(good, tmp_path):
+    """Steps 5 and 10 of 2 ranks."""
+    return shutil.copytree(good, tmp_path / "checkpoint")
+
+
+def attempt(root, step=NEW):
+    return root / FOLDER / attempt_name(step, RUN)
+
+
+def record_path(root, rank, step=NEW):
+    return attempt(root, step) / record_name(rank)
+
+
+def alter(root, rank=1, change=None, change_details=None, manifest="matching"):
+    """Alters the record of one rank of the newest checkpoint. ``manifest``: "matching" is made from the altered records, as
+    somebody would who wants to be believed; "none" has died before it."""
+    path = record_path(root, rank)
+    commit, content = attempt(root) / MANIFEST, path.read_bytes()
+    path.write_bytes(resealed(content, change, change_details))
+    if manifest == "none":
+        commit.unlink()
+    else:
+        altered = json.loads(content.split(b"\n")[1])
+        if change:
+            change(altered)
+
+        def match(head):
+            head["records"][rank] = path.read_bytes().split(b"\n")[0].decode()
+            if manifest == "matching":
+                head["files"][rank] = altered.get("file")
+        commit.write_bytes(resealed(commit.read_bytes(), match))
+
+
+def put_file(root, content, rank=1, name=None, details=None):
+    """Replaces the weights of one rank of the newest checkpoint, and records their size and checksum."""
+    path = path_of(root, NEW, rank) if name is None else root / name
+    path.write_bytes(content)
+
+    def change(head):
+        head["file"] = [os.path.relpath(path, root), path.suffix[1:], len(content), xxhash.xxh3_128_hexdigest(content)]
+    alter(root, rank, change, details)
+
+
+def choose(root, world=WORLD):
+    with within(5):
+        return select(STORAGE, str(root), Solo(), world, ranks=lambda candidate: list(candidate.files))
+
+
+def assert_falls_back(root, *says, world=WORLD):
+    choice = choose(root, world)
+    assert choice.chosen is not None and choice.chosen.step == OLD
+    text = "\n".join(map(str, choice.refused))
+    assert choice.refused[0].step in (NEW, None) and all(re.search(part, text) for part in says), text
+    return choice
+
+
+folder_cases = [
+    ("world_size", setting("world_size", value=10**15)), ("world_size", setting("world_size", value="8")),
+    ("world_size", deleting("world_size")), ("rank", setting("rank", value=-1)), ("saved_at", setting("saved_at", value=1e300)),
+    ("loss_scale", setting("state", "loss_scale", value=[])),
+    ("global_batch_size", setting("state", "global_batch_size", value="8")),
+    ("steps_per_epoch", setting("state", "steps_per_epoch", value=10**400)), ("JSON", setting("more", value=DEEP)),
+    ("JSON", setting("more", value=DIGITS)), ("version 2", setting("version", value=2)),
+    ("rank_1/../../x.ckpt", setting("file", 0, value="rank_1/../../x.ckpt")),
+    ("/etc/passwd", setting("file", 0, value="/etc/passwd")),
+    ("rank_0/net", setting("file", 0, value="rank_0/net_rank_0-1_10.safetensors")),
+    ("xxx", setting("file", 0, value="rank_1/" + "x" * 300)),
+]
+
+
+@pytest.mark.parametrize("manifest", ["none", "intact", "records only"])
+@pytest.mark.parametrize("says, change", folder_cases, ids=[f"{index}-{row[0]}" for index, row in enumerate(folder_cases)])
+def test_a_hostile_record(root, says, change, manifest):
+    intact = (attempt(root) / MANIFEST).read_bytes()
+    alter(root, 1, change, manifest="none" if manifest == "none" else "records only")
+    if manifest == "intact":
+        (attempt(root) / MANIFEST).write_bytes(intact)
+    assert_falls_back(root, "rank 1", re.escape(says))
+
+
+@pytest.mark.parametrize("says, change", folder_cases, ids=[f"{index}-{row[0]}" for index, row in enumerate(folder_cases)])
+def test_a_hostile_record_that_the_manifest_agrees_with(root, says, change):
+    """The manifest is then hostile itself, and the records decide, which are no better."""
+    alter(root, 1, change)
+    assert_falls_back(root, "rank 1", re.escape(says))
+
+
+@pytest.mark.parametrize("details, says", [
+    (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias: layout 0"),
+    (setting("layouts", value=[{"device_matrix": [10**18], "tensor_map": [], "optimizer_shards": -1}]), "layout"),
+    (setting("more", value=DEEP), "JSON"), (deleting("tensors"), "tensors"),
+])
+@pytest.mark.parametrize("lost", [False, True], ids=["file there", "file lost"])
+def test_hostile_details(root, details, says, lost):
+    alter(root, 1, None, details)
+    if lost:
+        path_of(root, NEW, 1).unlink()
+    assert_falls_back(root, "rank 1", re.escape(says))
+
+
+@pytest.mark.parametrize("change", [
+    setting("world_size", value=10**15), setting("files", value=[]), setting("state", "step", value=OLD),
+    setting("run", value="0009-0000ffff"), setting("version", value=2), setting("more", value=DEEP), deleting("records"),
+    setting("files", 1, 0, value="/etc/passwd"), setting("files", 1, 0, value="rank_0/net_rank_0-1_10.safetensors"),
+])
+def test_a_hostile_manifest_is_no_commit_and_the_records_decide(root, change):
+    path = attempt(root) / MANIFEST
+    path.write_bytes(resealed(path.read_bytes(), change))
+    choice = choose(root)
+    assert choice.chosen.step == NEW and not choice.chosen.committed
+    assert any(MANIFEST in note and "judged by the records" in note for note in choice.notes)
+    record_path(root, 1).unlink()                                       # without them it was never complete
+    assert_falls_back(root, "missing: rank 1")
+
+
+def test_a_manifest_of_no_ranks_is_no_checkpoint(root):
+    path = attempt(root) / MANIFEST
+    path.write_bytes(resealed(path.read_bytes(), lambda head: head.update(world_size=0, files=[], records=[])))
+    for rank in range(WORLD):
+        record_path(root, rank).unlink()
+    assert_falls_back(root, "no rank recorded", world=None)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, record_name(1)])
+@pytest.mark.parametrize("kind", ["folder", "zeros", "loop", "fifo", "dangling"])
+def test_no_file_where_a_record_or_manifest_should_be(root, name, kind):
+    path = attempt(root) / name
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"zeros": "/dev/zero", "loop": path, "dangling": root / "nowhere"}[kind])
+    if name == MANIFEST:
+        assert choose(root).chosen.step == NEW
+    else:
+        assert_falls_back(root, "rank 1")
+
+
+# ---- hostile weights -------------------------------------------------------------------------------------------------
+
+def safetensors(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+hostile_weights = {
+    "gigabytes of header": (2**40).to_bytes(8, "little") + b"{}",
+    "more header than there is": (2**63).to_bytes(8, "little") + b"{" * 64,
+    "overlap": safetensors({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
+    "same bytes": safetensors({"a": ENTRY, "b": ENTRY}, bytes(8)),
+    "gap": safetensors({"a": {**ENTRY, "data_offsets": [8, 16]}}, bytes(16)),
+    "twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(ENTRY).encode(),) * 2), bytes(8)),
+    "nested": safetensors(b'{"a":' * 50_000), "list": safetensors(b"[]"), "digits": safetensors(b'{"a":' + b"9" * 6000 + b"}"),
+    "shape of gigabytes": safetensors({"a": {**ENTRY, "shape": [2**31, 2**31]}}, bytes(8)),
+    "negative": safetensors({"a": {**ENTRY, "shape": [-2, -1]}}, bytes(8)),
+    "metadata": safetensors({"__metadata__": {"a": 1}}), "dtype": safetensors({"a": {**ENTRY, "dtype": ["F32"]}}, bytes(8)),
+    "pickle": b"\x80\x04cos\nsystem\n(S'false'\ntR.", "empty": b"", "short": b"1234567",
+}
+
+
+@pytest.mark.parametrize("content", hostile_weights.values(), ids=hostile_weights)
+def test_hostile_weights_with_a_right_record(root, content):
+    put_file(root, content)
+    assert_falls_back(root, "rank 1|rank_1", "net_rank_1-1_10.safetensors")
+
+
+@pytest.mark.parametrize("content", hostile_weights.values(), ids=hostile_weights)
+def test_hostile_weights_without_a_record(root, content):
+    write_foreign(root, 20, WORLD, suffix=1)
+    path_of(root, 20, 1, 1).write_bytes(content)
+    choice = choose(root)
+    assert choice.chosen.step == NEW and "net_rank_1_1-2_10.safetensors" in str(choice.refused[0])
+
+
+@pytest.mark.parametrize("content", [b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x0a\x00" * 1000, b"\xff" * 64,
+                                     b"\x80\x04cos\nsystem\n(S'false'\ntR."])
+def test_hostile_weights_of_the_other_format(root, content):
+    put_file(root, content, name="rank_1/net_rank_1-1_10.ckpt")
+    assert_falls_back(root, "rank_1/net_rank_1-1_10.ckpt")
+
+
+def foreign_file(path, **tensors):
+    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", {**counters(20), **tensors}, {"format": "ms"})))
+
+
+@pytest.mark.parametrize("step", [np.array([20, 20]), np.array(-5), np.array(True), np.array(20.5), np.array(np.nan)])
+def test_a_step_that_is_none(root, step):
+    for rank in range(WORLD):
+        foreign_file(path_of(root, 20, rank, 1), step_num=step)
+    choice = choose(root)
+    assert choice.chosen.step == NEW and "net_rank_0_1-2_10.safetensors" in str(choice.refused[0])
+
+
+def test_a_counter_of_gigabytes_is_not_read(tmp_path):
+    """A sparse file of 64 GiB that claims to be one number."""
+    path, nbytes = tmp_path / "x.safetensors", 2**36
+    path.write_bytes(safetensors({"step_num": {"dtype": "I64", "shape": [nbytes // 8], "data_offsets": [0, nbytes]}}))
+    os.truncate(path, path.stat().st_size + nbytes)
+    with within(3), open(path, "rb") as file:
+        header = read_header(file, str(path))
+        with pytest.raises(DamagedFileError, match="step_num should be one number"):
+            read_scalar(file, header, "step_num")
+
+
+@pytest.mark.parametrize("text", ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "0001-0000aaaa -5", " ", "../x 5", ""])
+def test_a_label_that_nobody_wrote_is_none(root, text):
+    for rank in range(WORLD):
+        path_of(root, 20, rank, 1).write_bytes(b"".join(
+            bytes(piece) for _, piece in encode("safetensors", counters(20), {"mindresume": text})))
+    with within(5):
+        found = scan(STORAGE, str(root)).candidates
+    assert {candidate.step for candidate in found} == {OLD, NEW, 20}
+    assert choose(root).chosen.step in (NEW, 20)
+
+
+# ---- consistent by itself, but not with the rest ---------------------------------------------------------------------
+
+def test_details_that_describe_another_file(root):
+    """Right checksums everywhere, but the list of tensors is not that of the file."""
+    alter(root, 1, None, setting("tensors", "layer.bias", 1, value=[7]))
+    assert_falls_back(root, "rank_1/net_rank_1-1_10.safetensors", "layer.bias")
+
+
+def test_details_that_lack_a_tensor_of_the_file(root):
+    alter(root, 1, None, deleting("tensors", "layer.bias"))
+    assert_falls_back(root, "rank_1/net_rank_1-1_10.safetensors", "layer.bias")
+
+
+@pytest.mark.parametrize("manifest", ["matching", "records only", "none"])
+def test_a_record_that_names_the_file_of_another_step(root, manifest):
+    """The older weights must never be loaded as those of the newer step."""
+    older = json.loads(record_path(root, 1, OLD).read_bytes().split(b"\n")[1])["file"]
+    alter(root, 1, setting("file", value=older), manifest=manifest)
+    assert_falls_back(root, "rank 1")
+
+
+def test_a_record_that_the_manifest_does_not_agree_with(root):
+    """Another file of the same rank and step, in all points good."""
+    other = "rank_1/net_rank_1_7-1_10.safetensors"
+    content = path_of(root, NEW, 1).read_bytes()
+    (root / other).write_bytes(content)
+    alter(root, 1, setting("file", 0, value=other), manifest="records only")
+    assert_falls_back(root, "rank 1")
+
+
+def test_records_of_jobs_of_different_sizes(root):
+    alter(root, 0, setting("world_size", value=1), manifest="none")
+    assert_falls_back(root, "world_size|ranks")
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_a_record_of_another_world_size_than_its_manifest(root, rank):
+    alter(root, rank, setting("world_size", value=4), manifest="records only")
+    assert_falls_back(root, f"rank {rank}")
+
+
+def test_all_ranks_of_a_job_come_to_the_same_result(root):
+    alter(root, 1, setting("world_size", value=10**15))
+    with within(10):
+        choices = Ranks(WORLD).run(lambda group: select(STORAGE, str(root), group))
+    assert [choice.chosen.step for choice in choices] == [OLD] * WORLD
+    assert len({str(choice.refused) for choice in choices}) == 1
+
+
+# ---- what lies beside ------------------------------------------------------------------------------------------------
+
+def test_a_strategy_file_of_an_absurd_rank(root):
+    (root.parent / "strategy").mkdir()
+    (root.parent / "strategy" / "ckpt_strategy_rank_999999999999.ckpt").write_bytes(b"")
+    write_foreign(root, 20, WORLD, suffix=1)
+    assert choose(root, world=None).chosen.step in (NEW, 20)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"last_ckpt_file":' * 50_000, b'{"last_ckpt_file":["a"]}', b"9" * 10_000,
+                                     b'{"last_ckpt_file":"\\ud800"}', b"\xff", b"[]", b"null"], ids=lambda text: str(text[:20]))
+def test_a_hostile_hint(root, content):
+    (root / "rank_0" / "meta.json").write_bytes(content)
+    choice = choose(root)
+    assert choice.chosen.step == NEW and any("rank_0/meta.json" in note for note in choice.notes)
+
+
+def loop(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+def test_weights_that_are_a_link_to_themselves(root):
+    loop(path_of(root, NEW, 1))
+    assert_falls_back(root, "net_rank_1-1_10.safetensors")
+
+
+def test_weights_of_mindformers_that_are_a_link_to_themselves(root):
+    write_foreign(root, 20, WORLD, suffix=1)
+    loop(path_of(root, 20, 1, 1))
+    assert choose(root).chosen.step == NEW
+
+
+def test_weights_that_are_a_pipe(root):
+    write_foreign(root, 20, WORLD, suffix=1)
+    path = path_of(root, 20, 0, 1)
+    path.unlink()
+    os.mkfifo(path)
+    assert choose(root).chosen.step == NEW
+
+
+# ---- nothing is removed that is not the checkpoint's -----------------------------------------------------------------
+
+def files_below(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def prune(root):
+    """As the next run does after its commit of a newer checkpoint; step 5 has to go."""
+    run = run_name(2, "0000bbbb")
+    committer = save(root, 15, WORLD, run=run)
+    with within(10):
+        return Committer(committer.place, KeepLast(2)).prune()
+
+
+def test_a_good_prune_for_comparison(root):
+    assert prune(root) == [OLD]
+    assert not path_of(root, OLD, 0).exists() and path_of(root, NEW, 0).exists()
+
+
+@pytest.mark.parametrize("name", ["../victim.ckpt", "rank_0/../../victim.ckpt", "/{outside}/victim.ckpt", "victim.ckpt",
+                                  "rank_1/net_rank_1-1_7.safetensors", ".mindresume/victim.ckpt",
+                                  "rank_0/net_rank_0-1_7.safetensors"])
+def test_prune_removes_no_file_that_a_hostile_record_names(root, name):
+    """Every record of the oldest checkpoint names something else: outside, or what mindformers saved."""
+    write_foreign(root, 7, WORLD)
+    name = name.format(outside=str(root.parent).strip("/"))
+    for path in (root.parent / "victim.ckpt", root / "victim.ckpt", root / FOLDER / "victim.ckpt"):
+        path.write_bytes(b"not yours")
+    for rank in range(WORLD):
+        path = record_path(root, rank, OLD)
+        path.write_bytes(resealed(path.read_bytes(), setting("file", 0, value=name)))
+    before = files_below(root.parent)
+    prune(root)
+    gone = before - files_below(root.parent)
+    ours = {str(path_of(root, OLD, rank).relative_to(root.parent)) for rank in range(WORLD)}
+    assert {path for path in gone if FOLDER not in path} <= ours
+    assert {path for path in gone if FOLDER in path} <= {path for path in before if attempt_name(OLD, RUN) in path}
+
+
+@pytest.mark.parametrize("trash", ["", "trash-"], ids=["attempt", "trash"])
+def test_prune_removes_nothing_through_a_link(root, tmp_path, trash):
+    """The folder of records of the oldest checkpoint lies in another folder; what is there stays."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious.txt").write_text("not yours")
+    for path in attempt(root, OLD).iterdir():
+        shutil.copy(path, elsewhere)
+    before = files_below(elsewhere)
+    shutil.rmtree(attempt(root, OLD))
+    (root / FOLDER / (trash + attempt_name(OLD, RUN))).symlink_to(elsewhere)
+    prune(root)
+    assert files_below(elsewhere) == before
+    assert path_of(root, NEW, 0).exists()
+
+
+# ---- anything at all -------------------------------------------------------------------------------------------------
+
+strange = st.one_of(
+    st.sampled_from([None, True, False, "", "8", -1, 0, 1, 2, 5, 1.5, 1e18, 1e300, 10**15, 10**30, 10**400, float("nan"),
+                     float("inf"), [], {}, [[]], "../x", "/x", "rank_0/x.ckpt", "x" * 10_000, DEEP, DIGITS, SURROGATE]),
+    st.integers(), st.floats(), st.text(max_size=10), st.lists(st.integers(), max_size=3))
+
+
+def places(value, path=()):
+    """Paths of all values in a document."""
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [found for key, inner in rows for found in places(inner, (*path, key))]
+
+
+@st.composite
+def mutation(draw):
+    """A function that alters a document in one to three places: another value, none, or one more."""
+    hows = st.sampled_from(["set", "set", "set", "delete", "wrap", "add"])
+    moves = draw(st.lists(st.tuples(st.integers(0, 10**6), hows, strange), min_size=1, max_size=3))
+
+    def change(document):
+        for where, how, value in moves:
+            found = places(document)
+            if not found:
+                return
+            *path, key = found[where % len(found)]
+            target = document
+            for step in path:
+                target = target[step]
+            if how == "delete":
+                del target[key]
+            elif how == "add" and isinstance(target, list):
+                target.insert(key, value)
+            elif how == "add":
+                target["added"] = value
+            else:
+                target[key] = [target[key]] if how == "wrap" else value
+    return change
+
+
+@settings(max_examples=300, deadline=None)
+@given(mutation(), mutation(), st.sampled_from(["head", "details", "both"]))
+def test_any_altered_record_is_read_or_refused(change, change_details, part):
+    content = resealed(RECORD, change if part != "details" else None, change_details if part != "head" else None)
+    for read in (read_record, read_details):
+        try:
+            record, _ = read(io.BytesIO(content))
+        except RecordError as error:
+            assert len(str(error)) < 1200
+        else:
+            assert record.file.path.split("/")[0] == f"rank_{record.rank}" and 0 <= record.rank < record.world_size <= MAX_RANKS
+            json.dumps(record.state.to_json(), allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(mutation())
+def test_any_altered_manifest_is_read_or_refused(change):
+    try:
+        manifest = Manifest.read(io.BytesIO(resealed(COMMIT, change)))
+    except RecordError as error:
+        assert len(str(error)) < 1200
+    else:
+        assert [file.path.split("/")[0] for file in manifest.files] == [f"rank_{rank}" for rank in range(manifest.world_size)]
+        assert len(manifest.records) == len(manifest.files) > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(mutation(), mutation(), st.sampled_from(["record", "details", "manifest"]), st.sampled_from([WORLD, None]))
+def test_whatever_is_altered_a_checkpoint_is_chosen(good, change, also, part, world):
+    """The older one is untouched, so whatever lies there, one of the two is taken, and no error ends the job."""
+    kept = {path: path.read_bytes() for path in attempt(good).iterdir()}
+    try:
+        if part == "manifest":
+            path = attempt(good) / MANIFEST
+            path.write_bytes(resealed(path.read_bytes(), change))
+        else:
+            alter(good, 1, change if part == "record" else None, also if part == "details" else None)
+        try:
+            chosen = choose(good, world).chosen
+        except UnusableError as error:
+            pytest.fail(f"the older one is good: {error}")
+        assert chosen is not None and chosen.step in (OLD, NEW)
+        assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.files.values())
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+
+def test_the_label_is_what_the_cases_take_it_for(root):
+    with open(path_of(root, NEW, 0), "rb") as file:
+        assert read_header(file, "x.safetensors").metadata["mindresume"] == label(RUN, NEW)["mindresume"]
