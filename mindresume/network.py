@@ -157,6 +157,6 @@ def restore_random(state: Mapping[str, Any]) -> list[str]:
         if saved:
             ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
             restored.append("MindSpore's default generator")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise LoadError(f"the random state in the record cannot be restored: {type(error).__name__}: {error}") from error
     return restored

@@ -167,7 +167,9 @@ class Background:
                 return
             patience = 0.0
             kind, *values = message
-            if kind == "log":
+            if kind == "end":
+                self._writer.join()
+            elif kind == "log":
                 self.log(values[0])
             elif kind == "outcome":
                 self._outcomes.append(values[0])
@@ -227,6 +229,9 @@ class _Writer(Protocol):
     def close(self) -> None:
         """No message will follow."""
 
+    def join(self) -> None:
+        """It said that it ends."""
+
     def end(self) -> str:
         """How it died."""
 
@@ -235,9 +240,14 @@ class _Thread:
     def __init__(self, place: Place, policy: Policy | None, staging: Staging):
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=serve, name="mindresume-writer", daemon=True,
-                                        args=(place, policy, staging, self._inbox.get, self._outbox.put))
+        self._thread = threading.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(place, policy, staging))
         self._thread.start()
+
+    def _run(self, place: Place, policy: Policy | None, staging: Staging) -> None:
+        try:
+            serve(place, policy, staging, self._inbox.get, self._outbox.put)
+        finally:
+            self._outbox.put(("end", None))         # wakes who waits for it
 
     def send(self, message: Any) -> None:
         self._inbox.put(message)
@@ -253,6 +263,9 @@ class _Thread:
 
     def close(self) -> None:
         self._inbox.put(None)
+
+    def join(self) -> None:
+        self._thread.join(1.0)
 
     def end(self) -> str:
         return "an error ended it"
@@ -285,6 +298,9 @@ class _Process:
 
     def close(self) -> None:
         self.send(None)
+
+    def join(self) -> None:
+        self._process.wait()
 
     def end(self) -> str:
         self._connection.close()

@@ -224,8 +224,9 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
         storage.remove(_path(root, other.run))
     for name in names:                              # half-written small files of those that are gone
         run = name.removesuffix(TEMPORARY).rpartition(".")[2]
-        if name.endswith(TEMPORARY) and any(run == other.run for other in dead):
-            storage.remove(os.path.join(folder, name))
+        with suppress(RecordError):
+            if name.endswith(TEMPORARY) and _READER < run_sequence(run) < claim.owner.order[0]:
+                storage.remove(os.path.join(folder, name))
     return claim
 
 

@@ -185,8 +185,8 @@ def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], t
     """
     folder = os.path.dirname(path)
     temporary = temporary_name(path, tag)
-    size = storage.write(temporary, pieces, size)
     try:
+        size = storage.write(temporary, pieces, size)
         storage.rename(temporary, path)
     except OSError:
         with suppress(OSError):                 # the first error is the one to report
