@@ -11,6 +11,7 @@ app = typer.Typer(
          "[bold]mindresume which output/checkpoint[/bold]   what a resume would take, and why nothing newer\n\n"
          "[bold]mindresume verify output/checkpoint[/bold]  reads everything and names what is damaged\n\n"
          "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes the others safely; --dry-run only shows them\n\n"
+         "[bold]mindresume drill --dir /shared[/bold]       proves on your file system that no crash loses a checkpoint\n\n"
          "Folders written by mindformers alone are understood too. --json prints one JSON document for programs.")
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     """Entry point of the console script. Exit status 2 and one line for errors of ours, as for wrong arguments."""
     import sys
 
-    from mindresume.cli import ls, plugin_path, prune, verify, which  # noqa: F401  each registers its command
+    from mindresume.cli import drill, ls, plugin_path, prune, verify, which  # noqa: F401  each registers its command
     from mindresume.errors import MindResumeError
     try:
         app()

@@ -80,15 +80,25 @@ class _NoMeter:
 
 
 @contextmanager
-def progress_bar(what: str, quiet: bool) -> Iterator[Meter]:
-    """A bar with throughput on the terminal's stderr; nothing if ``quiet`` or stderr is no terminal."""
+def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Meter]:
+    """A bar on the terminal's stderr, with throughput for bytes; nothing if ``quiet`` or stderr is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield _NoMeter()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    with Progress(TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-                  TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    columns = [DownloadColumn(binary_units=True), TransferSpeedColumn()] if unit == "bytes" else \
+        [MofNCompleteColumn(), TextColumn(unit)]
+    with Progress(TextColumn(what), BarColumn(), *columns, TimeRemainingColumn(), console=Console(stderr=True),
+                  transient=True) as progress:
         task = progress.add_task(what, total=0)
 
         class Bar:

@@ -18,7 +18,7 @@ from mindresume.store.commit import Committer, Place, clean_own_folder
 from mindresume.store.retention import KeepLast
 from mindresume.store.storage import PosixStorage, Storage
 
-PASS, LOST_WORK, HARD_FAIL, SILENT_DIVERGENCE = "PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE"
+VERDICTS = PASS, LOST_WORK, HARD_FAIL, SILENT_DIVERGENCE = "PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """One cell for every story, format, fault and operation."""
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from mindresume.drill.faults import FAULTS, LAG, Fault, Killed, Machine, Operati
 from mindresume.drill.judge import Verdict, judge
 from mindresume.drill.ranks import Turns
 from mindresume.drill.stories import RUNS, STORIES, Saved, Story, World
+from mindresume.errors import MindResumeError, SaveError
 from mindresume.files import FORMATS
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -40,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setup:
-    """``wrap``: puts something between the machine and the disk, for tests of the drill itself."""
+    """``folder``: where cells make and remove theirs. ``storage``: what lies below the simulated machine."""
     folder: str
     ranks: int = 2
     seed: int = 0
@@ -56,13 +59,14 @@ class Task:
 
 
 def prepare(setup: Setup, stories: Sequence[str] = tuple(STORIES), formats: Sequence[str] = FORMATS) -> list[Task]:
-    """Runs every story once without a fault, to know its operations. RuntimeError if that does not pass already."""
+    """Runs every story once without a fault, to know its operations. SaveError if that does not pass already: then this is no
+    file system for checkpoints."""
     tasks = []
     for name in stories:
         for fmt in formats:
             machine, verdict = _play(setup, STORIES[name], fmt, None)
             if verdict.verdict != "PASS":
-                raise RuntimeError(f"{name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
+                raise SaveError(f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
             tasks.append(Task(name, fmt, tuple(machine.operations)))
     return tasks
 
@@ -93,18 +97,13 @@ def _play(setup: Setup, story: Story, fmt: str, fault: Fault | None) -> tuple[Ma
         machine = Machine(setup.storage(), Turns(setup.ranks, random.Random(setup.seed)), fault, chance)
         world = World(machine, root, fmt, setup.ranks)
         for error in story.run(world):
-            if isinstance(error, BaseException) and not isinstance(error, (Killed, OSError)) and not _expected(error):
+            if isinstance(error, BaseException) and not isinstance(error, (Killed, OSError, MindResumeError)):
                 return _relative(machine, folder), Verdict("HARD_FAIL", f"{type(error).__name__}: {error}")
         machine.sleep(LAG + 1)
         return _relative(machine, folder), judge(world, [(RUNS[run], step) for run, step in story.past])
     finally:
         threading.excepthook = hook
         shutil.rmtree(folder)
-
-
-def _expected(error: BaseException) -> bool:
-    from mindresume.errors import MindResumeError
-    return isinstance(error, MindResumeError)
 
 
 def _relative(machine: Machine, folder: str) -> Machine:
@@ -115,3 +114,28 @@ def _relative(machine: Machine, folder: str) -> Machine:
 def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A writer thread that was killed says nothing."""
     return lambda args: None if issubclass(args.exc_type, Killed) else usual(args)
+
+
+def units(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, jobs: int = 1
+          ) -> Iterator[list[Cell]]:
+    """All cells, in portions as they are ready. ``every``: only each so many-th operation is struck. ``jobs``: processes."""
+    work = [(setup, Task(task.story, task.format, task.operations[::every]), kind) for task in tasks for kind in faults]
+    if jobs == 1:
+        yield from map(_unit, work)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield from map(Future.result, as_completed([pool.submit(_unit, unit) for unit in work]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _unit(unit: tuple[Setup, Task, str]) -> list[Cell]:
+    setup, task, kind = unit
+    return list(cells(setup, task, (kind,)))
+
+
+def count(tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1) -> int:
+    """How many cells ``units`` will give."""
+    return sum(Fault(kind, 1).hits(operation.name) for task in tasks for kind in faults for operation in task.operations[::every])

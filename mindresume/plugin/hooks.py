@@ -32,6 +32,7 @@ from mindresume.plugin.group import group_of_job
 from mindresume.resume.progress import check_sink, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice, describe, select
+from mindresume.resume.witness import settle
 from mindresume.settings import Settings
 from mindresume.store.claim import hold
 from mindresume.store.storage import PosixStorage, Storage
@@ -181,6 +182,9 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
+    waited = settle(storage, path, current.group)
+    if waited:
+        log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
     converts = bool(config.auto_trans_ckpt)                 # then the number of ranks may differ, and all files are read by all
     choice = select(storage, path, current.group, None if converts else current.group.size, named,
                     ranks=functools.partial(_share, current.group) if converts else None,

@@ -31,6 +31,7 @@ from mindresume.state import TrainingState, crosses_multiple
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.commit import Place, Shard, blind_ranks, clean_own_folder
+from mindresume.store.probe import examine
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.saver import Extra, Foreground, Outcome, Save, Saver
 from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
@@ -151,6 +152,7 @@ class CheckpointMonitor(BuiltIn):
         beat = session.current().settings.heartbeat
         if root in _CLAIMS:                                 # an earlier training of this process, which is over
             _CLAIMS.pop(root).leave()
+        examine(self.storage, root)
         claim = occupy(self.storage, root, owner_of_this_process(SAVING, group.size), beat,
                        lambda text: adapter.logger().info("mindresume: %s", text))
         self._claim = claim.start(beat) if beat else claim
