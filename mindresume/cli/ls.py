@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, size_text, time_text
@@ -9,6 +10,7 @@ from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.manifest import run_sequence
 from mindresume.resume.prove import quick
 from mindresume.resume.select import assumption, candidates_for
+from mindresume.store.claim import claims, lives
 from mindresume.store.storage import PosixStorage
 
 
@@ -24,15 +26,19 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     for candidate in found.candidates:
         ranks = world_size or (found.expected_ranks if candidate.origin == MINDFORMERS else None)
         rows.append((candidate, quick(storage, found.root, candidate, ranks)))
+    users = claims(storage, found.root)
     if json:
-        print_json({"root": found.root, "checkpoints": [_row(found.root, *row) for row in rows],
-                    "notes": list(found.notes)})
+        print_json({"root": found.root, "checkpoints": [_row(found.root, *row) for row in rows], "notes": list(found.notes),
+                    "in_use_by": [{**asdict(owner), "alive": lives(owner)} for owner in users]})
         return
     _print(storage, found.root, rows)
     foreign = any(candidate.run is None for candidate in found.candidates)
     for note in (*found.notes, *(["run -: written by mindformers, without records"] if foreign else []),
                  *assumption(found, world_size)):
         print(note)
+    for owner in users:
+        state = {True: "alive", False: "dead, the next job takes over", None: "on another machine: its heartbeat tells"}
+        print(f"{owner.purpose}: {owner}; {state[lives(owner)]}")
 
 
 def _row(root: str, candidate: Candidate, problem: Refusal | None) -> dict[str, object]:

@@ -13,6 +13,7 @@ from mindresume import cli
 from mindresume.files import read_header
 from mindresume.formats.rank_folders import scan
 from mindresume.manifest import FOLDER, attempt_name
+from mindresume.store.claim import SAVING, occupy, owner_of_this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -321,3 +322,14 @@ def test_python_m_mindresume(tmp_path):
     done = subprocess.run([sys.executable, "-m", "mindresume", "which", str(tmp_path), "--json"], cwd=ROOT, capture_output=True,
                           text=True, timeout=60)
     assert done.returncode == 0 and json.loads(done.stdout)["chosen"]["files"] == paths(tmp_path, 5, 2) and done.stderr == ""
+
+
+def test_ls_says_who_saves_there(tmp_path, call, read):
+    save(tmp_path, 5, 1)
+    claim = occupy(STORAGE, str(tmp_path), owner_of_this_process(SAVING, 8))
+    out = call("ls", tmp_path)[1]
+    assert f"saving: run {claim.run} on host" in out and f"(process {os.getpid()}, 8 rank(s)" in out and "; alive" in out
+    (owner,) = read("ls", tmp_path)[1]["in_use_by"]
+    assert owner["run"] == claim.run and owner["alive"] is True
+    claim.leave()
+    assert read("ls", tmp_path)[1]["in_use_by"] == []

@@ -1,0 +1,44 @@
+"""The whole drill, by the command a user calls: every story, format, fault and operation, with 2 ranks."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+from st.jobs import ROOT
+
+MEMORY = "/dev/shm"                 # flushing costs nothing there; what is durable is the drill's own bookkeeping
+
+
+def test_every_cell_passes_and_nothing_is_left_behind(tmp_path):
+    folder = MEMORY if os.access(MEMORY, os.W_OK) else str(tmp_path)
+    before = set(os.listdir(folder))
+    done = subprocess.run([sys.executable, "-m", "mindresume", "drill", "--dir", folder, "--json"], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, timeout=1500, check=False)
+    cells = json.loads(done.stdout)
+    bad = [cell for cell in cells if cell["verdict"] != "PASS" or cell["left"]]
+    assert not bad, bad[:5]
+    assert done.returncode == 0
+    assert not [name for name in set(os.listdir(folder)) - before if name.startswith("mindresume-drill-")]
+    counts = Counter((cell["story"], cell["format"]) for cell in cells)
+    assert len(counts) == 14 and min(counts.values()) > 100, counts
+    assert {cell["fault"] for cell in cells} >= {"EIO", "ENOSPC", "EDQUOT", "ESTALE", "torn", "power", "reorder", "late"}
+
+
+def test_it_finds_a_file_system_that_does_not_keep_its_word(tmp_path):
+    """The exit status, the table and the reason of a failure: here nothing that was synced is durable."""
+    program = tmp_path / "drill.py"
+    program.write_text(
+        "import sys\n"
+        "from mindresume.drill import faults\n"
+        "faults.Machine.synced = lambda self, folder: None\n"
+        "from mindresume.cli import main\n"
+        "sys.argv[0] = 'mindresume'\n"
+        "main()\n")
+    done = subprocess.run([sys.executable, str(program), "drill", "--dir", str(tmp_path), "--story", "save", "--format", "ckpt",
+                           "--fault", "power", "--every", "5", "--jobs", "1"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "LOST_WORK: save, ckpt: power at operation" in done.stdout and "| save | ckpt |" in done.stdout
