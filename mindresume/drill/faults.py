@@ -178,24 +178,31 @@ class Machine:
     def lose_power(self, survives: Callable[[], bool]) -> None:
         """Every change that is not durable stays only if ``survives()``."""
         pending, self._pending = self._pending, {}
-        for folder in sorted(pending):                                  # parents first
-            names = pending[folder]
+        back: list[tuple[str, str]] = []                                # folders that are under another name again
+        for former in sorted(pending):                                  # parents first
+            folder = _after(former, back)
+            if not os.path.isdir(folder):                               # its own removal is durable: nothing in it matters
+                continue
+            names = pending[former]
             final = dict(names.base)
             for change in names.changes:
                 if survives():
                     final.update(change)
             for name, node in sorted(final.items(), key=lambda item: item[1] is None, reverse=True):
-                self._put(os.path.join(folder, name), node)
+                self._put(os.path.join(folder, name), node, back)
 
-    def _put(self, path: str, node: Node) -> None:
+    def _put(self, path: str, node: Node, back: list[tuple[str, str]]) -> None:
         """Makes ``path`` stand for ``node``, on the real file system, past the seam: nobody is left to see it happen."""
         if isinstance(node, _Folder):
+            at = _after(node.path, back)
             if not os.path.isdir(path):
-                if os.path.isdir(node.path):
-                    os.rename(node.path, path)
-                    node.path = path
+                if os.path.isdir(at):
+                    os.rename(at, path)
                 else:
                     os.makedirs(path)
+            if at != path:
+                back.append((at, path))
+            node.path = path
         elif node is None:
             if os.path.isdir(path):
                 if not os.listdir(path):
@@ -203,9 +210,16 @@ class Machine:
             elif os.path.lexists(path):
                 os.remove(path)
         else:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
                 file.write(node)
+
+
+def _after(path: str, moves: Iterable[tuple[str, str]]) -> str:
+    """Where ``path`` is after folders were renamed, one after the other."""
+    for old, new in moves:
+        if path == old or path.startswith(old + os.sep):
+            path = new + path[len(old):]
+    return path
 
 
 class View:

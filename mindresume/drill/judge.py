@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindresume.agree import Solo
 from mindresume.drill.stories import RUNS, Saved, World, save_quietly, tensors
-from mindresume.errors import MindResumeError, UnusableError
+from mindresume.errors import DamagedFileError, MindResumeError, UnusableError
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import META, folder_name
 from mindresume.formats.rank_folders import scan_records
@@ -75,9 +75,12 @@ def _wrong(world: World, choice: Choice, chosen: Saved) -> str:
         found = {}
         for source in proof.sources:
             path = os.path.join(choice.root, source.file.path)
-            with open(path, "rb") as file:
-                header = read_header(file, path)
-                found.update({name: read_tensor(file, header.tensors[name]) for name in source.names or header.tensors})
+            try:
+                with open(path, "rb") as file:
+                    header = read_header(file, path)
+                    found.update({name: read_tensor(file, header.tensors[name]) for name in source.names or header.tensors})
+            except (OSError, DamagedFileError) as error:        # it was proven, so it must be readable
+                return f"rank {proof.rank}: {chosen} was chosen and cannot be read: {error}"
         for name, array in expected.items():
             if name not in found or found[name].tobytes() != array.tobytes():
                 return f"rank {proof.rank}: {name} of {chosen} is not what was saved"

@@ -13,6 +13,10 @@ from typing import Any
 PATIENCE = 120.0                    # real seconds after which a drill that hangs is an error
 
 
+class Hang(Exception):
+    """Ranks wait for each other. No OSError, which the product would take for trouble of the file system."""
+
+
 class Turns:
     """``take`` before an operation, ``give`` after it. A turn is given when every rank that still works waits for one. Operations
     of one rank may come from several threads, as long as only one of them is at work at a time."""
@@ -42,7 +46,7 @@ class Turns:
         for thread in threads:
             thread.join(PATIENCE)
         if any(thread.is_alive() for thread in threads):
-            raise TimeoutError(f"ranks {sorted(self._working)} hang: they wait for more than {PATIENCE:.0f} s")
+            raise Hang(f"ranks {sorted(self._working)} hang: they wait for more than {PATIENCE:.0f} s")
         return results
 
     def take(self, rank: int) -> None:
@@ -52,7 +56,7 @@ class Turns:
             self._waiting.add(rank)
             self._choose()
             if not self._condition.wait_for(lambda: self._turn == rank, PATIENCE):
-                raise TimeoutError(f"rank {rank} got no turn within {PATIENCE:.0f} s; working: {sorted(self._working)}")
+                raise Hang(f"rank {rank} got no turn within {PATIENCE:.0f} s; working: {sorted(self._working)}")
             self._waiting.discard(rank)
 
     def give(self, rank: int) -> None:

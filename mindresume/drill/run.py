@@ -14,7 +14,7 @@ from typing import Any
 
 from mindresume.drill.faults import FAULTS, LAG, Fault, Killed, Machine, Operation
 from mindresume.drill.judge import Verdict, judge
-from mindresume.drill.ranks import Turns
+from mindresume.drill.ranks import Hang, Turns
 from mindresume.drill.stories import RUNS, STORIES, Saved, Story, World
 from mindresume.errors import MindResumeError, SaveError
 from mindresume.files import FORMATS
@@ -81,7 +81,8 @@ def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[
 
 def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
     machine, verdict = _play(setup, STORIES[task.story], task.format, fault)
-    struck = machine.operations[fault.at - 1]
+    done = machine.operations                   # fewer than without the fault, if that changes what a rank sees
+    struck = done[fault.at - 1] if fault.at <= len(done) else task.operations[fault.at - 1]
     return Cell(task.story, task.format, setup.ranks, fault.kind, fault.at, struck.rank, struck.name, struck.path,
                 verdict.verdict, verdict.reason, verdict.chosen, verdict.left)
 
@@ -96,7 +97,11 @@ def _play(setup: Setup, story: Story, fmt: str, fault: Fault | None) -> tuple[Ma
         chance = random.Random(f"{setup.seed} {story.name} {fmt} {fault}")
         machine = Machine(setup.storage(), Turns(setup.ranks, random.Random(setup.seed)), fault, chance)
         world = World(machine, root, fmt, setup.ranks)
-        for error in story.run(world):
+        try:
+            results = story.run(world)
+        except Hang as error:
+            return _relative(machine, folder), Verdict("HARD_FAIL", f"the ranks hang: {error}")
+        for error in results:
             if isinstance(error, BaseException) and not isinstance(error, (Killed, OSError, MindResumeError)):
                 return _relative(machine, folder), Verdict("HARD_FAIL", f"{type(error).__name__}: {error}")
         machine.sleep(LAG + 1)

@@ -114,6 +114,8 @@ class CheckpointMonitor(BuiltIn):
             raise
         except SaveError as error:                          # what could not even be handed to the saver
             self._failed(error)
+        if isinstance(self._saver, Foreground):             # it is written already
+            self._learn(self._saver.poll())
         return None
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -255,9 +257,7 @@ class CheckpointMonitor(BuiltIn):
         self._saved.add(state.step)
         self._saver.save(Save(shard, tuple(self._extras(cb_params, state))))
         self._latest_ckpt_file_name = os.path.join(self._directory, str(name))
-        if isinstance(self._saver, Foreground):
-            self._learn(self._saver.poll())
-        else:
+        if not isinstance(self._saver, Foreground):
             adapter.logger().info("mindresume: step %d is being saved as %s; training stopped for %.3f s", state.step, name,
                                   time.monotonic() - started)
         return None

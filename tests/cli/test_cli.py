@@ -262,7 +262,7 @@ def test_ls_for_people(saved, call):
 
 def test_ls_of_an_empty_folder(tmp_path, call, read):
     assert call("ls", tmp_path) == (0, f"{tmp_path}: no checkpoints\n", "")
-    assert read("ls", tmp_path) == (0, {"root": str(tmp_path), "checkpoints": [], "notes": []})
+    assert read("ls", tmp_path) == (0, {"root": str(tmp_path), "checkpoints": [], "notes": [], "in_use_by": []})
 
 
 # ---- errors, and what is imported ------------------------------------------------------------------------------------

@@ -389,6 +389,7 @@ def test_on_save_error_warn_goes_on_until_the_ceiling(tmp_path, own_session):
     job.steps(10)                                                       # steps 5 and 10 fail
     with pytest.raises(SaveError, match="step 15"):
         job.steps(1)
+    assert job.monitor._failed_in_a_row == 3                            # each counted once, the one that is raised too
 
 
 def test_a_success_resets_the_count_of_failures(tmp_path, own_session):
