@@ -47,6 +47,10 @@ class SaveError(MindResumeError):
     """A checkpoint could not be written; what was committed before is untouched."""
 
 
+class NoRoomError(SaveError):
+    """The disk is full, or the quota is exhausted."""
+
+
 class FolderInUseError(SaveError):
     """Another job saves into this folder of checkpoints. The message names both."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mindresume.agree import Group, report
-from mindresume.errors import RecordError, SaveError
+from mindresume.errors import NoRoomError, RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
 from mindresume.formats.names import META, FileName, folder_name, label, meta_json, parse_name
@@ -41,7 +41,7 @@ from mindresume.manifest import (
 )
 from mindresume.state import TrainingState
 from mindresume.store.claim import fence
-from mindresume.store.removal import carry_out, plan
+from mindresume.store.removal import Plan, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, Policy
 from mindresume.store.storage import TEMPORARY, Storage, parallel, publish, publish_json
 
@@ -104,8 +104,9 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
             raise
     except (OSError, ValueError) as error:      # ValueError: a dtype or name that the format cannot hold
         reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or target
-        raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints "
-                        f"saved before are untouched") from error
+        kind = NoRoomError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
+        raise kind(f"step {shard.state.step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints "
+                   f"saved before are untouched") from error
     return record
 
 
@@ -115,9 +116,9 @@ _RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follo
 def _check_room(place: Place, shard: Shard, needed: int) -> None:
     room = place.storage.room(place.root)
     if room < needed + _RECORD_ROOM:
-        raise SaveError(f"step {shard.state.step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
-                        f"{place.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "
-                        f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
+        raise NoRoomError(f"step {shard.state.step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
+                          f"{place.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "
+                          f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
 
 
 def _details(shard: Shard, sums: Checksums) -> Details:
@@ -317,6 +318,20 @@ class Committer:
         steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
         if steps:
             self.log(f"removed step {', '.join(map(str, steps))}: kept {self.policy}")
+        return steps
+
+    def make_room(self, step: int) -> list[int]:
+        """After a full disk: removes the incomplete saves of this run before ``step`` and the one before it, which a slow rank
+        can still be writing (one save in flight). Otherwise they stay until a later save is committed, and on a full disk none
+        ever would be. Returns their steps."""
+        found, _, _ = scan_records(self.place.storage, self.place.root)
+        own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step),
+                     key=lambda c: c.step or 0)
+        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self.log)
+        steps = [candidate.step or 0 for candidate in removed]
+        self.pending = [other for other in self.pending if other not in steps]
+        if steps:
+            self.log(f"the disk is full: removed what there was of step {', '.join(map(str, steps))}, which never completed")
         return steps
 
     def _is_over(self, run: str) -> bool:

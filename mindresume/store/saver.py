@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mindresume.errors import FolderInUseError, SaveError
+from mindresume.errors import FolderInUseError, NoRoomError, SaveError
 from mindresume.files import encode
 from mindresume.formats.names import parse_name
 from mindresume.store.commit import Committer, Place, Shard, write_shard
@@ -101,6 +101,7 @@ class Work:
         except FolderInUseError:
             raise
         except SaveError as error:
+            self._make_room(error, save.step)
             return Outcome(save.step, False, error)
         size = record.file.size or 0
         try:
@@ -109,6 +110,13 @@ class Work:
         except SaveError as error:
             return Outcome(save.step, True, error, size, time.monotonic() - started)
         return Outcome(save.step, True, None, size, time.monotonic() - started)
+
+    def _make_room(self, error: SaveError, step: int) -> None:
+        if self.committer is not None and isinstance(error, NoRoomError):
+            try:
+                self.committer.make_room(step)
+            except OSError as trouble:
+                self.committer.log(f"no room could be made: {trouble}")
 
     def commit(self, outcome: Outcome) -> None:
         if self.committer is not None and outcome.saved:

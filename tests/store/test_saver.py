@@ -1,11 +1,13 @@
 """Saving in the training thread, and the files for inference beside a checkpoint."""
-import pytest
-from folders import name_of, place_of, state_of, tensors_of
+import errno
 
-from mindresume.errors import FolderInUseError, SaveError
+import pytest
+from folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
+
+from mindresume.errors import FolderInUseError, NoRoomError, SaveError
 from mindresume.files import read_header
 from mindresume.manifest import run_name
-from mindresume.store.commit import Committer, Shard, write_shard
+from mindresume.store.commit import Committer, Place, Shard, write_shard
 from mindresume.store.saver import Extra, Foreground, Save, Work, write_extra
 from mindresume.store.storage import PosixStorage
 
@@ -72,3 +74,41 @@ def test_an_extra_that_cannot_be_encoded_is_named(tmp_path):
     bad = Extra(str(tmp_path), "x.safetensors", "network", "safetensors", {"w": tensors_of(0, 5)["layer.bias"].astype(">f4")}, {})
     with pytest.raises(SaveError, match=r"x\.safetensors was not written.*big-endian"):
         write_extra(PosixStorage(), bad, "tag")
+
+
+class Small(PosixStorage):
+    """A disk of ``size`` bytes below ``root``."""
+
+    def __init__(self, root, size):
+        self.root, self.size = root, size
+
+    def room(self, folder):
+        return self.size - sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
+
+
+def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_path):
+    """Rank 1 cannot save; rank 0 can, until its useless files fill the disk. Then they go, and a later save completes."""
+    write_rank(tmp_path / "elsewhere", 5, 0, 2)
+    one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
+    root, log = tmp_path / "checkpoint", []
+    place = Place(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
+    saver = Foreground(Work(place, Committer(place, log=log.append)))
+    for step in (5, 10, 15, 20):
+        saver.save(Save(shard(step)))
+        assert saver.poll()[0].saved
+    saver.save(Save(shard(25)))
+    (outcome,) = saver.poll()
+    assert isinstance(outcome.error, NoRoomError) and "keep_checkpoint_max" in str(outcome.error)
+    assert "removed what there was of step 5, 10, 15" in log[-1]
+    saver.save(Save(shard(30)))
+    write_rank(root, 30, 1, 2)
+    assert saver.poll()[0].saved and saver.work.committer.committed == [30]
+
+
+def test_quota_is_no_room(tmp_path):
+    class Exhausted(PosixStorage):
+        def write(self, path, pieces, size=0):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", path)
+    place = place_of(tmp_path, 0, 1)
+    with pytest.raises(NoRoomError, match="Disk quota exceeded"):
+        write_shard(Place(Exhausted(), place.root, place.run, 0, 1), shard(5))
