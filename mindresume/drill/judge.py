@@ -70,6 +70,8 @@ def _wrong(world: World, choice: Choice, chosen: Saved) -> str:
     """What is not, bit for bit, what was saved; empty if all is."""
     if sorted(choice.chosen.files) != list(range(world.ranks)):
         return f"{chosen} has files of ranks {sorted(choice.chosen.files)}"
+    if chosen[0] not in RUNS:
+        return f"{chosen} is of no run: files that no record names"
     for proof in choice.shards:
         expected = tensors(RUNS.index(chosen[0]), chosen[1], proof.rank)
         found = {}

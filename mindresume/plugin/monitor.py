@@ -172,7 +172,7 @@ class CheckpointMonitor(BuiltIn):
             return Foreground(work)
         saver = Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
                            settings.commit_timeout, self._log)
-        atexit.register(saver.wait, settings.commit_timeout)        # a training that ends with an error: the save it had begun
+        atexit.register(saver.settle, settings.commit_timeout)      # a training that ends with an error: the save it had begun
         return saver
 
     @staticmethod

@@ -110,6 +110,10 @@ class Background:
         self._idle(deadline)
         return self._taken()
 
+    def settle(self, deadline: float) -> None:
+        """Lets the writer end what it has, at most for ``deadline`` seconds; for the end of a process, where nobody listens."""
+        self._idle(deadline)
+
     def finish(self, deadline: float) -> list[Outcome]:
         if not self._idle(deadline):
             error = SaveError(f"step {self._flight} is still being written on rank {self.place.rank} after {deadline:.0f} s; it "

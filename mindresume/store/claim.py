@@ -192,13 +192,18 @@ class Claim:
         return self
 
     def leave(self) -> None:
-        """Removes the claim. Does nothing the second time, and nothing in a child of the process that made it."""
-        with self._lock:
-            if self._stop.is_set() or os.getpid() != self._process:
-                return
-            self._stop.set()
-            with suppress(OSError):         # a claim left behind is found dead by the next job
+        """Removes the claim. Does nothing the second time, and nothing in a child of the process that made it. A beat that hangs
+        in the file system does not hang the end of the job: the claim stays then, and the next job finds its owner dead."""
+        if self._stop.is_set() or os.getpid() != self._process:
+            return
+        self._stop.set()
+        if self._lock.acquire(timeout=BEAT):
+            try:
                 self.storage.remove(_path(self.root, self.run))
+            except OSError:                 # as above
+                return
+            finally:
+                self._lock.release()
 
 
 def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: Text = lambda text: None,
