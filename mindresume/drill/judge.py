@@ -12,6 +12,7 @@ from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import META, folder_name
 from mindresume.formats.rank_folders import scan_records
 from mindresume.manifest import FOLDER, attempts
+from mindresume.resume.prove import quick
 from mindresume.resume.select import Choice, select
 from mindresume.store.claim import Owner, occupy
 from mindresume.store.commit import Committer, Place, clean_own_folder
@@ -36,6 +37,8 @@ def judge(world: World, past: list[Saved], storage: Storage | None = None, tidy:
     storage = storage or PosixStorage()
     due = max([*past, *world.complete], key=_newer, default=None)
     found = _resume(world, storage, due)
+    if found.verdict == PASS:
+        found = _committed(world, storage, found)
     if found.verdict == PASS:
         found = _pointers(world, found)
     if found.verdict == PASS and tidy:
@@ -89,6 +92,15 @@ def _wrong(world: World, choice: Choice, chosen: Saved) -> str:
     return ""
 
 
+def _committed(world: World, storage: Storage, found: Verdict) -> Verdict:
+    """Not only the newest: whatever has a manifest is whole, so that it can be named, or taken if the newer ones are damaged."""
+    for candidate in scan_records(storage, world.root)[0]:
+        refusal = quick(storage, world.root, candidate, world.ranks) if candidate.committed else None
+        if refusal:
+            return Verdict(HARD_FAIL, f"committed and not whole: {refusal}", found.chosen)
+    return found
+
+
 def _pointers(world: World, found: Verdict) -> Verdict:
     """mindformers without mindresume goes by ``meta.json``: it must name a whole file, of this rank."""
     for rank in range(world.ranks):
@@ -101,7 +113,7 @@ def _pointers(world: World, found: Verdict) -> Verdict:
                 name = json.load(file)["last_ckpt_file"]
             with open(os.path.join(folder, name), "rb") as file:
                 read_header(file, name)
-        except (OSError, ValueError, KeyError, MindResumeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, MindResumeError) as error:
             return Verdict(HARD_FAIL, f"{folder_name(rank)}/{META} leads nowhere: {error}", found.chosen)
     return found
 

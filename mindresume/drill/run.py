@@ -82,7 +82,7 @@ def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[
 def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
     machine, verdict = _play(setup, STORIES[task.story], task.format, fault)
     done = machine.operations                   # fewer than without the fault, if that changes what a rank sees
-    struck = done[fault.at - 1] if fault.at <= len(done) else task.operations[fault.at - 1]
+    struck = done[fault.at - 1] if fault.at <= len(done) else next(o for o in task.operations if o.number == fault.at)
     return Cell(task.story, task.format, setup.ranks, fault.kind, fault.at, struck.rank, struck.name, struck.path,
                 verdict.verdict, verdict.reason, verdict.chosen, verdict.left)
 

@@ -19,7 +19,7 @@ from mindresume.store.background import Background
 from mindresume.store.claim import Owner, occupy
 from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
 from mindresume.store.retention import KEEP_ALL, KeepLast, Policy
-from mindresume.store.saver import Foreground, Save, Work
+from mindresume.store.saver import Foreground, Outcome, Save, Work
 from mindresume.store.storage import PosixStorage, Storage
 
 PER_EPOCH = 10
@@ -75,6 +75,20 @@ def save_quietly(root: str, fmt: str, ranks: int, run: int, step: int, commit: b
         Committer(Place(storage, root, RUNS[run], 0, ranks)).saved(step)
 
 
+class _Told(Work):
+    """Says when this rank's part is written, which for rank 0 is before it commits."""
+
+    def __init__(self, place: Place, committer: Committer | None, world: World, run: int):
+        super().__init__(place, committer)
+        self.world, self.run = world, run
+
+    def write(self, save: Save) -> Outcome:
+        outcome = super().write(save)
+        if outcome.saved:
+            self.world.did(self.place.rank, self.run, outcome.step)
+        return outcome
+
+
 # ---- attacks: what one rank does -----------------------------------------------------------------------------------
 
 def _save_steps(world: World, rank: int, run: int, steps: list[int], policy: Policy = KEEP_ALL,
@@ -83,7 +97,7 @@ def _save_steps(world: World, rank: int, run: int, steps: list[int], policy: Pol
     if background:
         saver: Background | Foreground = Background(place, policy if rank == 0 else None, "thread")
     else:
-        saver = Foreground(Work(place, world.committer(run, policy) if rank == 0 else None))
+        saver = Foreground(_Told(place, world.committer(run, policy) if rank == 0 else None, world, run))
     for number, step in enumerate(steps):
         saver.save(Save(shard(run, step, rank, world.format)))
         outcomes = saver.wait(60.0)

@@ -58,7 +58,7 @@ def scan(storage: Storage, root: str) -> Scan:
     status = storage.status(root)
     ranks = sorted(rank for rank in map(folder_rank, names) if rank is not None)
     attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in names else []
-    ours, known, notes = scan_records(storage, root, attempted)
+    ours, known, notes = scan_records(storage, root, attempted, brief=True)
     tried = _attempted(attempted)
 
     def look(ranks: list[int]) -> tuple[list[Candidate], list[str], int]:
@@ -88,10 +88,11 @@ def _attempted(names: list[str]) -> set[tuple[str, int]] | None:
     return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])} if names else None
 
 
-def scan_records(storage: Storage, root: str, names: list[str] | None = None
+def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False
                  ) -> tuple[list[Candidate], set[str], list[str]]:
     """Candidates from records and manifests alone (no rank folder is listed), newest first, the paths of all files they name,
-    and notes. ``names``: what lies in the folder of records, if the caller has listed it."""
+    and notes. ``names``: what lies in the folder of records, if the caller has listed it. ``brief``: of a save that is certain
+    not to be complete only one record is read; its candidate then names the file of one rank."""
     folder = os.path.join(root, FOLDER)
     candidates, known, notes = [], set(), []
     for name, step, run in attempts(storage.list(folder) if names is None else names):
@@ -108,7 +109,7 @@ def scan_records(storage: Storage, root: str, names: list[str] | None = None
             except (RecordError, OSError) as error:
                 notes.append(f"{FOLDER}/{name}/{MANIFEST}: {error}; judged by the records of the ranks instead")
         if candidate is None:
-            candidate = _from_records(storage, path, step, run, content)
+            candidate = _from_records(storage, path, step, run, content, brief)
         candidates.append(candidate)
         known.update(file.path for file in candidate.files.values())
     return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
@@ -127,12 +128,13 @@ def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candida
     return candidate
 
 
-def _from_records(storage: Storage, path: str, step: int, run: str, content: list[str]) -> Candidate:
+def _from_records(storage: Storage, path: str, step: int, run: str, content: list[str], brief: bool = False) -> Candidate:
     """A save without (readable) manifest: complete if the records of all its ranks are there and agree."""
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
     problem = None
-    for rank in sorted(rank for rank in map(record_rank, content) if rank is not None):
+    named = set(map(record_rank, content)) - {None}
+    for rank in sorted(named):
         try:
             with storage.open(os.path.join(path, record_name(rank))) as file:
                 records[rank], checksums[rank] = read_record(file)
@@ -145,15 +147,16 @@ def _from_records(storage: Storage, path: str, step: int, run: str, content: lis
         if records[rank].world_size != first.world_size:
             problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
                                                f"of rank {first.rank} of {first.world_size}", rank=rank)
+        if brief and len(named) < first.world_size:         # it never completed, whatever the others say
+            break
     world = max((record.world_size for record in records.values()), default=0)
-    missing = [rank for rank in range(world) if rank not in records]
+    missing = [rank for rank in range(world) if rank not in named]
     complete = bool(records) and not missing and problem is None
     # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
     # absent one makes it certain that the save never completed.
-    there = set(map(record_rank, content)) - {None}
-    certain = not there or any(rank not in there for rank in range(world))
+    certain = not named or bool(missing)
     if problem is None and not complete:
-        done = f"{len(records)} of {world} ranks" if records else "no rank"
+        done = f"{world - len(missing)} of {world} ranks" if records else "no rank"
         problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
                           + (f", missing: rank {ranks_text(missing)}" if missing else ""),
                           rank=missing[0] if missing else None)

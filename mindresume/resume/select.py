@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mindresume.agree import Group, decide, report
@@ -202,7 +202,9 @@ def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...], complete
 
 
 def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
-    value = {**asdict(candidate), "problem": None, "state": candidate.state.to_json() if candidate.state else None}
+    # asdict would copy the thousands of rows of files, which are told in another form anyway
+    value = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
+    value.update(problem=None, state=candidate.state.to_json() if candidate.state else None)
     value["files"] = [[rank, *file.to_json()] for rank, file in candidate.files.items()]
     return value
 

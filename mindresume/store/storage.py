@@ -148,7 +148,12 @@ class PosixStorage:
             path = os.path.dirname(path)
         for folder in reversed(missing):
             os.makedirs(folder, exist_ok=True)
-            self.sync(os.path.dirname(folder) or ".")
+            try:
+                self.sync(os.path.dirname(folder) or ".")
+            except OSError:
+                with suppress(OSError):         # who finds it takes its name for durable: the next attempt makes it anew
+                    os.rmdir(folder)
+                raise
 
     def room(self, folder: str) -> int:
         while folder and not os.path.isdir(folder) and os.path.dirname(folder) != folder:

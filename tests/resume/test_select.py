@@ -372,8 +372,8 @@ def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_r
         root = tmp_path / str(world)
         for step in (10, 20):
             save(root, step, world)
-        if trouble:
-            write_rank(root, 30, 0, world)
+        for rank in range(world // 2 if trouble else 0):
+            write_rank(root, 30, rank, world)
         counting = Counting()
         chooser = _Chooser(counting, str(root), world, None)
         assert chooser.next([])["candidate"]["step"] == 20

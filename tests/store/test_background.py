@@ -220,6 +220,7 @@ def test_the_end_waits_for_the_other_ranks_and_names_them(tmp_path, kind):
     saver = saver_in(tmp_path, kind, world=3, log=log.append)
     saver.save(Save(shard(5)))
     write_rank(tmp_path, 5, 2, 3)
+    saver.wait(PATIENCE)
     saver.finish(0.3)
     assert any("step 5 is not committed: no record of rank 1 " in text for text in log)
 

@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from mindresume.store import storage
 from mindresume.store.storage import TEMPORARY, PosixStorage, parallel, publish, publish_json, read_bytes
 
 STORAGE = PosixStorage()
@@ -101,3 +102,21 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
             sizes.append((tmp_path / "file").stat().st_size)
     assert PosixStorage().write(str(tmp_path / "file"), pieces(), 6 << 20) == 6 << 20
     assert sizes == sorted(sizes) and sizes[0] < 6 << 20
+
+
+def test_the_device_begins_early_and_is_asked_for_every_byte_once(tmp_path, monkeypatch):
+    """All but less than a step of it; the flush at the end is for the rest. A device that refuses the hint changes nothing."""
+    step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
+    monkeypatch.setattr(storage, "_AHEAD", step)
+    begin = storage._begin_flush
+
+    def asking(handle, start, end):
+        asked.append((start, end))
+        begin(handle, start, end)
+    monkeypatch.setattr(storage, "_begin_flush", asking)
+    path = str(tmp_path / "file")
+    assert PosixStorage().write(path, pieces) == sum(map(len, pieces))
+    assert read_bytes(PosixStorage(), path) == b"".join(pieces)
+    starts, ends = zip(*asked, strict=True)
+    assert starts == (0, *ends[:-1]) and sum(map(len, pieces)) - ends[-1] < step
+    begin(-1, 0, step)

@@ -1,0 +1,461 @@
+"""The drill finds broken products: known ways to get saving wrong, put back in one by one, and where each is found.
+
+A mutant breaks one rule of ``docs/format.md``. It counts as found only if the product passes when the same operation is struck.
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mindresume.drill import judge as judging
+from mindresume.drill import run, stories
+from mindresume.drill.faults import Fault, View
+from mindresume.drill.judge import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
+from mindresume.drill.run import Cell, Setup, Task, cell, prepare
+from mindresume.drill.stories import Story, World
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.files import FORMATS, read_header
+from mindresume.formats import rank_folders
+from mindresume.formats.names import META, folder_name, meta_json
+from mindresume.formats.rank_folders import scan_records
+from mindresume.manifest import FOLDER, Manifest, read_record, record_rank
+from mindresume.resume import prove, select
+from mindresume.resume.prove import ProvenShard, Source
+from mindresume.store import claim, commit, removal, saver, storage
+from mindresume.store.background import Background
+from mindresume.store.commit import Committer
+from mindresume.store.retention import surplus
+from mindresume.store.saver import Outcome, Work
+from mindresume.store.storage import PosixStorage, temporary_name
+
+CONTROL, LEFT = "CONTROL", "LEFT"       # found although nothing is struck; by what nobody removes
+FAR = 10**6                             # number of an operation that never comes
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``verdict``: what the drill says of it in ``story`` under ``fault``. ``where``: only operations with this in their name or
+    path, to be fast. ``seed``: an order of the ranks in which it matters."""
+    name: str
+    mutate: Callable[[Patch], None]
+    story: str
+    fault: str
+    verdict: str
+    where: str = ""
+    seed: int = 0
+
+
+def patch_all(patch: Patch, name: str, value: object) -> None:
+    """In every module that has imported it."""
+    for module in (storage, commit, claim, saver, removal, stories, judging, rank_folders, prove, select):
+        if hasattr(module, name):
+            patch.setattr(module, name, value)
+
+
+# ---- publishing ----------------------------------------------------------------------------------------------------
+
+def publish_without_sync(patch: Patch) -> None:
+    def publish(disk, path, pieces, tag, size=0):
+        temporary = temporary_name(path, tag)
+        count = disk.write(temporary, pieces, size)
+        disk.rename(temporary, path)
+        return count
+    patch_all(patch, "publish", publish)
+
+
+def weights_published_without_sync(patch: Patch) -> None:
+    right = storage.publish
+
+    class NoSync:
+        def __init__(self, disk):
+            self.disk = disk
+
+        def __getattr__(self, name):
+            return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
+
+    def publish(disk, path, pieces, tag, size=0):
+        return right(disk if FOLDER in path else NoSync(disk), path, pieces, tag, size)
+    patch_all(patch, "publish", publish)
+
+
+def publish_without_rename(patch: Patch) -> None:
+    def publish(disk, path, pieces, tag, size=0):
+        count = disk.write(path, pieces, size)
+        disk.sync(os.path.dirname(path))
+        return count
+    patch_all(patch, "publish", publish)
+
+
+def pointers_written_in_place(patch: Patch) -> None:
+    right = storage.publish
+
+    def publish(disk, path, pieces, tag, size=0):
+        return disk.write(path, pieces, size) if path.endswith(META) else right(disk, path, pieces, tag, size)
+    patch_all(patch, "publish", publish)
+
+
+def record_before_weights(patch: Patch) -> None:
+    right, waiting = storage.publish, threading.local()
+
+    def publish(disk, path, pieces, tag, size=0):
+        if os.path.basename(path).startswith("drill_rank"):
+            content = b"".join(map(bytes, pieces))
+            waiting.file = (path, content)
+            return len(content)
+        count = right(disk, path, pieces, tag, size)
+        if record_rank(os.path.basename(path)) is not None:
+            right(disk, waiting.file[0], [waiting.file[1]], tag)
+        return count
+    patch_all(patch, "publish", publish)
+
+
+def errors_of_writing_swallowed(patch: Patch) -> None:
+    right = storage.publish
+
+    def publish(disk, path, pieces, tag, size=0):
+        pieces = list(pieces)
+        with suppress(OSError):
+            right(disk, path, pieces, tag, size)
+        return sum(map(len, pieces))
+    patch_all(patch, "publish", publish)
+
+
+def failed_saves_reported_as_saved(patch: Patch) -> None:
+    right = Work.write
+    patch.setattr(Work, "write", lambda self, save: replace(right(self, save), saved=True))
+
+
+def saved_before_it_is_written(patch: Patch) -> None:
+    """The training hears of success when the writer takes the save."""
+    right = Background.save
+
+    def save(self, save):
+        right(self, save)
+        self._outcomes.append(Outcome(save.step, True))
+        self._flight = None
+    patch.setattr(Background, "save", save)
+
+
+def pointer_before_the_file(patch: Patch) -> None:
+    right = commit.write_shard
+
+    def write_shard(place, shard, **how):
+        folder = os.path.join(place.root, folder_name(place.rank))
+        place.storage.make_folder(folder)
+        storage.publish_json(place.storage, os.path.join(folder, META), meta_json(shard.name), place.run)
+        return right(place, shard, **how)
+    patch_all(patch, "write_shard", write_shard)
+
+
+# ---- committing ----------------------------------------------------------------------------------------------------
+
+def manifest_without_all_ranks(patch: Patch) -> None:
+    """Whoever is there is enough."""
+    def _manifest(self, attempt):
+        found = []
+        for name in self.place.storage.list(attempt):
+            if record_rank(name) is not None:
+                with self.place.storage.open(os.path.join(attempt, name)) as file:
+                    found.append(read_record(file))
+        first = found[0][0]
+        return Manifest(first.run, first.state, 0.0, tuple(record.file for record, _ in found), tuple(sums for _, sums in found))
+    missing = Committer._missing
+    patch.setattr(Committer, "_missing", lambda self, step: [rank for rank in missing(self, step) if rank == 0])
+    patch.setattr(Committer, "_manifest", _manifest)
+
+
+def commit_that_gives_up_cleans_up(patch: Patch) -> None:
+    """Who does not see the records of all ranks in time takes the save for dead and removes it."""
+    right = Committer.finish
+
+    def finish(self, deadline, pause=0.2):
+        left = right(self, deadline, pause)
+        for step in left:
+            disk, attempt = self.place.storage, self.place.attempt(step)
+            for name in disk.list(attempt):
+                disk.remove(os.path.join(attempt, name))
+        return left
+    patch.setattr(Committer, "finish", finish)
+
+
+def half_written_files_are_not_cleaned(patch: Patch) -> None:
+    patch_all(patch, "clean_own_folder", lambda place: [])
+
+
+# ---- choosing ------------------------------------------------------------------------------------------------------
+
+def oldest_first(patch: Patch) -> None:
+    right = select.scan
+    patch.setattr(select, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+        right(disk, root)))
+
+
+def highest_step_first(patch: Patch) -> None:
+    """Of whatever run."""
+    right = select.scan
+    patch.setattr(select, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
+        found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
+
+
+def missing_ranks_forgiven(patch: Patch) -> None:
+    """A save without manifest counts as soon as one rank recorded it."""
+    right = select.scan
+
+    def scan(disk, root):
+        found = right(disk, root)
+        return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
+                                               for c in found.candidates))
+    patch.setattr(select, "scan", scan)
+
+
+def only_manifests_count(patch: Patch) -> None:
+    """What all ranks recorded and nobody committed is not looked at."""
+    right = select.scan
+
+    def scan(disk, root):
+        found = right(disk, root)
+        return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
+    patch.setattr(select, "scan", scan)
+
+
+def believe_everything(patch: Patch) -> None:
+    """Records and files are taken as they are."""
+    def prove_nothing(disk, root, candidate, rank, progress=None, full=True):
+        return ProvenShard(rank, (Source(candidate.files[rank]),), candidate.state)
+    patch.setattr(select, "prove", prove_nothing)
+    patch.setattr(select, "quick", lambda disk, root, candidate, world, files=True: candidate.problem)
+
+
+def believe_everything_and_write_in_place(patch: Patch) -> None:
+    record_before_weights(patch)
+    publish = storage.publish
+    patch_all(patch, "publish", lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size))
+    believe_everything(patch)
+
+
+class _InPlace:
+    """Temporary names are the final ones."""
+
+    def __init__(self, disk):
+        self.disk = disk
+
+    def __getattr__(self, name):
+        return getattr(self.disk, name)
+
+    def write(self, path, pieces, size=0):
+        folder, name = os.path.split(path)
+        return self.disk.write(os.path.join(folder, name[1:].rsplit(".", 2)[0] if "drill_rank" in name else name), pieces, size)
+
+    def rename(self, old, new):
+        if "drill_rank" not in old:
+            self.disk.rename(old, new)
+
+
+# ---- removing ------------------------------------------------------------------------------------------------------
+
+def prune_before_saving(patch: Patch) -> None:
+    """Room is made first, as if the new one were there already."""
+    right = commit.write_shard
+
+    def write_shard(place, shard, **how):
+        if place.rank == 0 and shard.state.step in (20, 30):
+            found = [c for c in scan_records(place.storage, place.root)[0] if c.committed]
+            removal.carry_out(place.storage, place.root, removal.Plan(victims=tuple(found)))
+        return right(place, shard, **how)
+    patch_all(patch, "write_shard", write_shard)
+
+
+def prune_keeps_nothing(patch: Patch) -> None:
+    patch.setattr(removal, "_policy_says", lambda policy, committed, good, reasons: set(map(removal.folder_of, committed)))
+
+
+def prune_takes_what_is_unfinished(patch: Patch) -> None:
+    """Also what other ranks are just writing."""
+    right = removal.plan
+
+    def plan(*args, **how):
+        made = right(*args, **how)
+        return replace(made, debris=made.debris + made.unfinished, unfinished=())
+    patch_all(patch, "plan", plan)
+
+
+def prune_counts_from_the_oldest(patch: Patch) -> None:
+    patch.setattr(removal, "surplus", lambda policy, found: [len(found) - 1 - index for index in surplus(policy, found)])
+
+
+def removal_without_rename(patch: Patch) -> None:
+    def carry_out(disk, root, made, holds=dict, log=print):
+        victims = [*made.victims, *made.debris]
+        for candidate in victims:
+            removal._clear(disk, root, candidate.attempt, ())
+        removal.empty_trash(disk, root, holds)
+        return victims
+    patch_all(patch, "carry_out", carry_out)
+
+
+def records_removed_before_weights(patch: Patch) -> None:
+    def _clear(disk, root, trash, claimed):
+        paths = removal.weights_of(disk, root, trash)
+        for entry in disk.list(trash):
+            disk.remove(os.path.join(trash, entry))
+        disk.remove(trash)
+        for path in paths:
+            disk.remove(path)
+    patch.setattr(removal, "_clear", _clear)
+
+
+def weights_removed_without_sync(patch: Patch) -> None:
+    def _clear(disk, root, trash, claimed):
+        for path in removal.weights_of(disk, root, trash):
+            disk.remove(path)
+        for entry in disk.list(trash):
+            disk.remove(os.path.join(trash, entry))
+        disk.remove(trash)
+    patch.setattr(removal, "_clear", _clear)
+
+
+def trash_is_never_emptied(patch: Patch) -> None:
+    patch.setattr(removal, "empty_trash", lambda *args, **how: None)
+
+
+MUTANTS = [
+    Mutant("publish without sync", publish_without_sync, "save", "power", LOST_WORK),
+    Mutant("publish without sync", publish_without_sync, "first save", "power", HARD_FAIL),
+    Mutant("weights published without sync", weights_published_without_sync, "save", "reorder", LOST_WORK, "meta.json"),
+    Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL),
+    Mutant("pointers written in place", pointers_written_in_place, "pointers", "torn", HARD_FAIL),
+    Mutant("record before weights", record_before_weights, "first save", "kill all", HARD_FAIL, "rank_0"),
+    Mutant("errors of writing swallowed", errors_of_writing_swallowed, "first save", "EIO", HARD_FAIL),
+    Mutant("errors of writing swallowed", errors_of_writing_swallowed, "save", "ENOSPC", LOST_WORK),
+    Mutant("failed saves reported as saved", failed_saves_reported_as_saved, "save", "EIO", LOST_WORK, "write"),
+    Mutant("saved before it is written", saved_before_it_is_written, "background", "kill all", LOST_WORK),
+    Mutant("pointer before the file", pointer_before_the_file, "first save", "kill all", HARD_FAIL),
+    Mutant("manifest without all ranks", manifest_without_all_ranks, "first save", "kill one", HARD_FAIL),
+    Mutant("a commit that gives up cleans up", commit_that_gives_up_cleans_up, "first save", "late", CONTROL, seed=3),
+    Mutant("half-written files are not cleaned", half_written_files_are_not_cleaned, "first save", "kill all", LEFT, "rename"),
+    Mutant("oldest first", oldest_first, "save", "", CONTROL),
+    Mutant("highest step first", highest_step_first, "save again", "kill all", LOST_WORK, "rename"),
+    Mutant("missing ranks forgiven", missing_ranks_forgiven, "first save", "kill all", SILENT_DIVERGENCE, "write"),
+    Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK),
+    Mutant("only manifests count", only_manifests_count, "save", "kill one", LOST_WORK, "manifest"),
+    Mutant("believe everything and write in place", believe_everything_and_write_in_place, "first save", "torn",
+           SILENT_DIVERGENCE),
+    Mutant("prune before saving", prune_before_saving, "prune", "kill all", HARD_FAIL, "write"),
+    Mutant("prune keeps nothing", prune_keeps_nothing, "prune", "", CONTROL),
+    Mutant("prune takes what is unfinished", prune_takes_what_is_unfinished, "save", "", CONTROL),
+    Mutant("prune counts from the oldest", prune_counts_from_the_oldest, "prune", "", CONTROL),
+    Mutant("removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"),
+    Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
+    Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),
+    Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT),
+]
+
+
+def verdict_of(found: Cell) -> str:
+    return LEFT if found.verdict == "PASS" and found.left else found.verdict
+
+
+def hunt(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
+    for operation in task.operations:
+        fault = Fault(mutant.fault, operation.number)
+        if fault.hits(operation.name) and mutant.where in f"{operation.name} {operation.path}":
+            yield cell(setup, task, fault)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.story}")
+def test_a_mutant_is_found(mutant, folder):
+    setup, fmt = Setup(folder, seed=mutant.seed), FORMATS[MUTANTS.index(mutant) % 2]
+    right, = prepare(setup, [mutant.story], [fmt])
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.mutate(patch)
+        if mutant.verdict == CONTROL:
+            if mutant.fault:
+                assert run._play(setup, stories.STORIES[mutant.story], fmt, Fault(mutant.fault, FAR))[1].verdict != "PASS"
+            else:
+                with pytest.raises(SaveError, match="without any fault"):
+                    prepare(setup, [mutant.story], [fmt])
+            return
+        task, = prepare(setup, [mutant.story], [fmt])
+        found = next((found for found in hunt(setup, task, mutant) if verdict_of(found) != "PASS"), None)
+    assert found is not None, "the mutant survives"
+    assert verdict_of(found) == mutant.verdict, found
+    # ... and it was the mutant: the product passes when the same operation is struck.
+    struck = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
+    for number in struck[:2] or [min(found.operation, len(right.operations))]:
+        fault = Fault(mutant.fault, number)
+        assert not fault.hits(right.operations[number - 1].name) or verdict_of(cell(setup, right, fault)) == "PASS"
+
+
+def test_there_is_a_mutant_for_every_way_to_fail():
+    assert {mutant.verdict for mutant in MUTANTS} == {HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE, LEFT, CONTROL}
+    assert len({mutant.name for mutant in MUTANTS}) >= 20
+
+
+# ---- what the seven stories do not reach, with stories and disks of this test -----------------------------------------
+
+def play(patch: Patch, folder: str, story: Story, fault: Fault | None = None, disk: type[PosixStorage] = PosixStorage) -> str:
+    """The verdict of one run of a story."""
+    patch.setattr(run, "STORIES", {**stories.STORIES, story.name: story})
+    return run._play(Setup(folder, storage=disk), story, "safetensors", fault)[1].verdict
+
+
+def _taken_over(world: World, rank: int) -> None:
+    """Run 1 was taken for dead; now it wakes up and goes on."""
+    try:
+        commit.write_shard(world.place(rank, 0), stories.shard(0, 30, rank, world.format))
+    except FolderInUseError:
+        return
+    raise AssertionError("a run that lost its folder saves into it")
+
+
+TAKEN_OVER = Story("taken over", "a run that was taken for dead wakes up", _taken_over,
+                   also=lambda root, fmt, ranks: stories.save_quietly(root, fmt, ranks, 1, 20))
+
+
+def test_a_late_writer_without_a_fence(folder, monkeypatch):
+    assert play(monkeypatch, folder, TAKEN_OVER) == "PASS"
+    monkeypatch.setattr(commit, "fence", lambda *args: None)
+    assert play(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
+
+
+def _same_names(world: World, rank: int) -> None:
+    """Another job saves step 10 under the names of the first run."""
+    place, part = world.place(rank, 1), stories.shard(1, 10, rank, world.format)
+    commit.write_shard(place, replace(part, name=stories.shard(0, 10, rank, world.format).name))
+
+
+SAME_NAMES = Story("same names", "another job uses the names of the first run", _same_names)
+
+
+def test_files_that_are_overwritten(folder, monkeypatch):
+    assert play(monkeypatch, folder, SAME_NAMES) == "PASS"
+    assert {play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
+    monkeypatch.setattr(View, "status", lambda self, path: None)            # "nothing is there"
+    assert HARD_FAIL in [play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
+
+
+class Rotten(PosixStorage):
+    """Says that it wrote what it was given, and wrote something else into the weights of step 30."""
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        if new.endswith("-3_10.safetensors"):
+            with open(new, "r+b") as file:
+                at = read_header(file, new).tensors["embedding.weight"].ranges[0][0]
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1]))
+
+
+def test_a_disk_that_lies(folder, monkeypatch):
+    save = stories.STORIES["save"]
+    assert play(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
+    believe_everything(monkeypatch)
+    assert play(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE
