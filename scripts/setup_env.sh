@@ -29,4 +29,18 @@ if [ ! -e "$STAMP" ]; then
     rm -f "$VENV"/.mindresume-*
     touch "$STAMP"
 fi
+
+# strace, with which st/test_syscalls.py looks at the system calls of a save. Called by test.sh; never ends the script: without
+# strace that test fails and says so.
+need_strace() {
+    command -v strace >/dev/null && return 0
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "== installing strace (for st/test_syscalls.py)"
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get install -y -qq strace >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq strace >/dev/null; } || true
+    fi
+    command -v strace >/dev/null && return 0
+    echo "strace is missing and cannot be installed from here (that needs root and apt-get). st/test_syscalls.py will fail." >&2
+    echo "Install it (apt-get install strace, dnf install strace), or leave it out: test.sh --ignore st/test_syscalls.py" >&2
+}
 export PYTHON PATH="$VENV/bin:$PATH"

@@ -9,6 +9,7 @@ echo "== ruff"
 echo "== unit tests"
 "$PYTHON" -m pytest -q tests
 if [ "${FAST:-0}" != 1 ]; then
+    need_strace
     echo "== system tests"
     "$PYTHON" -m pytest -q --durations=10 st "$@"
 fi

@@ -134,8 +134,11 @@ def clean_own_folder(place: Place) -> list[str]:
     """Removes what earlier, dead runs left half-written in this rank's folder. Returns the names removed.
 
     Only temporary files that carry the name of an earlier run: the launch of this run ended those that wrote here before.
+    Flushes the folder of the rank folders: what a process that died right after ``mkdir`` left there is taken for durable.
     """
     folder, removed = os.path.join(place.root, folder_name(place.rank)), []
+    if place.storage.status(place.root) is not None:
+        place.storage.sync(place.root)
     for name in place.storage.list(folder):
         if not name.endswith(TEMPORARY):
             continue

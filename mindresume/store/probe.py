@@ -30,6 +30,7 @@ def examine(storage: Storage, root: str) -> None:
                                 f"was {'made' if expected else 'renamed or removed'}")
     operations: list[tuple[str, Callable[[], Any]]] = [
         ("making a folder", lambda: storage.make_folder(folder)),
+        ("flushing the folders above", lambda: [storage.sync(path) for path in (root, os.path.dirname(os.path.abspath(root)))]),
         ("writing and flushing a file", lambda: (storage.write(first, [b"one"], 3), storage.write(second, [b"two"], 3))),
         ("reading it back", lambda: contains(first, b"one")),
         ("renaming a file over another one", lambda: storage.rename(second, first)),

@@ -23,7 +23,7 @@ def test_a_file_in_the_way(tmp_path):
 
 @pytest.mark.parametrize("operation, named", [
     ("make_folder", "making a folder"), ("write", "writing and flushing a file"), ("open", "reading it back"),
-    ("rename", "renaming a file over another one"), ("sync", "flushing the folder"), ("list", "listing the folder"),
+    ("rename", "renaming a file over another one"), ("sync", "flushing the folders above"), ("list", "listing the folder"),
     ("remove", "removing a file"), ("room", "asking for the room that is left")])
 def test_the_operation_that_fails_is_named(tmp_path, operation, named):
     storage = PosixStorage()
