@@ -17,7 +17,17 @@ from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_che
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import LABEL, parse_label
 from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of
-from mindresume.manifest import Details, FileRecord, Record, TensorRecord, read_details, read_record, record_name
+from mindresume.manifest import (
+    FOLDER,
+    Details,
+    FileRecord,
+    Record,
+    TensorRecord,
+    attempts,
+    read_details,
+    read_record,
+    record_name,
+)
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage, parallel
 
@@ -111,6 +121,12 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
         return candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank)
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank}: {error}", file.path, rank)
+    written = parse_label(header)
+    recorded = attempts(storage.list(os.path.join(root, FOLDER))) if written and os.path.dirname(file.path) else ()
+    if written and any(run == written[0] for _, _, run in recorded):
+        # The scan asked one file of the group whose it is; where that run has records, a save without any never completed.
+        return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, of which there is no "
+                                f"record: the save never completed", file.path, rank)
     if scalars.get("step_num") != candidate.step:
         return candidate.refuse(f"rank {rank} holds step {scalars.get('step_num')}, rank {next(iter(candidate.files))} "
                                 f"holds step {candidate.step}", file.path, rank)
