@@ -16,7 +16,7 @@ from mindresume.files import Header
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import LABEL, parse_label
-from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of
+from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of, sizes
 from mindresume.manifest import (
     FOLDER,
     Details,
@@ -29,7 +29,7 @@ from mindresume.manifest import (
     record_name,
 )
 from mindresume.state import TrainingState
-from mindresume.store.storage import Storage, parallel
+from mindresume.store.storage import Storage
 
 Progress = Callable[[int], None]          # bytes read since the last call
 
@@ -67,21 +67,19 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
     if problem is not None or not files:
         return problem
     try:
-        found = dict(zip(candidate.files, parallel(storage, lambda file: storage.status(os.path.join(root, file.path)),
-                                                   candidate.files.values()), strict=True))
+        found = sizes(storage, root, candidate.files.values())
     except OSError as error:
         return candidate.refuse(f"its files cannot be looked at: {error}")
-    for rank, file in candidate.files.items():
-        status = found[rank]
-        if status is None and candidate.attempt:
+    for (rank, file), size in zip(candidate.files.items(), found, strict=True):
+        if size is None and candidate.attempt:
             elsewhere = replicas(storage, root, candidate, rank)
             if isinstance(elsewhere, Refusal):
                 return elsewhere
             continue
-        if status is None:
+        if size is None:
             return candidate.refuse(f"the file of rank {rank} is missing", file.path, rank)
-        if status.size == 0 or file.size not in (None, status.size):
-            return _wrong_size(candidate, rank, file, status.size)
+        if size == 0 or file.size not in (None, size):
+            return _wrong_size(candidate, rank, file, size)
     return None
 
 

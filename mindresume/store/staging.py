@@ -76,12 +76,6 @@ class Staging:
             {name: self._view(slot) if isinstance(slot, Slot) else slot for name, slot in table.items()}
             for table in _tables(staged.save)])
 
-    def close(self) -> None:
-        self._memory, self.size = np.empty(0, np.uint8), 0
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
     def _grow(self, size: int) -> None:
         self._memory, self.size = np.empty(0, np.uint8), 0          # the old one goes before the new one comes
         if self.fd >= 0:
