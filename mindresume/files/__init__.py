@@ -21,10 +21,23 @@ import numpy as np
 
 from mindresume.errors import DamagedFileError
 from mindresume.files import ckpt, safetensors
-from mindresume.files.model import CHUNK, DTYPES, Header, TensorEntry, fill, name_of
+from mindresume.files.model import (
+    CHUNK,
+    DTYPES,
+    Blueprint,
+    Header,
+    Part,
+    Spec,
+    TensorEntry,
+    chunks,
+    fill,
+    name_of,
+    spec_of,
+    tensor_bytes,
+)
 
-__all__ = ["CHUNK", "FORMATS", "Header", "TensorEntry", "encode", "encoded_size", "format_of", "read_header",
-           "read_scalar", "read_tensor"]
+__all__ = ["CHUNK", "FORMATS", "Blueprint", "Header", "Part", "Spec", "TensorEntry", "blueprint", "encode", "encoded_size",
+           "format_of", "read_header", "read_scalar", "read_tensor", "spec_of"]
 
 FORMATS = ("safetensors", "ckpt")
 _MAX_SCALAR = 1 << 20       # bytes of a text that stands for one value; a file of terabytes may claim to be one
@@ -78,12 +91,28 @@ def encode(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     piece. Arrays must not change until the last piece is consumed. ValueError, at the call and before the first piece,
     for a format, dtype, byte order, name or metadata that cannot be written.
     """
-    return _module(fmt).encode(tensors, metadata)
+    return _pieces(blueprint(fmt, {name: spec_of(name, array) for name, array in tensors.items()}, metadata), tensors)
 
 
 def encoded_size(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> int:
     """Bytes of the file that ``encode`` makes of the same arguments; ValueError as there."""
-    return _module(fmt).encoded_size(tensors, metadata)
+    return blueprint(fmt, {name: spec_of(name, array) for name, array in tensors.items()}, metadata).size
+
+
+def blueprint(fmt: str, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
+    """The file that ``encode`` makes of tensors like these, without any of their bytes. ValueError as there. In a safetensors
+    file wide dtypes come first, then names in order; a ckpt keeps the order of ``specs``."""
+    return _module(fmt).blueprint(specs, metadata)
+
+
+def _pieces(plan: Blueprint, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
+    name, data = None, memoryview(b"")
+    for part in plan.parts:
+        if part.name is not None and part.name != name:         # one at a time: an array may have to be copied for it
+            name, data = part.name, tensor_bytes(tensors[part.name])
+        whole = memoryview(part.data) if part.name is None else data[part.start:part.start + part.count]
+        for piece in chunks(whole):
+            yield part.name, piece
 
 
 def _module(fmt: str, path: str | os.PathLike[str] | None = None) -> ModuleType:

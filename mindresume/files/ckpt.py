@@ -14,26 +14,25 @@ bytes; that is skipped.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
-
-import numpy as np
 
 from mindresume.errors import DamagedFileError
 from mindresume.files.model import (
     MAX_DIMENSIONS,
     MAX_HEADER,
+    Blueprint,
     Header,
+    Spec,
     TensorEntry,
-    checked_dtype,
+    blueprint_of,
     checked_entry,
     checked_metadata,
-    chunks,
+    checked_spec,
     dump_json,
     fill,
     parse_metadata,
     parse_object,
-    tensor_bytes,
 )
 
 SLICE_BYTES = 512 << 20     # mindspore/train/serialization.py: SLICE_SIZE, in KiB there
@@ -208,41 +207,16 @@ class _Scanner:
         return number, *self.span(after, limit)
 
 
-def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Iterator[tuple[str | None, memoryview]]:
-    """See ``mindresume.files.encode``. The order of the tensors is kept."""
-    return _pieces(_checked(tensors), _tail(metadata))
-
-
-def encoded_size(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> int:
-    """See ``mindresume.files.encoded_size``."""
-    heads = sum(len(_head(name, *row, count)) + count for name, row in _checked(tensors).items()
-                for _, count in _slices(row[1].nbytes))
-    return heads + len(_tail(metadata))
-
-
-def _checked(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[str, np.ndarray]]:
-    """{name: (tensor_type, array)}; ValueError for what cannot be written."""
-    rows = {}
-    for name, array in tensors.items():
-        if array.dtype.kind == "U" and array.shape == ():
-            array.item().encode()                               # a lone surrogate: ValueError here, not when read
-            rows[name] = "str", np.array(array.item(), "<U")    # again: the dtype may be longer than the text
-        else:
-            rows[name] = NAMES[checked_dtype("ckpt", name, array, NAMES)], array
+def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
+    """See ``mindresume.files.blueprint``. The order of the tensors is kept."""
+    known, parts = {**NAMES, "str": "str"}, []
+    for name, spec in specs.items():
+        tag = known[checked_spec("ckpt", name, spec, known)]
         if len(name.encode()) > MAX_TEXT:
             raise ValueError(f"a tensor name has {len(name.encode())} bytes, at most {MAX_TEXT} can be read back")
-    return rows
-
-
-def _pieces(rows: Mapping[str, tuple[str, np.ndarray]], tail: bytes) -> Iterator[tuple[str | None, memoryview]]:
-    for name, (tag, array) in rows.items():
-        data = tensor_bytes(array)
-        for start, count in _slices(len(data)):
-            yield None, memoryview(_head(name, tag, array, count))
-            for piece in chunks(data[start:start + count]):
-                yield name, piece
-    for piece in chunks(memoryview(tail)):
-        yield None, piece
+        for start, count in _slices(spec.nbytes):
+            parts += [_head(name, tag, spec.shape, count), (name, start, count)]
+    return blueprint_of("ckpt", [*parts, _tail(metadata)])
 
 
 def _slices(nbytes: int) -> list[tuple[int, int]]:
@@ -250,9 +224,9 @@ def _slices(nbytes: int) -> list[tuple[int, int]]:
     return [(start, min(SLICE_BYTES, nbytes - start)) for start in range(0, max(nbytes, 1), SLICE_BYTES)]
 
 
-def _head(name: str, tag: str, array: np.ndarray, count: int) -> bytes:
+def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
     """Everything of a Value up to its content of ``count`` bytes."""
-    dims = (0,) if tag == "str" else array.shape
+    dims = (0,) if tag == "str" else shape
     inner = b"".join(b"\x08" + _varint(size) for size in dims) + b"\x12" + _text(tag) + b"\x1a" + _varint(count)
     value = b"\x0a" + _text(name) + b"\x12" + _varint(len(inner) + count) + inner
     return b"\x0a" + _varint(len(value) + count) + value

@@ -33,6 +33,51 @@ class TensorEntry(NamedTuple):
         return sum(count for _, count in self.ranges)
 
 
+class Spec(NamedTuple):
+    """A tensor that is to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt; ``nbytes`` are 4 a character)."""
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """What lies at ``offset`` of a file that is to be written: the literal bytes ``data`` if ``name`` is None, else ``count``
+    bytes of that tensor, beginning with its byte ``start``."""
+    offset: int
+    name: str | None
+    data: bytes
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A whole file of ``size`` bytes before it is written: its parts in order, without gaps."""
+    format: str
+    size: int
+    parts: tuple[Part, ...]
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """{name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order of the file."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for part in self.parts:
+            if part.name is not None:
+                found.setdefault(part.name, []).append((part.offset, part.start, part.count))
+        return {name: tuple(rows) for name, rows in found.items()}
+
+
+def blueprint_of(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> Blueprint:
+    """``parts`` in order: literal bytes, or (tensor, first byte of it, bytes)."""
+    rows, position = [], 0
+    for part in parts:
+        literal = isinstance(part, bytes)
+        count = len(part) if literal else part[2]
+        rows.append(Part(position, None, part, 0, count) if literal else Part(position, part[0], b"", part[1], count))
+        position += count
+    return Blueprint(fmt, position, tuple(rows))
+
+
 @dataclass(frozen=True)
 class Header:
     """``size``: bytes of the whole file; ``tensors`` in the order of the file."""
@@ -56,17 +101,26 @@ def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], rang
     return entry
 
 
-def checked_dtype(fmt: str, name: str, array: np.ndarray, known: Iterable[str]) -> str:
-    """Name of the dtype of an array to be written; ValueError if ``fmt`` cannot hold it."""
-    if not isinstance(name, str):
-        raise ValueError(f"the name of a tensor is a text, found {name!r}")
-    # by name: MindSpore has a bfloat16 of its own beside the one of ml_dtypes, with the same bytes
-    if array.dtype.name not in known:
-        raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {array.dtype}; it holds {', '.join(known)}")
+def spec_of(name: str, array: np.ndarray) -> Spec:
+    """ValueError for an array whose bytes are not those of a file: it is big-endian."""
+    if array.dtype.kind == "U" and array.shape == ():
+        text = array.item()
+        text.encode()                       # a lone surrogate: a ValueError here, not when it is read again
+        return Spec("str", (), 4 * max(len(text), 1))
     if array.dtype.str.startswith(">"):
         raise ValueError(f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
                          f"array.astype(array.dtype.newbyteorder('<'))")
-    return array.dtype.name
+    # by name: MindSpore has a bfloat16 of its own beside the one of ml_dtypes, with the same bytes
+    return Spec(array.dtype.name if array.dtype.name in DTYPES else str(array.dtype), tuple(array.shape), array.nbytes)
+
+
+def checked_spec(fmt: str, name: str, spec: Spec, known: Iterable[str]) -> str:
+    """Its dtype; ValueError if ``fmt`` cannot hold it."""
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a tensor is a text, found {name!r}")
+    if spec.dtype not in known:
+        raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
+    return spec.dtype
 
 
 def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -107,6 +161,8 @@ def is_size(value: Any) -> bool:
 
 def tensor_bytes(array: np.ndarray) -> memoryview:
     """The bytes in C order; a view if the array is contiguous, else of a copy."""
+    if array.dtype.kind == "U":
+        array = np.array(array.item(), "<U")            # the dtype may be longer than the text
     # asarray and not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes have no buffer protocol
     return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
 

@@ -6,27 +6,26 @@ overlap. A file cut anywhere is therefore known by its size.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from mindresume.errors import DamagedFileError
 from mindresume.files.model import (
     DTYPES,
     MAX_HEADER,
+    Blueprint,
     Header,
+    Spec,
     TensorEntry,
-    checked_dtype,
+    blueprint_of,
     checked_entry,
     checked_metadata,
-    chunks,
+    checked_spec,
     dump_json,
     fill,
     is_size,
     parse_metadata,
     parse_object,
-    tensor_bytes,
 )
 
 METADATA = "__metadata__"
@@ -92,45 +91,25 @@ def _read(file: BinaryIO, start: int, count: int) -> bytes:
     return bytes(out)
 
 
-def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Iterator[tuple[str | None, memoryview]]:
-    """See ``mindresume.files.encode``."""
-    head, order = _plan(tensors, metadata)
-    return _pieces(head, order, tensors)
-
-
-def encoded_size(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> int:
-    """See ``mindresume.files.encoded_size``."""
-    head, order = _plan(tensors, metadata)
-    return len(head) + sum(tensors[name].nbytes for name in order)
-
-
-def _pieces(head: bytes, order: list[str], tensors: Mapping[str, np.ndarray]
-            ) -> Iterator[tuple[str | None, memoryview]]:
-    for piece in chunks(memoryview(head)):
-        yield None, piece
-    for name in order:
-        for piece in chunks(tensor_bytes(tensors[name])):
-            yield name, piece
-
-
-def _plan(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """The first bytes of the file, and the order of the tensors: wide dtypes first, so that each lies aligned."""
+def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
+    """See ``mindresume.files.blueprint``. Wide dtypes first, then by name, so that each tensor lies aligned."""
     rows: dict[str, Any] = {METADATA: checked_metadata(metadata)} if metadata else {}
-    if METADATA in tensors:
+    if METADATA in specs:
         raise ValueError(f"{METADATA} cannot be the name of a tensor in a safetensors file")
-    if set(tensors) & set(metadata):
+    if set(specs) & set(metadata):
         # MindSpore's loader takes the metadata of that name for the dtype of the tensor
-        raise ValueError(f"{min(set(tensors) & set(metadata))} cannot be both a tensor and a key of the metadata: "
+        raise ValueError(f"{min(set(specs) & set(metadata))} cannot be both a tensor and a key of the metadata: "
                          f"MindSpore could not load the file")
-    dtypes = {name: checked_dtype("safetensors", name, array, NAMES) for name, array in tensors.items()}
-    order, position = sorted(tensors, key=lambda name: (-DTYPES[dtypes[name]].itemsize, name)), 0
+    dtypes = {name: checked_spec("safetensors", name, spec, NAMES) for name, spec in specs.items()}
+    order, position = sorted(specs, key=lambda name: (-DTYPES[dtypes[name]].itemsize, name)), 0
     for name in order:
-        end = position + tensors[name].nbytes
-        rows[name] = {"dtype": NAMES[dtypes[name]], "shape": list(tensors[name].shape), "data_offsets": [position, end]}
+        end = position + specs[name].nbytes
+        rows[name] = {"dtype": NAMES[dtypes[name]], "shape": list(specs[name].shape), "data_offsets": [position, end]}
         position = end
     head = dump_json(rows)
     head += b" " * (-len(head) % 8)
     if len(head) > MAX_HEADER:
-        raise ValueError(f"the header of {len(tensors)} tensors would have {len(head)} bytes; safetensors allows "
+        raise ValueError(f"the header of {len(specs)} tensors would have {len(head)} bytes; safetensors allows "
                          f"{MAX_HEADER}")
-    return len(head).to_bytes(8, "little") + head, order
+    return blueprint_of("safetensors", [len(head).to_bytes(8, "little") + head,
+                                        *((name, 0, specs[name].nbytes) for name in order)])
