@@ -59,6 +59,10 @@ class LoadError(MindResumeError):
     """The chosen checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
 
 
+class StrategyError(MindResumeError, ValueError):
+    """A strategy file is damaged, or contradicts itself or the files beside it; or a strategy cannot be written as one."""
+
+
 class AgreementError(MindResumeError):
     """The ranks of the job could not agree, or one of them reported an error."""
 

@@ -12,15 +12,7 @@ import numpy as np
 from mindresume.errors import LoadError, SaveError
 from mindresume.files.model import DTYPES
 from mindresume.layout import TensorLayout
-
-# Parameters that live only within a step or a request: never saved, and missing ones are no error
-# (mindformers core/callback/callback.py, CheckpointMonitor.filter_list).
-TRANSIENT = ("accu_grads", "fi_parameter", "zeros_k_pe", "zeros_k_nope", "zeros_value_states", "_cache",
-             "_device_local_norm", "_device_local_loss", "expert_load", "max_logits_val")
-
-
-def is_transient(name: str) -> bool:
-    return any(part in name for part in TRANSIENT)
+from mindresume.state import is_transient
 
 
 def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:

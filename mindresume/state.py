@@ -105,3 +105,13 @@ def crosses_multiple(before: int, now: int, interval: int) -> bool:
     In sink mode steps arrive in jumps; the first arrival at or behind a multiple is the one that saves.
     """
     return now // interval > before // interval
+
+
+# Parameters that live only within a step or a request: never saved, and missing ones are no error
+# (mindformers core/callback/callback.py, CheckpointMonitor.filter_list).
+TRANSIENT = ("accu_grads", "fi_parameter", "zeros_k_pe", "zeros_k_nope", "zeros_value_states", "_cache",
+             "_device_local_norm", "_device_local_loss", "expert_load", "max_logits_val")
+
+
+def is_transient(name: str) -> bool:
+    return any(part in name for part in TRANSIENT)

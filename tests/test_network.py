@@ -13,16 +13,15 @@ from mindresume.files import encode, read_header, read_tensor  # noqa: E402
 from mindresume.files.model import tensor_bytes  # noqa: E402
 from mindresume.layout import TensorLayout  # noqa: E402
 from mindresume.network import (  # noqa: E402
-    TRANSIENT,
     capture_random,
     check_fit,
     deferred,
-    is_transient,
     layouts,
     restore_random,
     snapshot,
     to_numpy,
 )
+from mindresume.state import TRANSIENT, is_transient  # noqa: E402
 
 BITS = np.array([0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x0001, 0x4049, 0xC2F7], np.uint16)     # infinities, a denormal
 

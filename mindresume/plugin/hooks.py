@@ -26,7 +26,7 @@ from mindresume.files.checksum import array_checksum
 from mindresume.formats import Candidate
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.network import check_fit, is_transient
+from mindresume.network import check_fit
 from mindresume.plugin import adapter, session
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.progress import check_sink, progress_of
@@ -34,6 +34,7 @@ from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.witness import settle
 from mindresume.settings import Settings
+from mindresume.state import is_transient
 from mindresume.store.claim import hold
 from mindresume.store.storage import PosixStorage, Storage
 

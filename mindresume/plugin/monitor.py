@@ -27,7 +27,7 @@ from mindresume.formats.rank_folders import ranks_text, scan_records
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
-from mindresume.state import TrainingState, crosses_multiple
+from mindresume.state import TrainingState, crosses_multiple, is_transient
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.commit import Place, Shard, blind_ranks, clean_own_folder
@@ -293,8 +293,8 @@ class CheckpointMonitor(BuiltIn):
     def _chooser(self, net: Any) -> Any:
         if self._deduplicates():
             mine = adapter.own_share(net, self._place.rank, self._place.world_size)
-            return lambda name: mine(name) and not live.is_transient(name)
-        return lambda name: not live.is_transient(name)
+            return lambda name: mine(name) and not is_transient(name)
+        return lambda name: not is_transient(name)
 
     def _deduplicates(self) -> bool:
         return bool(self._config.remove_redundancy) and self._place.world_size > 1

@@ -6,7 +6,7 @@
     storage.sync("/ckpt/rank_0")                                           # the new name is durable
 
 ``publish`` does the three in order. A reader sees the final name with all its bytes or not at all, whatever dies when.
-Paths are strings; errors of the file system are ``OSError``.
+``create`` is for several threads that write one file at once. Paths are strings; errors of the file system are ``OSError``.
 """
 from __future__ import annotations
 
@@ -33,8 +33,21 @@ class Status:
     is_link: bool = False
 
 
+class NewFile(Protocol):
+    """A file that is being written, by several threads at any position. Whoever made it calls one of the last two."""
+
+    def write_at(self, position: int, data: memoryview) -> None:
+        """All of ``data``, or OSError."""
+
+    def finish(self) -> None:
+        """Its bytes are durable when this returns (its name is not). On an error it is removed if it can be."""
+
+    def abandon(self) -> None:
+        """Removes it if it can be; no error."""
+
+
 class Storage(Protocol):
-    """Nine operations. What is atomic and what is durable when each returns. All of them may be called by several threads at
+    """Ten operations. What is atomic and what is durable when each returns. All of them may be called by several threads at
     once; ``width`` of them is what makes sense (``parallel``)."""
     width: int
 
@@ -52,6 +65,9 @@ class Storage(Protocol):
         Returns its size. On any error the file is removed if it can be, and the error is raised; a flush that failed is never
         tried again. Not atomic: a reader may see part of it, so ``path`` is a temporary name. ``size``: bytes that will come; a
         full disk or an exhausted quota is then an error before the first byte, where the file system can reserve space."""
+
+    def create(self, path: str, size: int) -> NewFile:
+        """A new file of ``size`` bytes to be written in pieces; for it everything said of ``write`` holds."""
 
     def rename(self, old: str, new: str) -> None:
         """Atomic; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
@@ -118,6 +134,9 @@ class PosixStorage:
             raise
         return written
 
+    def create(self, path: str, size: int) -> NewFile:
+        return _PosixFile(path, size)
+
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
 
@@ -160,6 +179,44 @@ class PosixStorage:
             folder = os.path.dirname(folder)
         found = os.statvfs(folder or ".")
         return found.f_bavail * found.f_frsize
+
+
+class _PosixFile:
+    def __init__(self, path: str, size: int):
+        self.path, self.size, self._begun = path, size, 0
+        self._handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            if size:
+                _reserve(self._handle, path, size)
+                os.truncate(self._handle, size)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write_at(self, position: int, data: memoryview) -> None:
+        while data:
+            done = os.pwrite(self._handle, data, position)
+            position, data = position + done, data[done:]
+        if position - self._begun >= _AHEAD:        # of two threads both may begin with the same bytes; it is only a hint
+            begun, self._begun = self._begun, position
+            _begin_flush(self._handle, begun, position)
+
+    def finish(self) -> None:
+        try:
+            os.fsync(self._handle)
+        except BaseException:
+            self.abandon()
+            raise
+        handle, self._handle = self._handle, -1
+        os.close(handle)
+
+    def abandon(self) -> None:
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            with suppress(OSError):
+                os.close(handle)
+            with suppress(OSError):
+                os.remove(self.path)
 
 
 _KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written

@@ -1,0 +1,296 @@
+"""A conversion as one transaction: the target folder appears whole or not at all, and nothing else is touched.
+
+    prepare   is it there already? is the target free, is there room? ─▶ work folder beside the target, with a lock
+    write     group by group (a pipeline stage, a part of complete weights): files ─▶ flush ─▶ mark of what is done
+    commit    records and manifest (rank folders) or index (complete weights) ─▶ rename of the work folder to the target
+
+The work folder is named after everything that decides the bytes. So the same conversion, started again after a kill, goes on with
+the groups that are missing, and one that is finished is not done again. An error or Ctrl-C removes it.
+"""
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from mindresume.errors import ConfigError, NoRoomError, RecordError, SaveError
+from mindresume.files.checksum import Checksums
+from mindresume.formats.names import FileName, folder_name, label
+from mindresume.layout import TensorLayout
+from mindresume.manifest import FOLDER as RECORDS
+from mindresume.manifest import Details, FileRecord, Record, TensorRecord, attempt_name, record_name, run_name, seal, unseal
+from mindresume.reshard.direct import TargetFile
+from mindresume.reshard.geometry import shape_of
+from mindresume.reshard.source import Source
+from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, rank_files
+from mindresume.reshard.weights import Weights
+from mindresume.store.commit import Committer, Place
+from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json
+from mindresume.strategy import Strategy
+
+CONVERSION = "conversion.json"      # in the target: what it was made from
+LOCK = "lock"
+_LIMIT = 256 << 20                  # bytes of that file: checksums of all tensors
+_SPARE = 1 << 20                    # bytes of room for the small files
+
+Writer = Callable[[Weights, Storage, Sequence[TargetFile]], list[Checksums]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """``files``: paths relative to the target. ``groups``: indices of files that are written together. ``strategy``: None for one
+    rank and for complete weights. ``index``: (name, JSON value) of complete weights. ``fingerprint``: 32 hex digits of everything
+    that decides the bytes."""
+    source: Source
+    files: tuple[TargetFile, ...]
+    groups: tuple[tuple[int, ...], ...]
+    fingerprint: str
+    ranks: bool
+    strategy: Strategy | None = None
+    index: tuple[str, Mapping[str, Any]] | None = None
+
+    @property
+    def run(self) -> str:
+        """Of the records of the target."""
+        return run_name(1, self.fingerprint[:8])
+
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.blueprint(self.source.weights.tensors).size for file in self.files)
+
+
+def to_ranks(source: Source, strategy: Strategy | None, fmt: str) -> Job:
+    """Rank folders of another job; ``strategy`` None: of one rank. StrategyError, ValueError: see ``rank_files``."""
+    fingerprint = _fingerprint(["ranks", source.identity, strategy.to_json() | {"source": ""} if strategy else None, fmt])
+    metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
+    if source.state is not None:
+        metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
+    if strategy is not None:
+        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+
+    def path(rank: int) -> str:
+        return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
+    files = rank_files(source.weights, strategy, path, fmt, metadata)
+    stage = strategy.stage_size if strategy else 1
+    groups = tuple(tuple(range(first, first + stage)) for first in range(0, len(files), stage))
+    return Job(source, tuple(files), groups, fingerprint, True, strategy)
+
+
+def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> Job:
+    """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
+    files, index = complete_files(source.weights, kind, part_bytes, drop)
+    fingerprint = _fingerprint(["complete", source.identity, kind, part_bytes, sorted(drop)])
+    return Job(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, False, index=index)
+
+
+def file_name(source: Source, rank: int, fmt: str) -> str:
+    """That of the source with another rank; where it tells no step, the one of MindSpore's transform: ``checkpoint_3.ckpt``."""
+    if source.name is not None:
+        return str(source.name._replace(rank=rank, suffix=0, format=fmt))
+    if source.state is not None:
+        return str(FileName("checkpoint", rank, 0, source.state.epoch, source.state.step_in_epoch, fmt))
+    return f"checkpoint_{rank}.{fmt}"
+
+
+def _fingerprint(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+@dataclass
+class Conversion:
+    """One job, into one folder. ``target`` must not exist, or be empty."""
+    storage: Storage
+    job: Job
+    target: str
+    log: Callable[[str], None] = lambda text: None
+    clock: Callable[[], float] = time.time
+    _lock: int = field(default=-1, repr=False)
+
+    @property
+    def work(self) -> str:
+        folder, name = os.path.split(os.path.abspath(self.target))
+        return os.path.join(folder, f".{name}.{self.job.fingerprint[:16]}{TEMPORARY}")
+
+    # ---- prepare ---------------------------------------------------------------------------------------------------
+
+    def finished(self) -> bool:
+        """Whether the target is this very conversion, and its files are there. ConfigError if the target is something else."""
+        if not self.storage.list(self.target):
+            if self.storage.status(self.target) is not None and not self.storage.status(self.target).is_folder:
+                raise ConfigError(f"{self.target} is a file; give a folder that does not exist")
+            return False
+        made = read_conversion(self.storage, self.target)
+        if made is None or made["fingerprint"] != self.job.fingerprint:
+            raise ConfigError(f"{self.target} is not empty" + ("" if made is None else f": it was converted from {made['what']}")
+                              + "; give a folder that does not exist. Nothing was changed")
+        for path, size, _ in made["files"]:
+            found = self.storage.status(os.path.join(self.target, path))
+            if found is None or found.size != size:
+                state = "is gone" if found is None else f"has {found.size} bytes instead of {size}"
+                raise ConfigError(f"{self.target} was converted from {made['what']}, but its file {path} {state}; remove the "
+                                  f"folder")
+        return True
+
+    def prepare(self) -> None:
+        """ConfigError for a target that cannot be; NoRoomError; SaveError if the same conversion is running."""
+        inside = os.path.realpath(self.target)
+        roots = {os.path.realpath(self.job.source.weights.name)}
+        for root in roots:
+            if os.path.commonpath([inside, root]) == root:
+                raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
+        self.storage.make_folder(self.work)
+        self._take_lock()
+        missing = [group for number, group in enumerate(self.job.groups) if self.done(number) is None]
+        tensors = self.job.source.weights.tensors
+        needed = _SPARE + sum(self.job.files[i].blueprint(tensors).size for group in missing for i in group)
+        room = self.storage.room(self.work)
+        if room < needed:
+            self.abandon()
+            raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
+                              f"was written")
+
+    def _take_lock(self) -> None:
+        path = os.path.join(self.work, LOCK)
+        self._lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alive = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
+        except BlockingIOError:
+            alive = False
+        except OSError as error:                    # a file system without locks
+            self.log(f"{self.work} cannot be locked: {error}")
+            alive = True
+        if not alive:                               # or it finished between our opening of the lock and our taking it
+            self._release()
+            raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "
+                            f"this one again")
+
+    # ---- write -----------------------------------------------------------------------------------------------------
+
+    def done(self, number: int) -> list[Checksums] | None:
+        """What a group is known to consist of; None if it has to be written."""
+        try:
+            with self.storage.open(self._mark(number)) as file:
+                rows = unseal(file, "group", _LIMIT)[0]["files"]
+        except (FileNotFoundError, RecordError):
+            return None
+        found = [Checksums(checksum, size, sums) for size, checksum, sums in rows]
+        for i, sums in zip(self.job.groups[number], found, strict=True):
+            status = self.storage.status(os.path.join(self.work, self.job.files[i].path))
+            if status is None or status.size != sums.size:
+                return None
+        return found
+
+    def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
+        """Writes these groups (default all) unless they are done. Any error of ``writer`` is raised."""
+        for number in range(len(self.job.groups)) if numbers is None else numbers:
+            if self.done(number) is not None:
+                self.log(f"part {number + 1} of {len(self.job.groups)} is there already")
+                continue
+            files = [replace(self.job.files[i], path=os.path.join(self.work, self.job.files[i].path))
+                     for i in self.job.groups[number]]
+            folders = {os.path.dirname(file.path) for file in files}
+            for folder in folders:
+                self.storage.make_folder(folder)
+            for file in files:
+                self.storage.remove(file.path)      # of a process that was killed
+            found = writer(self.job.source.weights, self.storage, files)
+            for folder in folders:
+                self.storage.sync(folder)
+            self.storage.make_folder(os.path.dirname(self._mark(number)))
+            publish(self.storage, self._mark(number), [seal(
+                {"version": 1, "kind": "group", "files": [[s.size, s.file, s.tensors] for s in found]}, _LIMIT)], self.job.run)
+
+    def _mark(self, number: int) -> str:
+        return os.path.join(self.work, "done", f"{number}.json")
+
+    # ---- commit ----------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """The target is there, whole and durable, when this returns. SaveError if a group is missing."""
+        sums: dict[int, Checksums] = {}
+        for number, group in enumerate(self.job.groups):
+            found = self.done(number)
+            if found is None:
+                raise SaveError(f"{self.work}: part {number + 1} of {len(self.job.groups)} was not written")
+            sums.update(zip(group, found, strict=True))
+        if self.job.ranks and self.job.source.state is not None:
+            self._record(sums)
+        if self.job.index is not None:
+            publish_json(self.storage, os.path.join(self.work, self.job.index[0]), self.job.index[1], self.job.run)
+        rows = [[file.path, sums[i].size, sums[i].file] for i, file in enumerate(self.job.files)]
+        value = {"version": 1, "kind": "conversion", "fingerprint": self.job.fingerprint, "what": self.job.source.what,
+                 "files": rows}
+        if not self.job.ranks:
+            value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
+        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, _LIMIT)], self.job.run)
+        remove_tree(self.storage, os.path.join(self.work, "done"))
+        self.storage.remove(os.path.join(self.work, LOCK))
+        self.storage.sync(self.work)
+        self.storage.rename(self.work, self.target)
+        self.storage.sync(os.path.dirname(os.path.abspath(self.target)))
+        self._release()
+
+    def _record(self, sums: Mapping[int, Checksums]) -> None:
+        job, state = self.job, self.job.source.state
+        attempt = os.path.join(self.work, RECORDS, attempt_name(state.step, job.run))
+        self.storage.make_folder(attempt)
+        for rank, file in enumerate(job.files):
+            layouts = self._layouts(rank)
+            rows = {}
+            for name, region in file.holds.items():
+                tensor = job.source.weights.tensors[name]
+                layout = layouts.get(name)
+                rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[rank].tensors[name], layout,
+                                          tensor.shape if layout else None)
+            record = Record(job.run, rank, len(job.files), state, self.clock(),
+                            FileRecord(file.path, file.format, sums[rank].size, sums[rank].file))
+            publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], job.run)
+        left = Committer(Place(self.storage, self.work, job.run, 0, len(job.files)), log=self.log).try_commit(state.step)
+        if left:
+            raise SaveError(f"{self.work}: no record of rank {left}")
+
+    def _layouts(self, rank: int) -> Mapping[str, TensorLayout]:
+        if self.job.strategy is None:
+            return {}
+        return self.job.strategy.of_rank(rank)
+
+    def abandon(self) -> None:
+        """Nothing of it stays. No error."""
+        with suppress(OSError):
+            remove_tree(self.storage, self.work)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def read_conversion(storage: Storage, folder: str) -> dict[str, Any] | None:
+    """What a folder was converted from: fingerprint, what, files [path, size, checksum], of complete weights tensors {name:
+    checksum}. None if it was not, or the file is damaged."""
+    try:
+        with storage.open(os.path.join(folder, CONVERSION)) as file:
+            return unseal(file, "conversion", _LIMIT)[0]
+    except (OSError, RecordError):
+        return None
+
+
+def remove_tree(storage: Storage, folder: str) -> None:
+    """A folder and everything in it; links are removed, not followed."""
+    for name in storage.list(folder):
+        path = os.path.join(folder, name)
+        found = storage.status(path)
+        if found is not None and found.is_folder and not found.is_link:
+            remove_tree(storage, path)
+        else:
+            storage.remove(path)
+    storage.remove(folder)

@@ -1,0 +1,153 @@
+"""What the user names, opened as weights: a checkpoint folder, one step of it, merged weights or a single file.
+
+    source = open_source(storage, "output/checkpoint", step=200)
+    source.weights.tensors, source.state, source.identity
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindresume.errors import ConfigError, DamagedFileError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.complete import is_complete, read_complete
+from mindresume.formats.names import FileName, folder_rank, parse_name
+from mindresume.formats.rank_folders import no_step, ranks_count
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.weights import Weights, of_candidate, of_complete
+from mindresume.resume.prove import prove
+from mindresume.resume.select import candidates_for
+from mindresume.state import TrainingState
+from mindresume.store.storage import Storage, parallel
+from mindresume.strategy import Strategy, read_strategy
+
+
+@dataclass(frozen=True)
+class Source:
+    """``state`` None: nothing there says which step it is. ``name``: how its files are called, None for other names.
+    ``identity``: a value for JSON; equal for equal bytes as far as can be told without reading them. ``refused``: newer
+    checkpoints that were not taken."""
+    weights: Weights
+    state: TrainingState | None
+    name: FileName | None
+    identity: Any
+    what: str
+    candidate: Candidate | None = None
+    refused: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None) -> Source:
+    """``step``: of a folder with several, default the newest that is whole. ``strategy``: file or folder, needed for what
+    mindformers wrote on several ranks unless the folder ``strategy`` lies beside. Headers and records are checked, no tensor is
+    read. MissingCheckpointError, NoUsableCheckpointError, StrategyError, DamagedFileError."""
+    if is_complete(storage, path):
+        if strategy is not None:
+            raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
+        return open_complete(storage, path, step)
+    found, insists = candidates_for(storage, path)
+    wanted = [c for c in found.candidates if step is None or c.step == step]
+    if not wanted:
+        offered = ", ".join(sorted({str(c.step) for c in found.candidates})) or "no checkpoints"
+        raise MissingCheckpointError(f"{path} has no {'checkpoint' if step is None else f'step {step}'}; there are: {offered}")
+    refused: list[Refusal] = []
+    for candidate in wanted:
+        try:
+            return replace(open_candidate(storage, found.root, candidate, strategy), refused=tuple(refused), notes=found.notes)
+        except MindResumeError as error:
+            if insists or step is not None or len(wanted) == 1:
+                raise
+            refused.append(candidate.refuse(str(error)))
+    raise NoUsableCheckpointError(f"{path} holds checkpoints, but none can be used:\n"
+                                  + "\n".join(f"  {refusal}" for refusal in refused), refused)
+
+
+def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> Source:
+    """One saved step of rank folders."""
+    if candidate.problem is not None and not _weights_only(candidate):
+        raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
+    layouts = strategy_for(storage, root, candidate, strategy)
+    if candidate.origin != OURS and layouts is not None:
+        candidate = replace(candidate, world_size=layouts.world_size)      # a scan counts the files it finds
+        beyond = [rank for rank in candidate.files if rank >= layouts.world_size]
+        if beyond:
+            raise ConfigError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]].path} is of rank {beyond[0]}, the "
+                              f"strategy {layouts.source} is of {ranks_count(layouts.world_size)}")
+    proofs = parallel(storage, lambda rank: prove(storage, root, candidate, rank, full=False), sorted(candidate.files))
+    for proof in proofs:
+        if isinstance(proof, Refusal):
+            raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
+    weights = of_candidate(storage, root, candidate, layouts)
+    cover(weights)
+    first = os.path.basename(candidate.files[min(candidate.files)].path)
+    name = parse_name(first)
+    state = candidate.state or _state(proofs[0].scalars, name)
+    what = f"{root}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(candidate.world_size)}"
+    return Source(weights, state, name, _identity(storage, root, candidate), what, candidate)
+
+
+def open_complete(storage: Storage, path: str, step: int | None = None) -> Source:
+    """Merged weights, of MindSpore or Hugging Face."""
+    found = read_complete(storage, path)
+    state = _state(found.scalars, None)
+    if step is not None and (state is None or state.step != step):
+        raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
+    paths = [os.path.join(found.root, file) for file in found.files]
+    return Source(of_complete(storage, found), state, None, [_stamp(storage, p) for p in paths],
+                  f"{path}, complete weights{'' if state is None else f' of step {state.step}'}", notes=found.notes)
+
+
+def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None) -> Strategy | None:
+    """The strategy given, or for what mindformers wrote on several ranks that in the folder beside (as mindformers looks for
+    it)."""
+    if given:
+        return read_strategy(given, storage)
+    beside = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
+    if candidate.origin != OURS and len(candidate.files) > 1 and storage.status(beside) is not None:
+        return read_strategy(beside, storage)
+    return None
+
+
+def _weights_only(candidate: Candidate) -> bool:
+    """Nothing is wrong but that no step is in it: no training can be resumed from it, but it can be converted."""
+    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.files.values())
+
+
+def cover(weights: Weights) -> None:
+    """LoadError or DamagedFileError unless every piece of every tensor is in some file. Looks at every header."""
+    for tensor in weights.tensors.values():
+        for cut in tensor.cuts(whole(tensor.shape)):
+            weights.place(tensor.name, cut)
+
+
+def _identity(storage: Storage, root: str, candidate: Candidate) -> Any:
+    if candidate.records:
+        return [candidate.run, candidate.step, *candidate.records]
+    return [_stamp(storage, os.path.join(root, file.path)) for _, file in sorted(candidate.files.items())]
+
+
+def _stamp(storage: Storage, path: str) -> list[Any]:
+    found = storage.status(path)
+    return [os.path.basename(os.path.dirname(path)), os.path.basename(path), found.size if found else None,
+            found.mtime if found else None]
+
+
+def _state(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
+    """From the counters that mindformers writes into its files. Steps per epoch follow from the name where it tells."""
+    step = scalars.get("step_num")
+    if not isinstance(step, int) or step < 1:
+        return None
+    epoch = name.epoch if name else int(scalars.get("epoch_num") or 1)
+    in_epoch = name.step if name else 0
+    per_epoch = (step - in_epoch) // (epoch - 1) if epoch > 1 else step
+    batch, scale = scalars.get("global_batch_size"), scalars.get("loss_scale")
+    return TrainingState(step, max(per_epoch, 1), int(scalars.get("global_step") or step), int(batch) if batch else None,
+                         float(scale) if scale is not None else None)
+
+
+def is_checkpoint(storage: Storage, path: str) -> bool:
+    """Whether ``path`` is something ``open_source`` may understand, and no strategy."""
+    return is_complete(storage, path) or folder_rank(os.path.basename(path)) is not None or any(
+        folder_rank(name) is not None for name in storage.list(path))

@@ -1,0 +1,114 @@
+"""What the new files hold: for the ranks of another job, or complete.
+
+    files = rank_files(weights, strategy, name=lambda rank: f"rank_{rank}/...", fmt="safetensors")
+    files, index = complete_files(weights, HUGGINGFACE, part_bytes=3 << 30)
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mindresume.errors import ConfigError, StrategyError
+from mindresume.files.model import DTYPES
+from mindresume.formats.complete import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
+from mindresume.reshard.direct import TargetFile, in_order
+from mindresume.reshard.geometry import Region, held, whole
+from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
+from mindresume.state import is_transient
+from mindresume.strategy import Strategy
+
+PART_BYTES = 3 << 30                # of a part of complete weights; what MindSpore's unified_safetensors makes
+METADATA = {"format": "ms"}
+
+
+def holdings(weights: Weights, strategy: Strategy | None) -> list[dict[str, Region]]:
+    """For each rank of the target: {tensor: region}. ``strategy`` None: one rank that holds everything. StrategyError if strategy
+    and weights do not fit: a tensor that no stage holds, one that the weights lack, a shape that does not divide; named."""
+    tensors = weights.tensors
+    counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if is_counter(tensor)}
+    if strategy is None:
+        return [{name: whole(tensor.shape) for name, tensor in tensors.items()}]
+    strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in tensors.items()})
+    check_names(weights, strategy)
+    found: list[dict[str, Region]] = []
+    for rank in range(strategy.world_size):
+        held_here = dict(counters)
+        for name, layout in strategy.of_rank(rank).items():
+            if name in tensors:
+                try:
+                    held_here[name] = held(layout, rank % strategy.stage_size, tensors[name].shape)
+                except ValueError as error:
+                    raise StrategyError(f"{strategy.source}: {name}: {error}") from error
+        found.append(held_here)
+    return found
+
+
+def is_counter(tensor: Tensor) -> bool:
+    """Outside the strategy, and alike on all ranks."""
+    return tensor.layout is None and math.prod(tensor.shape) <= SCALAR_ELEMENTS
+
+
+def check_names(weights: Weights, strategy: Strategy) -> None:
+    """StrategyError if a tensor would be lost or is not there. A whole family that the weights lack (the moments, where only the
+    weights were saved) and what lives only within a step may be missing."""
+    named = {name for stage in strategy.stages for name in stage}
+    lost = [name for name, tensor in weights.tensors.items() if name not in named and not is_counter(tensor)]
+    if lost:
+        raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
+                            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {_some(lost)}. Is it "
+                            f"the strategy of the same model, with all its stages?")
+    families = {family for name in weights.tensors for family in _families(name, named)}
+    absent = [name for name in named if name not in weights.tensors and not is_transient(name)
+              and not any(rest in weights.tensors and family not in families for family, rest in _heads(name))]
+    if absent:
+        raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
+                            f"example {_some(sorted(absent))}. Is it the strategy of the same model?")
+
+
+def _heads(name: str) -> list[tuple[str, str]]:
+    """("adam_m", "layers.0.weight") and every other way to split a name at a dot."""
+    parts = name.split(".")
+    return [(".".join(parts[:i]), ".".join(parts[i:])) for i in range(1, len(parts))]
+
+
+def _families(name: str, named: set[str]) -> set[str]:
+    """What stands before the name of another parameter: ``adam_m`` of ``adam_m.layers.0.weight``."""
+    return {family for family, rest in _heads(name) if rest in named}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def rank_files(weights: Weights, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
+               metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
+    """One file a rank. StrategyError as for ``holdings``; ValueError for a dtype that the format cannot hold."""
+    files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
+    for file in {tuple(file.holds): file for file in files}.values():
+        file.blueprint(weights.tensors)             # refuses early
+    return files
+
+
+def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+                   ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
+    """Files of complete weights, and the index: (file name, JSON value). ``drop``: patterns of names that stay away, and with
+    HUGGINGFACE all counters do. ConfigError if nothing is left."""
+    tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
+    hyper = [name for name, tensor in tensors.items()
+             if is_hyper(name, tensor.layout is not None or not is_counter(tensor), math.prod(tensor.shape))]
+    names = in_order([name for name in tensors if name not in set(hyper)], tensors)
+    if not names:
+        raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
+                          + (f" after {', '.join(drop)}" if drop else ""))
+    sizes = {name: math.prod(tensors[name].shape) * DTYPES[tensors[name].dtype].itemsize for name in names}
+    parts = split(sizes, part_bytes)
+    paths = [part_name(i, len(parts), kind) for i in range(len(parts))]
+    weight_map = {name: path for path, part in zip(paths, parts, strict=True) for name in part}
+    files = [TargetFile(path, "safetensors", {name: whole(tensors[name].shape) for name in part},
+                        METADATA if kind == MINDSPORE else {"format": "np"})
+             for path, part in zip(paths, parts, strict=True)]
+    if kind == MINDSPORE and hyper:
+        files.append(TargetFile(HYPER, "safetensors", {name: whole(tensors[name].shape) for name in hyper}, METADATA))
+    return files, index_document(kind, weight_map, sum(sizes.values()))

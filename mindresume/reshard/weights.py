@@ -1,0 +1,263 @@
+"""A checkpoint of any kind as tensors in global shape, and where each piece of a tensor lies.
+
+    weights = of_candidate(storage, root, candidate, strategy)      # rank folders, with records or with a strategy
+    weights = of_complete(read_complete(storage, path))             # uncut
+    for cut in weights.tensors["embedding.weight"].cuts(region):
+        place = weights.place("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
+
+Nothing but headers and records is read here. Of ranks that hold the same piece the first one is taken whose file has it: copies
+that were removed as redundant, and files that are lost, are no obstacle while one copy is left.
+"""
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.files import Header, TensorEntry, read_header
+from mindresume.formats import Candidate
+from mindresume.formats.complete import CompleteWeights
+from mindresume.formats.rank_folders import ranks_text
+from mindresume.layout import TensorLayout
+from mindresume.manifest import Details
+from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
+from mindresume.resume.prove import record_of
+from mindresume.store.storage import Storage, parallel
+from mindresume.strategy import Strategy
+
+SCALAR_ELEMENTS = 1         # what a strategy does not name and has no more elements is a counter: alike on all ranks
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in global ``shape``. ``layout`` None: it is not cut, and lies whole on local rank 0. ``first``: the first rank
+    of the pipeline stage that holds it."""
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: TensorLayout | None = None
+    first: int = 0
+
+    def cuts(self, region: Region) -> tuple[Cut, ...]:
+        return cuts(self.layout, self.shape, region)
+
+
+class Place(NamedTuple):
+    """One piece of a tensor: all of ``entry`` in ``path``. ``checksum`` None: nobody recorded one."""
+    rank: int
+    path: str
+    entry: TensorEntry
+    checksum: str | None
+
+
+@dataclass
+class Weights:
+    """``tensors`` by name. ``file_of(rank)``: its path, None if there is none. ``checksum(rank, tensor)``: the recorded one.
+    ``name``: for messages. ``found_in``: {tensor: path} instead of ``file_of``, for complete weights of several files."""
+    storage: Storage
+    name: str
+    tensors: Mapping[str, Tensor]
+    file_of: Callable[[int], str | None]
+    checksum: Callable[[int, str], str | None] = lambda rank, name: None
+    found_in: Mapping[str, str] | None = None
+    world_size: int = 1
+    headers: dict[str, Header | None] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def place(self, name: str, cut: Cut) -> Place:
+        """Where a piece lies. DamagedFileError if the file holds another dtype or shape than it should; LoadError if none of its
+        holders has it."""
+        tensor = self.tensors[name]
+        asked = []
+        for holder in cut.holders:
+            rank = tensor.first + holder
+            path = self.found_in[name] if self.found_in is not None else self.file_of(rank)
+            header = self.header(path) if path is not None else None
+            entry = header.tensors.get(name) if header else None
+            if entry is None:
+                asked.append(rank)
+                continue
+            expected = shape_of(cut.piece)
+            if entry.dtype != tensor.dtype or entry.shape != expected:
+                raise DamagedFileError(path, f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
+                                             f"{tensor.dtype} of shape {expected}, a part of {tensor.shape}: the strategy is not "
+                                             f"that of these weights, or the file is of another job", tensor=name)
+            return Place(rank, path, entry, self.checksum(rank, name))
+        raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
+                        f"{ranks_text(asked)}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
+
+    def header(self, path: str) -> Header | None:
+        """None if there is no such file. Read once."""
+        with self._lock:
+            if path in self.headers:
+                return self.headers[path]
+        try:
+            with self.storage.open(path) as file:
+                found = read_header(file, path)
+        except FileNotFoundError:
+            found = None
+        with self._lock:
+            self.headers[path] = found
+        return found
+
+
+def of_complete(storage: Storage, weights: CompleteWeights) -> Weights:
+    """Uncut weights."""
+    paths = {name: os.path.join(weights.root, file) for name, file in weights.tensors.items()}
+    entries = {name: weights.headers[file].tensors[name] for name, file in weights.tensors.items()}
+    tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
+    headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
+    return Weights(storage, weights.root, tensors, lambda rank: None, found_in=paths, headers=dict(headers))
+
+
+def of_candidate(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None = None) -> Weights:
+    """Rank folders. ``strategy``: needed for what mindformers wrote on several ranks; where records know the layouts it must
+    agree with them. StrategyError if there is no layout for a tensor that needs one, or it does not fit; all named."""
+    if strategy is not None and strategy.world_size != candidate.world_size:
+        raise StrategyError(f"{strategy.source}: a strategy of {strategy.world_size} ranks ({len(strategy.stages)} stages of "
+                            f"{strategy.stage_size}), the checkpoint {root}, step {candidate.step}, is of {candidate.world_size}")
+    builder = _RankFolders(storage, root, candidate)
+    tensors = builder.tensors(strategy)
+    return Weights(storage, root, tensors, builder.path, builder.checksum, world_size=candidate.world_size,
+                   headers=builder.headers)
+
+
+class _RankFolders:
+    """Reads as little as the layouts need: one header (and record) a stage, more only where redundancy was removed."""
+
+    def __init__(self, storage: Storage, root: str, candidate: Candidate):
+        self.storage, self.root, self.candidate = storage, root, candidate
+        self.headers: dict[str, Header | None] = {}
+        self._details: dict[int, Details | None] = {}
+        self._lock = threading.Lock()
+
+    def path(self, rank: int) -> str | None:
+        file = self.candidate.files.get(rank)
+        return os.path.join(self.root, file.path) if file else None
+
+    def header(self, rank: int) -> Header | None:
+        path = self.path(rank)
+        if path is None:
+            return None
+        if path not in self.headers:
+            try:
+                with self.storage.open(path) as file:
+                    self.headers[path] = read_header(file, path)
+            except FileNotFoundError:
+                self.headers[path] = None
+        return self.headers[path]
+
+    def details(self, rank: int) -> Details | None:
+        """What the record of a rank says; None where mindformers wrote without records."""
+        if self.candidate.attempt is None or rank not in self.candidate.files:
+            return None
+        with self._lock:
+            if rank not in self._details:
+                self._details[rank] = record_of(self.storage, self.candidate, rank)[1]
+            return self._details[rank]
+
+    def checksum(self, rank: int, name: str) -> str | None:
+        row = self._recorded(rank, name)
+        return row.checksum if row else None
+
+    # ---- layouts -----------------------------------------------------------------------------------------------------
+
+    def tensors(self, strategy: Strategy | None) -> dict[str, Tensor]:
+        size = strategy.stage_size if strategy else self._stage_size()
+        found: dict[str, Tensor] = {}
+        lost: list[str] = []
+        for stage, first in enumerate(range(0, self.candidate.world_size, size)):
+            given = strategy.stages[stage] if strategy else None
+            for name, (rank, dtype, shape) in self._held(first, size).items():
+                if name in found:                   # shared by several stages, or a counter
+                    continue
+                recorded = self._recorded(rank, name)
+                layout = self._layout(name, shape, recorded, given, first, size)
+                if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape):
+                    lost.append(f"{name} {shape}")
+                    continue
+                full = shape if layout is None else tuple(
+                    length * pieces for length, pieces in zip(shape, _pieces(layout, len(shape), name), strict=True))
+                found[name] = Tensor(name, dtype, full, layout, first if layout else 0)
+        if lost:
+            source = strategy.source if strategy else "the checkpoint records no layout for them, and no strategy is given " \
+                "(src_strategy_path_or_dir, --from)"
+            raise StrategyError(f"{self.root}, step {self.candidate.step}: {len(lost)} tensors have no layout: "
+                                f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}; {source}")
+        return found
+
+    def _stage_size(self) -> int:
+        """Ranks of a stage by the records; all ranks of the job where they know of no layout."""
+        for rank in self.candidate.files:
+            details = self.details(rank)
+            sizes = {row.layout.stage_size for row in details.tensors.values() if row.layout} if details else set()
+            if sizes:
+                size = sizes.pop()
+                if sizes or self.candidate.world_size % size:
+                    raise StrategyError(f"{self.root}: the record of rank {rank} has layouts of stages of {size} ranks"
+                                        f"{' and other sizes' if sizes else ''}, the job had {self.candidate.world_size}")
+                return size
+        return self.candidate.world_size
+
+    def _held(self, first: int, size: int) -> dict[str, tuple[int, str, tuple[int, ...]]]:
+        """{tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was removed."""
+        ranks = [rank for rank in range(first, first + size) if self.header(rank) is not None][:1]
+        if not ranks:
+            raise LoadError(f"{self.root}, step {self.candidate.step}: the files of all ranks from {first} to "
+                            f"{first + size - 1}, a whole pipeline stage, are missing")
+        if self.header(ranks[0]).metadata.get("remove_redundancy") == "True":
+            parallel(self.storage, self.header, range(first, first + size))
+            ranks = [rank for rank in range(first, first + size) if self.header(rank) is not None]
+        found: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+        for rank in ranks:
+            for name, entry in self.header(rank).tensors.items():
+                found.setdefault(name, (rank, entry.dtype, entry.shape))
+        return found
+
+    def _recorded(self, rank: int, name: str) -> Any:
+        details = self.details(rank)
+        return details.tensors.get(name) if details else None
+
+    def _layout(self, name: str, shape: tuple[int, ...], recorded: Any, given: Mapping[str, TensorLayout] | None, first: int,
+                size: int) -> TensorLayout | None:
+        known = recorded.layout if recorded else None
+        wanted = fitted(given[name], len(shape)) if given and name in given else None
+        if known is None or wanted is None:
+            return known or wanted
+        full = tuple(length * pieces for length, pieces in zip(shape, _pieces(known, len(shape), name), strict=True))
+        if known != wanted:
+            for rank in range(size):
+                try:
+                    same = held(known, rank, full) == held(wanted, rank, full)
+                except ValueError:
+                    same = False
+                if not same:
+                    raise StrategyError(f"{name}: the strategy that is given cuts it as {wanted}, the record of the checkpoint "
+                                        f"as {known}; rank {first + rank} would hold another part of {full}. Leave "
+                                        f"src_strategy_path_or_dir (--from) away: these records know their layouts")
+        return known
+
+    def _same_everywhere(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor without a layout is the same on all ranks: a counter, or proven by the records (data parallel)."""
+        if math.prod(shape) <= SCALAR_ELEMENTS:
+            return True
+        rows = [self._recorded(rank, name) for rank in self.candidate.files]
+        return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
+
+
+def fitted(layout: TensorLayout, dimensions: int) -> TensorLayout:
+    """In a strategy file a one-dimensional tensor cut by several axes looks like one of several dimensions."""
+    if dimensions == 1 and len(layout.tensor_map) > 1:
+        return replace(layout, tensor_map=(tuple(layout.tensor_map),))
+    return layout
+
+
+def _pieces(layout: TensorLayout, dimensions: int, name: str) -> tuple[int, ...]:
+    try:
+        return layout.pieces([0] * dimensions)
+    except ValueError as error:
+        raise StrategyError(f"{name}: {error}") from error
