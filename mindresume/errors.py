@@ -63,6 +63,10 @@ class StrategyError(MindResumeError, ValueError):
     """A strategy file is damaged, or contradicts itself or the files beside it; or a strategy cannot be written as one."""
 
 
+class EngineError(MindResumeError):
+    """MindSpore's transform of a checkpoint failed, wrote something else than it should, or cannot do what is asked for."""
+
+
 class AgreementError(MindResumeError):
     """The ranks of the job could not agree, or one of them reported an error."""
 

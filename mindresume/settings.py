@@ -12,6 +12,8 @@
       keep_best: 0               # beside keep_checkpoint_max: so many of the best by keep_best_metric stay; 0: off
       keep_best_metric: loss     # of the step that was saved, or a name given to mindresume.plugin.report_metric
       keep_best_mode: min        # the smallest are the best; or max
+      transform_engine: auto     # of auto_trans_ckpt: direct, mindspore, or auto: mindspore for ckpt, direct for safetensors
+      unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
 """
@@ -26,7 +28,7 @@ from mindresume.errors import ConfigError
 
 ENVIRONMENT = "MINDRESUME_"
 _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
-            "async_when_busy": ("wait", "skip")}
+            "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore")}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Settings:
     keep_best: int = 0
     keep_best_metric: str = "loss"
     keep_best_mode: str = "min"
+    transform_engine: str = "auto"
+    unified_checkpoint: int = 0
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:

@@ -12,6 +12,8 @@ app = typer.Typer(
          "[bold]mindresume verify output/checkpoint[/bold]  reads everything and names what is damaged\n\n"
          "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes the others safely; --dry-run only shows them\n\n"
          "[bold]mindresume drill --dir /shared[/bold]       proves on your file system that no crash loses a checkpoint\n\n"
+         "[bold]mindresume convert output/checkpoint new --to dp=4[/bold]  cuts a checkpoint for another parallel strategy\n\n"
+         "[bold]mindresume merge output/checkpoint merged[/bold]  puts the slices of all ranks together\n\n"
          "Folders written by mindformers alone are understood too. --json prints one JSON document for programs.")
 
 
@@ -19,7 +21,16 @@ def main() -> None:
     """Entry point of the console script. Exit status 2 and one line for errors of ours, as for wrong arguments."""
     import sys
 
-    from mindresume.cli import drill, ls, plugin_path, prune, verify, which  # noqa: F401  each registers its command
+    from mindresume.cli import (  # noqa: F401  each registers its command
+        convert,
+        drill,
+        ls,
+        merge,
+        plugin_path,
+        prune,
+        verify,
+        which,
+    )
     from mindresume.errors import MindResumeError
     try:
         app()

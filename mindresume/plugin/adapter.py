@@ -80,6 +80,12 @@ def has_loss() -> bool:
     return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
 
 
+def output_root() -> str:
+    """``output_dir`` of this training."""
+    from mindformers.tools.utils import get_output_root_path
+    return get_output_root_path()
+
+
 def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
     """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order."""
     from mindspore.train.serialization import _convert_save_obj_to_param_list

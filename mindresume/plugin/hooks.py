@@ -8,19 +8,20 @@
       check_runner_config             ─▶ remembers data and sink size; ends a training that is complete already
       transform_and_load_checkpoint   ─▶ load_shard: reads what this rank proved, verified again while it is read
 
-A training that does not resume, Checkpoint 2.0 (``use_legacy_format: False``) and ``auto_trans_ckpt`` pass through to mindformers
-(the latter with the checkpoint chosen here).
+With ``auto_trans_ckpt`` and for complete weights the last one is ``mindresume.plugin.convert``. A training that does not resume
+and Checkpoint 2.0 (``use_legacy_format: False``) pass through to mindformers.
 """
 from __future__ import annotations
 
 import functools
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from mindresume.agree import Group, decide
-from mindresume.errors import LoadError, TrainingCompleteError
+from mindresume.errors import ConfigError, LoadError, TrainingCompleteError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.formats import Candidate
@@ -28,6 +29,15 @@ from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.network import check_fit
 from mindresume.plugin import adapter, session
+from mindresume.plugin.convert import (
+    STRATEGY,
+    TRANSFORMED,
+    UNIFIED,
+    arrays_for,
+    choose_complete,
+    is_complete_resume,
+    prepare,
+)
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.progress import check_sink, progress_of
 from mindresume.resume.prove import ProvenShard
@@ -46,6 +56,7 @@ def install() -> None:
     adapter.replace(adapter.TRAINER, "Trainer._check_config_rules", _rules)
     adapter.replace(adapter.REGISTER, "MindFormerRegister.get_cls", _trainer_class)
     adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
+    adapter.replace(adapter.TRAINER, "clear_auto_trans_output", _clear)
     adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
     adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
@@ -106,6 +117,8 @@ def _resume_name(original: Any) -> Any:
         current = session.current()
         if not current.resumes:
             return original(*args, **kwargs)
+        if current.open_source is not None:
+            return True                                     # of another number of ranks, or no file of one rank at all
         name = os.path.basename(next(iter(current.choice.chosen.files.values())).path)
         return name_for_rank(name, current.group.rank, current.choice.chosen.format)
     return get
@@ -161,12 +174,18 @@ def _load(original: Any) -> Any:
     @functools.wraps(original)
     def load(config: Any, model: Any, network: Any, dataset: Any, optimizer: Any = None, **kwargs: Any) -> Any:
         current = session.current()
-        if not current.resumes or config.auto_trans_ckpt or config.only_save_strategy:
+        if not current.resumes or config.only_save_strategy:
             return original(config, model, network, dataset, optimizer=optimizer, **kwargs)
-        if config.use_parallel and adapter.is_parallel():
-            adapter.compile_for_load(config, model, dataset)
-        return load_shard(model._train_network, current, PosixStorage())
+        return load_chosen(config, model, dataset, current, PosixStorage())
     return load
+
+
+def _clear(original: Any) -> Any:
+    @functools.wraps(original)
+    def clear(load_checkpoint: Any = None, src_strategy_path_or_dir: Any = None, load_ckpt_format: str = "ckpt") -> None:
+        check_not_cleared(adapter.output_root(), load_checkpoint, src_strategy_path_or_dir, load_ckpt_format=load_ckpt_format)
+        original(load_checkpoint, src_strategy_path_or_dir, load_ckpt_format)
+    return clear
 
 
 # ---- what they do --------------------------------------------------------------------------------------------------
@@ -187,9 +206,12 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
     if waited:
         log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
     converts = bool(config.auto_trans_ckpt)                 # then the number of ranks may differ, and all files are read by all
-    choice = select(storage, path, current.group, None if converts else current.group.size, named,
-                    ranks=functools.partial(_share, current.group) if converts else None,
-                    complete=current.settings.verify == "full")
+    if decide(current.group, lambda: is_complete_resume(storage, config)):
+        converts, choice = True, choose_complete(storage, path, current)
+    else:
+        choice = select(storage, path, current.group, None if converts else current.group.size, named,
+                        ranks=functools.partial(_share, current.group) if converts else None,
+                        complete=current.settings.verify == "full")
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:
@@ -199,7 +221,7 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         (log.info if known else log.warning)(
             "mindresume: fresh start: %s %s; weights are initialised at random", path,
             "holds no checkpoint that was ever complete" if known else "does not exist")
-        config.resume_training, config.load_checkpoint = False, ""
+        config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
         return
     current.choice = choice
     hold_chosen(current, storage)
@@ -211,6 +233,21 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
         config.load_ckpt_format = choice.chosen.format
     config.resume_training = True
+    if converts:
+        prepare(config, current, storage)
+        config.auto_trans_ckpt = False                      # mindformers has nothing left to do, to require, or to clear
+
+
+def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
+    """With auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies in one of them,
+    also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing slash)."""
+    cleared = [os.path.realpath(os.path.join(output, name)) for name in
+               (STRATEGY, TRANSFORMED if load_ckpt_format == "ckpt" else UNIFIED)]
+    for source in filter(None, sources):
+        for folder in cleared:
+            if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
+                raise ConfigError(f"{source} lies in {folder}, which mindformers empties at the start of a conversion "
+                                  f"(auto_trans_ckpt). Move it, or give another output_dir")
 
 
 def hold_chosen(current: session.Session, storage: Storage) -> None:
@@ -239,16 +276,8 @@ def _share(group: Group, candidate: Candidate) -> list[int]:
 
 
 def applies(config: Any) -> bool:
-    """Whether this is a resume of Checkpoint 1.0 from rank folders or a file; anything else is left to mindformers."""
-    if config.get("checkpoint") or config.get("use_legacy_format", True) is False or not config.load_checkpoint:
-        return False
-    path = config.load_checkpoint
-    if not os.path.isdir(path):
-        return True
-    names = os.listdir(path)
-    loose = any(name.endswith((".safetensors", ".ckpt")) for name in names)
-    rank_folder = os.path.basename(path.rstrip("/")).startswith("rank_")
-    return rank_folder or not loose or any(name.startswith("rank_") for name in names)
+    """Whether this is a resume of Checkpoint 1.0; anything else is left to mindformers."""
+    return not config.get("checkpoint") and config.get("use_legacy_format", True) is not False and bool(config.load_checkpoint)
 
 
 def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:
@@ -291,25 +320,46 @@ def counters(choice: Choice) -> dict[str, Any]:
             "global_batch_size": scalars.get("global_batch_size"), "loss_scale": scalars.get("loss_scale")}
 
 
-def load_shard(network: Any, current: session.Session, storage: Storage) -> None:
-    """Loads what this rank proved into ``network`` (with its optimizer). LoadError if it does not fit."""
+def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session, storage: Storage) -> None:
+    """Compiles where parameters are cut, then loads what was chosen into the training network, its optimizer included."""
+    early = None
+    if config.load_ckpt_async and current.open_source is None:              # read while the graph is compiled
+        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard)
+    if config.use_parallel and adapter.is_parallel():
+        adapter.compile_for_load(config, model, dataset)
+    network = model._train_network
+    if current.open_source is not None:
+        arrays = arrays_for(config, network, current, storage)
+        if arrays is not None:
+            return put(network, arrays, False, current)
+    return load_shard(network, current, storage, early)
+
+
+def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None) -> None:
+    """Loads what this rank proved into ``network``. ``early``: reads it already. LoadError if it does not fit."""
     log, choice = adapter.logger(), current.choice
-    arrays, deduplicated = read_shard(storage, choice.root, current.shard)
+    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard)
     own = choice.chosen.files[current.group.rank].path
     if any(source.file.path != own for source in current.shard.sources):
         log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven bit for bit by the records: %s",
                     own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
+    check_fit(arrays, adapter.wanted_of(network), (lambda name: True) if deduplicated else is_transient)
+    put(network, arrays, deduplicated, current)
+
+
+def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current: session.Session) -> None:
+    """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. LoadError if something is
+    left."""
     if "global_step" in arrays:
         arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
     wanted = adapter.wanted_of(network)
-    check_fit(arrays, wanted, (lambda name: True) if deduplicated else is_transient)
     for name in set(wanted) & set(arrays):
         arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
     left = [name for name in adapter.load_into(network, arrays, deduplicated) if not is_transient(name)]
     if left:
         raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
-    log.info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
+    adapter.logger().info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
 
 
 def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[str, np.ndarray], bool]:

@@ -5,6 +5,7 @@ A process trains one thing at a time, and mindformers passes its functions nothi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from mindresume.agree import Group, Solo
 from mindresume.errors import ConfigError
+from mindresume.reshard.source import Source
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
@@ -30,11 +32,13 @@ class Session:
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
     hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
+    open_source: Callable[[], Source] | None = None     # with auto_trans_ckpt: the chosen checkpoint as weights of any layout
 
     @property
     def shard(self) -> ProvenShard | None:
-        """What this rank proved and loads; None if the checkpoint has no such rank (it is converted then)."""
-        shards = self.choice.shards if self.choice else ()
+        """What this rank proved and loads; None if the checkpoint is of another number of ranks (it is converted then)."""
+        chosen = self.choice.chosen if self.choice else None
+        shards = self.choice.shards if chosen and chosen.world_size == self.group.size else ()
         return next((shard for shard in shards if shard.rank == self.group.rank), None)
 
     def release(self) -> None:

@@ -66,8 +66,9 @@ class Job:
         return sum(file.blueprint(self.source.weights.tensors).size for file in self.files)
 
 
-def to_ranks(source: Source, strategy: Strategy | None, fmt: str) -> Job:
-    """Rank folders of another job; ``strategy`` None: of one rank. StrategyError, ValueError: see ``rank_files``."""
+def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> Job:
+    """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
+    pipeline stage, whose ranks need the same bytes. StrategyError, ValueError: see ``rank_files``."""
     fingerprint = _fingerprint(["ranks", source.identity, strategy.to_json() | {"source": ""} if strategy else None, fmt])
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
     if source.state is not None:
@@ -78,8 +79,8 @@ def to_ranks(source: Source, strategy: Strategy | None, fmt: str) -> Job:
     def path(rank: int) -> str:
         return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
     files = rank_files(source.weights, strategy, path, fmt, metadata)
-    stage = strategy.stage_size if strategy else 1
-    groups = tuple(tuple(range(first, first + stage)) for first in range(0, len(files), stage))
+    share = share or (strategy.stage_size if strategy else 1)
+    groups = tuple(tuple(range(first, min(first + share, len(files)))) for first in range(0, len(files), share))
     return Job(source, tuple(files), groups, fingerprint, True, strategy)
 
 
@@ -117,6 +118,11 @@ class Conversion:
     def work(self) -> str:
         folder, name = os.path.split(os.path.abspath(self.target))
         return os.path.join(folder, f".{name}.{self.job.fingerprint[:16]}{TEMPORARY}")
+
+    @property
+    def scratch(self) -> str:
+        """For what is needed on the way; it goes at the commit."""
+        return os.path.join(self.work, "scratch")
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -232,6 +238,8 @@ class Conversion:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
         publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, _LIMIT)], self.job.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
+        if self.storage.status(self.scratch) is not None:
+            remove_tree(self.storage, self.scratch)
         self.storage.remove(os.path.join(self.work, LOCK))
         self.storage.sync(self.work)
         self.storage.rename(self.work, self.target)

@@ -170,7 +170,7 @@ class _Out:
             self._tensor = None
 
 
-class _Sources:
+class Sources:
     """Checksums of the source tensors, as their bytes pass. One that does not pass whole and in order is not judged."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class _Job:
     def __init__(self, weights: Weights, files: OpenFiles, takers: Mapping[str, Mapping[Region, list[_Out]]],
                  work: Iterator[list[tuple[Tensor, Region]]], tile: int, traffic: Traffic):
         self.weights, self.files, self.takers, self.tile, self.traffic = weights, files, takers, tile, traffic
-        self.sources = _Sources()
+        self.sources = Sources()
         self._work = enumerate(work)
         self._taking, self._turn, self._done = threading.Lock(), threading.Condition(), 0
         self._error: BaseException | None = None

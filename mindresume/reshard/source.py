@@ -83,15 +83,15 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     cover(weights)
     first = os.path.basename(candidate.files[min(candidate.files)].path)
     name = parse_name(first)
-    state = candidate.state or _state(proofs[0].scalars, name)
+    state = candidate.state or state_of(proofs[0].scalars, name)
     what = f"{root}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(candidate.world_size)}"
-    return Source(weights, state, name, _identity(storage, root, candidate), what, candidate)
+    return Source(weights, state, name, identity_of(storage, root, candidate), what, candidate)
 
 
 def open_complete(storage: Storage, path: str, step: int | None = None) -> Source:
     """Merged weights, of MindSpore or Hugging Face."""
     found = read_complete(storage, path)
-    state = _state(found.scalars, None)
+    state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
@@ -122,7 +122,8 @@ def cover(weights: Weights) -> None:
             weights.place(tensor.name, cut)
 
 
-def _identity(storage: Storage, root: str, candidate: Candidate) -> Any:
+def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
+    """A value for JSON that tells one saved step from another: its records, or names, sizes and times of its files."""
     if candidate.records:
         return [candidate.run, candidate.step, *candidate.records]
     return [_stamp(storage, os.path.join(root, file.path)) for _, file in sorted(candidate.files.items())]
@@ -134,7 +135,7 @@ def _stamp(storage: Storage, path: str) -> list[Any]:
             found.mtime if found else None]
 
 
-def _state(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
+def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
     """From the counters that mindformers writes into its files. Steps per epoch follow from the name where it tells."""
     step = scalars.get("step_num")
     if not isinstance(step, int) or step < 1:

@@ -27,7 +27,7 @@ from mindresume.errors import (  # noqa: E402
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
-from mindresume.plugin import adapter, hooks, session  # noqa: E402
+from mindresume.plugin import adapter, convert, hooks, session  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.store.commit import Committer, Shard, write_shard  # noqa: E402
 
@@ -130,19 +130,20 @@ def test_the_constructor_of_the_task_trainer_never_sees_them():
 
 
 FOLDERS = {
-    "rank folders": (["rank_0/", "rank_1/"], True), "rank folders and a loose file": (["rank_0/", "a.ckpt"], True),
-    "an empty folder": ([], True), "only records": ([".mindresume/"], True), "loose safetensors": (["a.safetensors"], False),
-    "loose ckpt": (["a.ckpt", "config.json"], False),
-    "complete weights": (["hyper_param.safetensors", "part0.safetensors"], False),
+    "rank folders": (["rank_0/", "rank_1/"], False), "rank folders and a loose file": (["rank_0/", "a.ckpt"], False),
+    "an empty folder": ([], False), "only records": ([".mindresume/"], False), "loose safetensors": (["a.safetensors"], True),
+    "loose ckpt": (["a.ckpt", "config.json"], True),
+    "complete weights": (["hyper_param.safetensors", "part0.safetensors"], True),
 }
 
 
-@pytest.mark.parametrize("names, expected", FOLDERS.values(), ids=FOLDERS)
-def test_applies_to_folders(tmp_path, names, expected):
+@pytest.mark.parametrize("names, complete", FOLDERS.values(), ids=FOLDERS)
+def test_what_a_folder_is_taken_for(tmp_path, names, complete):
     for name in names:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
-    assert hooks.applies(config_of(tmp_path)) is expected
-    assert hooks.applies(config_of(f"{tmp_path}/")) is expected
+    for path in (tmp_path, f"{tmp_path}/"):
+        assert hooks.applies(config_of(path))
+        assert convert.is_complete_resume(hooks.PosixStorage(), config_of(path)) is complete
 
 
 def test_applies_to_a_rank_folder_a_file_and_a_path_that_is_not_there(tmp_path):

@@ -1,0 +1,126 @@
+"""What ``convert`` and ``merge`` share: options, the plan of a dry run, carrying out, and what is said afterwards."""
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from typing import Annotated, Any
+
+import typer
+
+from mindresume.cli.common import locate, print_json, progress_bar, size_text
+from mindresume.errors import ConfigError, EngineError
+from mindresume.files.model import DTYPES
+from mindresume.reshard.conversion import Conversion, Job
+from mindresume.reshard.direct import BUFFERS, Traffic
+from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
+from mindresume.reshard.source import Source, open_source
+from mindresume.store.storage import PosixStorage
+
+Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: the folder of the rank folders (or the folder of the "
+                                                        "run), a rank folder, a folder of complete weights, or one file. It is "
+                                                        "only read.")]
+Dst = Annotated[str, typer.Argument(metavar="DST", help="The folder to make. It appears when everything in it is there; one that "
+                                                        "holds something else already is refused.")]
+From = Annotated[str | None, typer.Option("--from", metavar="STRATEGY", help="Strategy file or folder SRC was saved with. Needed "
+                                          "only for what mindformers wrote on several ranks without the folder 'strategy' "
+                                          "beside it; what mindresume wrote knows its layouts.")]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step to take; default the newest that is whole.")]
+Engine = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help="direct reads only the bytes that are needed "
+                                     "and checks them against the recorded checksums; mindspore goes through "
+                                     "mindspore.transform_checkpoints. auto: mindspore for ckpt sources, where it can.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Threads of the direct engine, processes of "
+                                      "the other one.")]
+Memory = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most memory for buffers of the direct "
+                                            "engine, such as 64MiB or 4GiB; by default 24 MiB a worker.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be read and written.")]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def bytes_of(text: str, option: str) -> int:
+    """``"4GiB"`` -> 4294967296. ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if not found or found[2] not in _UNITS or not float(found[1]):
+        raise ConfigError(f"{option} is {text!r}; expected a size such as 512MiB or 4GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def checked_engine(engine: str) -> str:
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine is {engine!r}; choose one of {', '.join(ENGINES)}")
+    return engine
+
+
+def opened(path: str, step: int | None, strategy: str | None) -> Source:
+    return open_source(PosixStorage(), locate(path), step, strategy)
+
+
+def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str | None, dry_run: bool, json: bool) -> None:
+    """Shows the plan, or carries it out and says what was done."""
+    storage, notes = PosixStorage(), list(job.source.notes)
+    conversion = Conversion(storage, job, target, notes.append)
+    tile = tile_for(bytes_of(memory, "--memory-limit") if memory else None, workers)
+    chosen = engine_for(checked_engine(engine), fmt)
+    plan = {"source": job.source.what, "target": os.path.abspath(target), "engine": chosen, "files": len(job.files),
+            **numbers(job), "memory_bytes": BUFFERS * workers * tile}
+    finished = conversion.finished()
+    if dry_run or finished:
+        _show(plan | {"dry_run": dry_run, "finished": finished, "notes": notes,
+                      "refused": [refusal.to_json() for refusal in job.source.refused]}, json)
+        return
+    traffic, started = Traffic(), time.monotonic()
+    try:
+        conversion.prepare()
+        with progress_bar("converting", json) as meter:
+            meter.expect(plan["bytes_to_write"])
+            traffic.progress = meter.advance
+            try:
+                conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
+            except EngineError as error:
+                if engine != "auto":
+                    raise
+                notes.append(f"MindSpore's engine cannot do this, the direct one did: {error}")
+                plan["engine"] = "direct"
+                conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+        conversion.commit()
+    except BaseException:
+        conversion.abandon()
+        raise
+    seconds = time.monotonic() - started
+    _show(plan | {"dry_run": False, "finished": True, "bytes_read": traffic.read, "bytes_written": traffic.written,
+                  "bytes_verified": traffic.verified, "seconds": round(seconds, 3), "notes": notes,
+                  "refused": [refusal.to_json() for refusal in job.source.refused]}, json)
+
+
+def numbers(job: Job) -> dict[str, Any]:
+    """Bytes of tensors: needed (each once), to be read (once in every group of files that needs them), and to be written."""
+    tensors = job.source.weights.tensors
+    sizes = {name: math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize for name, tensor in tensors.items()}
+    groups = [{name for i in group for name in job.files[i].holds} for group in job.groups]
+    read = sum(sizes[name] for names in groups for name in names)
+    needed = sum(sizes[name] for name in set().union(*groups))
+    written = sum(sum(count for rows in file.blueprint(tensors).tensors.values() for _, _, count in rows) for file in job.files)
+    return {"tensors": len(set().union(*groups)), "bytes_needed": needed, "bytes_to_read": read, "bytes_to_write": written,
+            "over_read": round(read / needed, 4) if needed else 1.0}
+
+
+def _show(value: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(value)
+        return
+    for refusal in value["refused"]:
+        print(f"not taken: step {refusal['step']}: {refusal['reason']}")
+    print(f"{value['source']}\n  -> {value['target']}")
+    print(f"  {value['tensors']} tensors in {value['files']} files, engine {value['engine']}")
+    if "seconds" in value:
+        rate = value["bytes_written"] / value["seconds"] if value["seconds"] else 0
+        print(f"  {size_text(value['bytes_read'])} read, {size_text(value['bytes_written'])} written in {value['seconds']:.1f} s "
+              f"({size_text(rate)}/s); {size_text(value['bytes_verified'])} of it compared with recorded checksums")
+    else:
+        print(f"  {size_text(value['bytes_to_read'])} to read (over-read {value['over_read']:.2f}), "
+              f"{size_text(value['bytes_to_write'])} to write, {size_text(value['memory_bytes'])} of memory for buffers")
+        print("  it is there already, nothing was done" if value["finished"] else "  this is a dry run, nothing was written")
+    for note in value["notes"]:
+        print(f"  note: {note}")

@@ -1,0 +1,56 @@
+"""``mindresume convert``"""
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mindresume.cli import app
+from mindresume.cli.common import AsJson
+from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, Step, Workers, opened, run
+from mindresume.errors import ConfigError
+from mindresume.files import FORMATS
+from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
+from mindresume.reshard.conversion import to_ranks
+from mindresume.reshard.source import Source
+from mindresume.reshard.target import is_counter
+from mindresume.strategy import Strategy, read_strategy
+
+
+@app.command()
+def convert(src: Src, dst: Dst,
+            to: Annotated[str, typer.Option("--to", metavar="STRATEGY|PLAN", help="How the new checkpoint is cut: a strategy "
+                                            "file or folder (mindformers with only_save_strategy: True writes it), or a plan "
+                                            "such as \"dp=2,tp=4,pp=2,opt=2\" (opt=all: as many pieces as replicas).")],
+            strategy: From = None, step: Step = None,
+            fmt: Annotated[str | None, typer.Option("--format", metavar="|".join(FORMATS), help="Of the new files; default that "
+                                                    "of SRC.")] = None,
+            engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
+            ) -> None:
+    """Cuts a checkpoint for another parallel strategy: rank folders that a job of that layout loads as they are.
+
+    [bold]mindresume convert output/checkpoint new --to dp=4,opt=all[/bold]
+
+    [bold]mindresume convert output/checkpoint new --to other/strategy --step 200 --format safetensors[/bold]
+
+    A plan takes from SRC which dimension of each tensor tensor parallelism cuts, and spreads layers evenly over pp; where that is
+    not what the model does, give strategy files. Tensors are copied bit for bit. The result has records and layouts of its own.
+    """
+    source = opened(src, step, strategy)
+    fmt = fmt or next(header.format for header in source.weights.headers.values() if header)
+    if fmt not in FORMATS:
+        raise ConfigError(f"--format is {fmt!r}; choose one of {', '.join(FORMATS)}")
+    was = next(header.format for header in source.weights.headers.values() if header)
+    run(to_ranks(source, target_of(to, source), fmt), dst, was, engine, workers, memory, dry_run, json)
+
+
+def target_of(to: str, source: Source) -> Strategy:
+    """The strategy that ``--to`` names."""
+    if not is_plan(to):
+        return read_strategy(to)
+    tensors = {}
+    for name, tensor in source.weights.tensors.items():
+        if not is_counter(tensor):
+            stage = None if tensor.layout is None else tensor.first // tensor.layout.stage_size
+            tensors[name] = (tensor.shape, tensor.layout, stage)
+    return strategy_of(ParallelPlan.parse(to), tensors)

@@ -1,0 +1,279 @@
+"""``auto_trans_ckpt`` in the trainer: any checkpoint into the layout of this job.
+
+    at the choice   rank 0 reads the source's strategy, before the compiler writes new ones over it ─▶ all ranks
+                    the folder of old strategies is set aside
+    at the load     layouts of the compiled network ─▶ each rank reads the byte ranges of its own slices from the source
+                    ckpt files, in another layout: transformed to output/transformed_checkpoint first, by so many processes as
+                    transform_process_num says; then each rank loads its own new file
+                    ``mindresume: {unified_checkpoint: 1}``: complete weights to output/unified_checkpoint besides
+
+Sources are only read. Outputs appear by a rename, and one that is there already is used again.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from mindresume.agree import decide, report
+from mindresume.errors import ConfigError, EngineError, MissingCheckpointError, StrategyError
+from mindresume.formats import MINDFORMERS, OURS, Candidate
+from mindresume.formats.complete import MINDSPORE, is_complete
+from mindresume.formats.names import parse_name
+from mindresume.formats.rank_folders import ranks_count
+from mindresume.manifest import FileRecord
+from mindresume.network import layouts as network_layouts
+from mindresume.plugin import adapter, session
+from mindresume.reshard.conversion import Conversion, Job, read_conversion, remove_tree, to_complete, to_ranks
+from mindresume.reshard.direct import Traffic
+from mindresume.reshard.engine import engine_for, writer
+from mindresume.reshard.geometry import Region, held, whole
+from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
+from mindresume.reshard.source import Source, identity_of, open_complete, state_of, strategy_for
+from mindresume.reshard.weights import Weights, of_candidate
+from mindresume.resume.select import Choice, select
+from mindresume.state import TrainingState
+from mindresume.store.storage import Storage
+from mindresume.strategy import Strategy, read_strategy
+
+UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
+
+
+# ---- at the choice -------------------------------------------------------------------------------------------------
+
+def is_complete_resume(storage: Storage, config: Any) -> bool:
+    """Whether ``load_checkpoint`` holds complete weights: a folder of them, or with auto_trans_ckpt one file."""
+    path = str(config.load_checkpoint)
+    return is_complete(storage, path) and (os.path.isdir(path) or bool(config.auto_trans_ckpt))
+
+
+def choose_complete(storage: Storage, path: str, current: session.Session) -> Choice:
+    """Complete weights as the choice of a resume. Every rank reads its share of the bytes, where checksums were recorded.
+    MissingCheckpointError if they do not say at which step the training was; AgreementError on all ranks if one finds damage."""
+    source = open_complete(storage, path)
+
+    def check() -> Any:
+        made = read_conversion(storage, source.weights.name) if current.settings.verify == "full" else None
+        if made is not None:
+            checked = replace(source.weights, checksum=lambda rank, name: made["tensors"].get(name))
+            mine = sorted(source.weights.tensors)[current.group.rank::current.group.size]
+            check_tensors(checked, mine)
+        return source.state.to_json() if source.state else None
+    told = report(current.group, check)[0]
+    if told is None:
+        raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
+                                     f"With resume_training: False they are loaded as weights only")
+    state, (name, header) = TrainingState.from_json(told), next(iter(source.weights.headers.items()))
+    chosen = Candidate(state.step, MINDFORMERS, header.format, {0: FileRecord(os.path.basename(name), header.format)}, 1, (0.0,),
+                       state, epoch=state.epoch)
+    current.open_source = lambda: source
+    return Choice(chosen, (), source.notes, False, (), source.weights.name, current.settings.verify == "full")
+
+
+def prepare(config: Any, current: session.Session, storage: Storage) -> None:
+    """After the choice, on all ranks: the source's strategy to all of them, old strategy files aside. AgreementError."""
+    log, choice = adapter.logger(), current.choice
+    if current.open_source is None:
+        given = config.get("src_strategy_path_or_dir") or None
+        told = decide(current.group, partial(_source_strategy, storage, choice, given))
+        if told["note"]:
+            log.warning("mindresume: %s", told["note"])
+        strategy = Strategy.from_json(told["strategy"]) if told["strategy"] else None
+        current.open_source = partial(_open, storage, choice, strategy, told["identity"])
+    aside = decide(current.group, partial(set_aside, storage, os.path.join(config.output_dir, STRATEGY)))
+    if aside:
+        log.info("mindresume: the strategy files of earlier jobs are kept in %s", aside)
+
+
+def _source_strategy(storage: Storage, choice: Choice, given: str | None) -> dict[str, Any]:
+    """Rank 0: the strategy of what was chosen. Records know their layouts. A strategy that is given besides must agree with them,
+    unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in the folder."""
+    candidate, note = choice.chosen, ""
+    if candidate.origin == OURS and given:
+        try:
+            strategy = read_strategy(given, storage)
+            if strategy.world_size != candidate.world_size:
+                strategy, note = None, (f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, step "
+                                        f"{candidate.step} was saved by {candidate.world_size}; its own records are used")
+        except StrategyError as error:
+            strategy, note = None, f"src_strategy_path_or_dir: {error}; the records of the checkpoint are used"
+    else:
+        strategy = strategy_for(storage, choice.root, candidate, given)
+    return {"strategy": strategy.to_json() if strategy else None, "note": note,
+            "identity": identity_of(storage, choice.root, candidate)}
+
+
+def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> Source:
+    """What was chosen, as weights. Its bytes were proven at the choice."""
+    candidate, root = choice.chosen, choice.root
+    if candidate.origin != OURS and strategy is not None:
+        candidate = replace(candidate, world_size=strategy.world_size)      # a scan counts the files it finds
+    name = parse_name(os.path.basename(candidate.files[min(candidate.files)].path))
+    state = candidate.state or state_of(choice.shards[0].scalars, name)
+    return Source(of_candidate(storage, root, candidate, strategy), state, name, identity,
+                  f"{root}, step {candidate.step}, {ranks_count(candidate.world_size)}", candidate)
+
+
+def set_aside(storage: Storage, folder: str) -> str:
+    """Renames a folder of strategy files, which the compiler would write over, to one named after its content. Empty if there is
+    nothing to keep."""
+    content, found = xxhash.xxh3_64(), False
+    for name in storage.list(folder):
+        path = os.path.join(folder, name)
+        status = storage.status(path)
+        if status is not None and not status.is_folder:
+            found = True
+            with storage.open(path) as file:
+                content.update(name.encode() + b"\0" + file.read())
+    if not found:
+        return ""
+    kept = f"{folder}_{content.hexdigest()[:8]}"
+    if storage.status(kept) is not None:
+        remove_tree(storage, folder)                # the very same files are there already
+    else:
+        storage.rename(folder, kept)
+    storage.make_folder(folder)
+    return kept
+
+
+# ---- at the load ---------------------------------------------------------------------------------------------------
+
+def arrays_for(config: Any, network: Any, current: session.Session, storage: Storage) -> dict[str, Any] | None:
+    """After the compilation: {name: array} of everything this rank loads, read from the source. None if ckpt files were
+    transformed on disk: ``current.choice`` then names the new ones. LoadError, StrategyError and all others of reading;
+    AgreementError on all ranks if one fails at what it does for others."""
+    log, source = adapter.logger(), current.open_source()
+    shapes = adapter.wanted_of(network)
+    table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
+    layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
+                              lambda text: log.warning("mindresume: %s", text))
+    regions = wanted_regions(source.weights, shapes, layouts, current.group.rank)
+    if current.settings.unified_checkpoint and source.candidate is not None:
+        job = to_complete(source, MINDSPORE)
+        _by_all_ranks(storage, job, os.path.join(config.output_dir, UNIFIED), current, current.group.size)
+    if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(current, source.weights, regions):
+        folder = transform_files(config, current, storage)
+        log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
+        current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
+        return None
+    traffic = Traffic()
+    arrays = read_regions(source.weights, regions, traffic=traffic)
+    needed = sum(array.nbytes for array in arrays.values())
+    log.info("mindresume: rank %d reads %d tensors, %.1f MiB, of %s: %.1f MiB read", current.group.rank, len(regions),
+             needed / 2**20, source.what, traffic.read / 2**20)
+    return arrays
+
+
+def _needs_files(current: session.Session, weights: Weights, regions: Mapping[str, Region]) -> bool:
+    """Whether some rank's file is not exactly what that rank loads. The same answer on all ranks."""
+    return not all(report(current.group, partial(_as_it_is, current.group.rank, current.group.size, weights, regions)))
+
+
+def _as_it_is(rank: int, size: int, weights: Weights, regions: Mapping[str, Region]) -> bool:
+    path = weights.file_of(rank)
+    header = weights.header(path) if path and size == weights.world_size else None
+    return header is not None and all(name in header.tensors and _held_by(rank, weights, name) == region
+                                      for name, region in regions.items())
+
+
+def _held_by(rank: int, weights: Weights, name: str) -> Region | None:
+    tensor = weights.tensors[name]
+    if tensor.layout is None:
+        return whole(tensor.shape)
+    local = rank - tensor.first
+    return held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
+
+
+def transform_files(config: Any, current: session.Session, storage: Storage) -> str:
+    """ckpt files for the ranks of this job, written to disk. Returns their folder. ConfigError, StrategyError; AgreementError on
+    all ranks."""
+    log, group, source = adapter.logger(), current.group, current.open_source()
+    processes = config.get("transform_process_num") or 1
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
+        raise ConfigError(f"transform_process_num is {processes!r}; expected a number that divides the {group.size} ranks of the "
+                          f"job")
+    told = decide(group, lambda: _target_strategy(config, storage, group.size))
+    job = to_ranks(source, Strategy.from_json(told) if told else None, source.candidate.format, share=group.size // processes)
+    folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
+    engine = engine_for(current.settings.transform_engine, job.files[0].format)
+    if engine == "mindspore":
+        answer = decide(group, lambda: _by_mindspore(storage, job, folder, processes))
+        if "folder" in answer:
+            return answer["folder"]
+        if current.settings.transform_engine == "mindspore":
+            raise EngineError(answer["refused"])
+        log.warning("mindresume: MindSpore's engine cannot transform this checkpoint, the direct one does: %s", answer["refused"])
+    return _by_all_ranks(storage, job, folder, current, processes)
+
+
+def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
+    """What the compiler wrote for this job; None for one rank."""
+    if world_size == 1:
+        return None
+    strategy = read_strategy(os.path.join(config.output_dir, STRATEGY), storage)
+    if strategy.world_size != world_size:
+        raise StrategyError(f"{strategy.source} is a strategy of {ranks_count(strategy.world_size)}, this job has {world_size}")
+    return strategy.to_json()
+
+
+def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int) -> dict[str, str]:
+    """Rank 0 alone, with worker processes of its own: {"folder"}, or {"refused"} where MindSpore's engine is not able to."""
+    conversion = _free(storage, job, folder)
+    if not conversion.finished():
+        try:
+            conversion.prepare()
+            conversion.write(writer("mindspore", conversion, processes, log=conversion.log))
+            conversion.commit()
+        except EngineError as error:
+            conversion.abandon()
+            return {"refused": str(error)}
+        except BaseException:
+            conversion.abandon()
+            raise
+    return {"folder": conversion.target}
+
+
+def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Session, processes: int) -> str:
+    """The direct engine on ``processes`` ranks, spread over all. Returns the folder. AgreementError on all ranks if one fails;
+    then nothing of it stays."""
+    group, step = current.group, max(current.group.size // processes, 1)
+    target = decide(group, lambda: (lambda found: [found.target, found.finished()])(_free(storage, job, folder)))
+    conversion = Conversion(storage, job, target[0], _log)
+    if target[1]:
+        _log(f"{conversion.target} is there already, from an earlier start")
+        return conversion.target
+    mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
+    decide(group, conversion.prepare)
+    try:
+        report(group, lambda: conversion.write(writer("direct", conversion), mine))
+        decide(group, conversion.commit)
+    except BaseException:
+        if group.rank == 0:
+            conversion.abandon()
+        raise
+    return conversion.target
+
+
+def _free(storage: Storage, job: Job, folder: str) -> Conversion:
+    """Where the conversion goes: what lies in ``folder`` and is not this conversion is left alone. ConfigError if the place
+    beside it is taken too."""
+    step = job.source.state.step if job.source.state else 0
+    last = f"{folder}_step_{step}_{job.fingerprint[:8]}"
+    for target in (folder, last):
+        conversion = Conversion(storage, job, target, _log)
+        try:
+            conversion.finished()
+        except ConfigError:
+            if target == last:
+                raise
+            continue
+        return conversion
+    raise AssertionError("unreachable")
+
+
+def _log(text: str) -> None:
+    adapter.logger().info("mindresume: %s", text)

@@ -1,0 +1,58 @@
+"""The two engines behind one interface: a writer of target files.
+
+``direct``: ``mindresume.reshard.direct``. ``mindspore``: MindSpore transforms into a scratch folder, and the direct engine puts
+what it made into the target files, which checks every name, shape and dtype of it.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from mindresume.errors import ConfigError
+from mindresume.files.checksum import Checksums
+from mindresume.reshard.conversion import Conversion, Writer
+from mindresume.reshard.direct import BUFFERS, TILE, TargetFile, Traffic, transform
+from mindresume.reshard.weights import Weights
+from mindresume.store.storage import Storage
+
+ENGINES = ("auto", "direct", "mindspore")
+LEAST_TILE = 64 << 10           # bytes; less would be all calls and no data
+TIMEOUT = 7200.0                # seconds for MindSpore's engine, as mindformers waits for it
+
+
+def engine_for(engine: str, fmt: str) -> str:
+    """``auto``: MindSpore's own for ckpt sources, the direct one for safetensors."""
+    return engine if engine != "auto" else "mindspore" if fmt == "ckpt" else "direct"
+
+
+def tile_for(memory: int | None, workers: int) -> int:
+    """Size of the buffers, in bytes, so that all of them together take at most ``memory`` bytes. ConfigError if that is too
+    little."""
+    if memory is None:
+        return TILE
+    tile = memory // (BUFFERS * workers)
+    if tile < LEAST_TILE:
+        raise ConfigError(f"{memory} bytes of memory are too little for {workers} workers: each needs at least "
+                          f"{BUFFERS * LEAST_TILE}")
+    return min(tile, TILE)
+
+
+def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TILE, traffic: Traffic | None = None,
+           log: Callable[[str], None] = lambda text: None) -> Writer:
+    """``engine``: direct or mindspore. What is returned writes the groups of ``conversion``."""
+    made: list[Weights] = []
+
+    def write(weights: Weights, storage: Storage, files: Sequence[TargetFile]) -> list[Checksums]:
+        if engine == "mindspore":
+            if not made:
+                made.append(_transformed(weights, conversion, workers, log))
+            weights = made[0]
+        return transform(weights, storage, files, workers, tile, traffic)
+    return write
+
+
+def _transformed(weights: Weights, conversion: Conversion, workers: int, log: Callable[[str], None]) -> Weights:
+    from mindresume.reshard.mindspore_engine import rewrite
+    scratch = os.path.join(conversion.scratch, "mindspore")
+    conversion.storage.make_folder(scratch)
+    return rewrite(weights, conversion.job.strategy, scratch, workers=workers, timeout=TIMEOUT, log=log)

@@ -1,0 +1,298 @@
+"""The reference engine: MindSpore's own transform, in processes of its own, into a work folder.
+
+    rewritten = rewrite(weights, strategy, work)        # uncut: strategy None
+    direct.transform(rewritten, storage, targets)       # into the final files; checks names, shapes and dtypes once more
+
+A normal return of MindSpore proves nothing: what it would get wrong in silence is refused before, and every file is looked at
+afterwards. ckpt: ``rank_list_for_transform`` and ``transform_checkpoint_by_rank``, the target's ranks spread over the workers;
+safetensors: ``transform_checkpoints``, or ``unified_safetensors`` where the target is uncut, in one worker. The direct engine
+needs nothing of this.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindresume.errors import DamagedFileError, EngineError, StrategyError
+from mindresume.files import Header, format_of, read_header, read_tensor
+from mindresume.layout import TensorLayout
+from mindresume.reshard.direct import TargetFile, transform, whole_tensors
+from mindresume.reshard.geometry import Region, shape_of
+from mindresume.reshard.mindspore_worker import COMMAND, failure, run
+from mindresume.reshard.target import METADATA, holdings, is_counter
+from mindresume.reshard.weights import Tensor, Weights
+from mindresume.store.storage import PosixStorage, parallel
+from mindresume.strategy import Strategy, encode_strategy
+
+UNMERGED = "accu_grads"     # prefix of what unified_safetensors leaves cut
+
+Log = Callable[[str], None]
+
+
+def rewrite(weights: Weights, target: Strategy | None, work: str, *, workers: int = 1, timeout: float = 7200.0,
+            log: Log = lambda text: None, command: Sequence[str] = COMMAND) -> Weights:
+    """``weights`` in the layouts of ``target``, None = uncut, in files below ``work``: an empty folder of the caller, who removes
+    it. ``timeout``: seconds for all processes together. ``command``: of a worker, before its jobs.
+
+    EngineError if MindSpore cannot do this, fails, takes longer, or writes something else than it should; StrategyError if target
+    and weights do not fit; DamagedFileError, OSError. Whatever is raised, no process stays."""
+    task = prepare(weights, target, work, workers)
+    if task is None:
+        log(f"{weights.name} is uncut already: nothing for MindSpore to do")
+        return weights
+    log(f"MindSpore rewrites {weights.name}: {len(task.held)} files of ranks, {len(task.jobs)} processes, below {work}")
+    run([[job] for job in task.jobs], task.work, timeout, command)
+    return task.collect()
+
+
+def source_strategy(weights: Weights) -> Strategy | None:
+    """How the source is cut; None if it is not. A parameter that several stages share is in the first of them."""
+    layouts = [tensor.layout for tensor in weights.tensors.values() if tensor.layout is not None]
+    if not layouts:
+        return None
+    size = layouts[0].stage_size
+    stages: list[dict[str, Any]] = [{} for _ in range(weights.world_size // size)]
+    for tensor in weights.tensors.values():
+        if tensor.layout is not None:
+            stages[tensor.first // size][tensor.name] = tensor.layout
+    return Strategy(tuple(stages), weights.name)
+
+
+# ---- before ----------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Task:
+    """``held``: for each rank of the target {tensor: region}; ``jobs``: files, one a worker."""
+    weights: Weights
+    target: Strategy | None
+    work: str
+    format: str
+    held: Sequence[Mapping[str, Region]]
+    jobs: tuple[str, ...]
+    unified: bool
+
+    def collect(self) -> Weights:
+        """What MindSpore wrote. EngineError, with rank and parameter, if it is not what the target needs."""
+        if self.unified:
+            return _collect_unified(self)
+        return _collect_ranks(self)
+
+
+def prepare(weights: Weights, target: Strategy | None, work: str, workers: int = 1) -> Task | None:
+    """Everything up to the start of the workers; None if neither source nor target is cut. Errors as for ``rewrite``."""
+    work = os.path.abspath(work)
+    source = source_strategy(weights)
+    held = holdings(weights, target)
+    if target is not None:
+        target = target.fitted({name: len(tensor.shape) for name, tensor in weights.tensors.items()})
+    if source is None and target is None:
+        return None
+    _check_strategies(weights, source, target)
+    strategies = [_write_strategy(weights, strategy, os.path.join(work, f"{name}.ckpt"))
+                  for name, strategy in (("source", source), ("target", target))]
+    paths, redundant = _files(weights, source, work)
+    formats = {format_of(path) for path in paths.values()}
+    if len(formats) > 1:
+        raise _refusal(weights, f"its files are of the formats {' and '.join(sorted(formats))}; MindSpore takes one")
+    fmt, = formats
+    unified = target is None and fmt == "safetensors" and not any(name.startswith(UNMERGED) for name in weights.tensors)
+    if not redundant and not unified:
+        raise _refusal(weights, "copies were removed from its files as redundant (remove_redundancy); of such files MindSpore "
+                                "can only merge safetensors, and no accu_grads")
+    if not redundant:
+        _check_layouts(weights, source, _is_nested, "copies were removed as redundant, and where several axes cut one dimension "
+                                                    "MindSpore takes parts of other ranks for copies")
+    if fmt == "ckpt":
+        parallel(weights.storage, lambda path: _check_nan(weights, path), list(paths.values()))
+    links, out = os.path.join(work, "in"), os.path.join(work, "out")
+    os.makedirs(out, mode=0o700)
+    for rank, path in paths.items():
+        folder = os.path.join(links, f"rank_{rank}")
+        os.makedirs(folder, mode=0o700)
+        os.symlink(os.path.abspath(path), os.path.join(folder, f"weights.{fmt}"))
+    kind = "unified" if unified else "ranks" if fmt == "ckpt" else "folder"
+    shares = max(min(workers, len(held)), 1) if kind == "ranks" else 1
+    jobs = []
+    for share in range(shares):
+        job = {"kind": kind, "source": links, "out": out, "source_strategy": strategies[0], "target_strategy": strategies[1],
+               "format": fmt, "ranks": list(range(len(held)))[share::shares], "processes": workers, "redundant": redundant}
+        jobs.append(os.path.join(work, f"job{share}.json"))
+        Path(jobs[-1]).write_text(json.dumps(job), encoding="utf-8")
+    return Task(weights, target, work, fmt, held, tuple(jobs), unified)
+
+
+def _refusal(weights: Weights, reason: str) -> EngineError:
+    return EngineError(f"{weights.name} cannot be rewritten by MindSpore: {reason}. Use --engine direct, which can")
+
+
+def _check_strategies(weights: Weights, source: Strategy | None, target: Strategy | None) -> None:
+    for name, tensor in weights.tensors.items():
+        if source is not None and tensor.layout is None and not is_counter(tensor):
+            raise _refusal(weights, f"no layout of {name} {tensor.shape} is known; MindSpore would copy it as it is")
+        if tensor.dtype == "str":
+            raise _refusal(weights, f"{name} is a text, which MindSpore's transform cannot copy")
+        if 0 in tensor.shape:
+            raise _refusal(weights, f"{name} {tensor.shape} is empty, which MindSpore cannot reshape")
+    for strategy in (source, target):
+        _check_layouts(weights, strategy, _is_misread, "with this layout MindSpore puts the parts of other ranks into the files")
+    if source is None or target is None:
+        return
+    sizes = source.stage_size, target.stage_size
+    if max(sizes) % min(sizes):
+        raise _refusal(weights, f"its stages are of {sizes[0]} ranks, those of the target of {sizes[1]}; for MindSpore one "
+                                f"number has to divide the other")
+    if sizes[0] > 1 and sizes[1] == 1 and len(target.stages) > 1:
+        raise _refusal(weights, f"the target has {len(target.stages)} stages of one rank; from stages of {sizes[0]} ranks "
+                                f"MindSpore looks for more ranks than there are")
+
+
+def _check_layouts(weights: Weights, strategy: Strategy | None, wrong: Callable[[TensorLayout], bool], why: str) -> None:
+    for stage in strategy.stages if strategy else ():
+        for name, layout in stage.items():
+            if name in weights.tensors and wrong(layout):
+                raise _refusal(weights, f"{name}: {why}: {layout}")
+
+
+def _is_nested(layout: TensorLayout) -> bool:
+    return any(isinstance(cut, tuple) for cut in layout.tensor_map)
+
+
+def _is_misread(layout: TensorLayout) -> bool:
+    """An optimizer shard over the major axis, where the other axes cut the dimensions in another order than their own: MindSpore
+    takes them in the order of the dimensions (``mindspore/parallel/_tensor.py``, _construct_tensor_layout_for_opt_shard)."""
+    axes = len(layout.device_matrix)
+    used = [cut for cut in layout.tensor_map if isinstance(cut, int) and cut >= 0 and layout.device_matrix[axes - 1 - cut] > 1]
+    return (layout.optimizer_pieces > 1 and not _is_nested(layout) and layout.unused_axes() == (axes - 1,)
+            and used != sorted(used, reverse=True))
+
+
+def _write_strategy(weights: Weights, strategy: Strategy | None, path: str) -> str | None:
+    if strategy is None:
+        return None
+    try:
+        content = encode_strategy(dict(enumerate(strategy.stages)))
+    except StrategyError as error:
+        raise _refusal(weights, str(error)) from error
+    Path(path).write_bytes(content)
+    return path
+
+
+def _files(weights: Weights, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
+    """{rank: path}, and whether every rank has everything that it should hold."""
+    if source is None:
+        path = weights.file_of(0)
+        places = {path} if weights.found_in is None else set(weights.found_in.values())
+        if len(places) == 1 and (path := places.pop()) and set(_header(weights, 0, path).tensors) == set(weights.tensors):
+            return {0: path}, True
+        merged = os.path.join(work, "merged.safetensors")           # of several files MindSpore would take the last one
+        transform(weights, PosixStorage(), [TargetFile(merged, "safetensors", whole_tensors(weights.tensors), METADATA)])
+        return {0: merged}, True
+    paths = {rank: weights.file_of(rank) for rank in range(source.world_size)}
+    headers = parallel(weights.storage, lambda rank: _header(weights, rank, paths[rank]), list(paths))
+    redundant = True
+    for rank, header in enumerate(headers):
+        redundant &= _check_rank(weights, source, rank, header)
+    return paths, redundant
+
+
+def _header(weights: Weights, rank: int, path: str | None) -> Header:
+    header = weights.header(path) if path else None
+    if header is None:
+        raise _refusal(weights, f"rank {rank} has no file; MindSpore takes no copies of other ranks")
+    return header
+
+
+def _check_rank(weights: Weights, source: Strategy, rank: int, header: Header) -> bool:
+    """Whether the file holds everything it should. EngineError if it holds something that MindSpore would take for another."""
+    wanted = set(source.of_rank(rank))
+    if rank == 0:
+        counters = {name for name, tensor in weights.tensors.items() if tensor.layout is None}
+        if missing := counters - set(header.tensors):
+            raise _refusal(weights, f"rank 0 does not hold {min(missing)}, which no strategy names")
+    for name, entry in header.tensors.items():
+        tensor = weights.tensors.get(name)
+        shape = None if tensor is None else tensor.layout.local_shape(tensor.shape) if tensor.layout else tensor.shape
+        if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, shape):
+            expected = f"{tensor.dtype} {shape}" if tensor else "nothing of that name"
+            raise _refusal(weights, f"the file of rank {rank} holds {name} as {entry.dtype} {entry.shape}, expected {expected}, "
+                                    f"and MindSpore reads all of it")
+    return wanted <= set(header.tensors)
+
+
+def _check_nan(weights: Weights, path: str) -> None:
+    """MindSpore reads bfloat16 of a ckpt as float32, and writes every NaN as 0x7fc0."""
+    header = weights.header(path)
+    with weights.storage.open(path) as file:
+        for name, entry in header.tensors.items():
+            if entry.dtype == "bfloat16":
+                bits = read_tensor(file, entry).view(np.uint16)
+                if np.any((bits & 0x7FFF > 0x7F80) & (bits != 0x7FC0)):
+                    raise _refusal(weights, f"{name} in {path} holds NaN of bfloat16, of which MindSpore loses sign and payload "
+                                            f"if the format is ckpt")
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------------
+
+def _collect_ranks(task: Task) -> Weights:
+    def path(rank: int) -> str:
+        return os.path.join(task.work, "out", f"rank_{rank}", f"weights{rank}.{task.format}")
+
+    def checked(rank: int) -> Header:
+        header = _written(task, rank, path(rank))
+        _compare(task, rank, {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()})
+        return header
+
+    storage = PosixStorage()
+    headers = parallel(storage, checked, list(range(len(task.held))))
+    name, known = f"{task.weights.name}, rewritten by MindSpore", {path(rank): header for rank, header in enumerate(headers)}
+    if task.target is None:
+        return Weights(storage, name, _uncut(task), lambda rank: None, found_in=dict.fromkeys(task.held[0], path(0)),
+                       headers=dict(known))
+    size, tensors = task.target.stage_size, {}
+    for tensor in task.weights.tensors.values():
+        stage = task.target.stage_of(tensor.name)
+        layout = None if stage is None else task.target.stages[stage][tensor.name]
+        tensors[tensor.name] = Tensor(tensor.name, tensor.dtype, tensor.shape, layout, (stage or 0) * size)
+    return Weights(storage, name, tensors, lambda rank: path(rank) if 0 <= rank < len(task.held) else None,
+                   world_size=len(task.held), headers=dict(known))
+
+
+def _collect_unified(task: Task) -> Weights:
+    out = os.path.join(task.work, "out")
+    paths = [os.path.join(out, file) for file in sorted(os.listdir(out)) if file.endswith(".safetensors")]
+    headers = {path: _written(task, 0, path) for path in paths}
+    found = {name: path for path, header in headers.items() for name in header.tensors}
+    entries = {name: headers[path].tensors[name] for name, path in found.items()}
+    _compare(task, 0, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
+    return Weights(PosixStorage(), f"{task.weights.name}, rewritten by MindSpore", _uncut(task), lambda rank: None,
+                   found_in=found, headers=dict(headers))
+
+
+def _uncut(task: Task) -> dict[str, Tensor]:
+    return {name: Tensor(name, tensor.dtype, tensor.shape) for name, tensor in task.weights.tensors.items()}
+
+
+def _written(task: Task, rank: int, path: str) -> Header:
+    try:
+        with open(path, "rb") as file:
+            return read_header(file, path)
+    except FileNotFoundError as error:
+        raise failure(f"it ended well, but wrote no file for rank {rank} ({path})", task.work) from error
+    except DamagedFileError as error:
+        raise failure(f"it ended well, but the file of rank {rank} is damaged: {error}", task.work) from error
+
+
+def _compare(task: Task, rank: int, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Counters need not be on every rank: those of rank 0 count."""
+    tensors = task.weights.tensors
+    expected = {name: (tensors[name].dtype, shape_of(region)) for name, region in task.held[rank].items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name) and not (name not in found and rank and is_counter(tensors[name])):
+            there, wanted = (" ".join(map(str, side[name])) if name in side else "nothing" for side in (found, expected))
+            raise failure(f"it ended well, but wrote for rank {rank} of parameter {name} {there}, expected {wanted}", task.work)
