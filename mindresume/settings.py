@@ -12,7 +12,8 @@
       keep_best: 0               # beside keep_checkpoint_max: so many of the best by keep_best_metric stay; 0: off
       keep_best_metric: loss     # of the step that was saved, or a name given to mindresume.plugin.report_metric
       keep_best_mode: min        # the smallest are the best; or max
-      transform_engine: auto     # of auto_trans_ckpt: direct, mindspore, or auto: mindspore for ckpt, direct for safetensors
+      transform_engine: auto     # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
+                                 # first), or auto: mindspore for ckpt, direct for safetensors
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.

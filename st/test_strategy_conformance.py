@@ -9,7 +9,8 @@ import pytest
 
 from mindresume.layout import TensorLayout
 from mindresume.parallel_plan import ParallelPlan, strategy_of
-from mindresume.strategy import Strategy, encode_strategy, read_strategy, write_strategy
+from mindresume.strategy import Strategy, read_strategy, write_strategy
+from mindresume.strategy_file import encode_strategy
 from st.jobs import ROOT
 
 FIXTURES = ROOT / "st" / "fixtures"

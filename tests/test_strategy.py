@@ -7,10 +7,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mindresume import strategy as module
+from mindresume import strategy_file
 from mindresume.errors import StrategyError
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.store.storage import PosixStorage
-from mindresume.strategy import Strategy, _field, _number, decode_strategy, encode_strategy, read_strategy, write_strategy
+from mindresume.strategy import Strategy, read_strategy, write_strategy
+from mindresume.strategy_file import _field, _number, decode_strategy, encode_strategy
 
 few = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
@@ -487,7 +489,7 @@ def test_any_bytes(content):
 
 
 def test_a_message_of_endless_fields_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "MAX_FIELDS", 100)
+    monkeypatch.setattr(strategy_file, "MAX_FIELDS", 100)
     assert decode_strategy(items() + _field(1, 1) * 95 + parameter(body())[len(items()):], "s.ckpt") == {0: {"layers.0.w": W}}
     with pytest.raises(StrategyError, match="more than 100 fields"):
         decode_strategy(items() + _field(1, 1) * 98 + parameter(body())[len(items()):], "s.ckpt")

@@ -5,7 +5,8 @@
     at the load     layouts of the compiled network ─▶ each rank reads the byte ranges of its own slices from the source
                     ckpt files, in another layout: transformed to output/transformed_checkpoint first, by so many processes as
                     transform_process_num says; then each rank loads its own new file
-                    ``mindresume: {unified_checkpoint: 1}``: complete weights to output/unified_checkpoint besides
+                    ``mindresume: {unified_checkpoint: 1}``: complete weights to output/unified_checkpoint besides;
+                    ``{transform_engine: mindspore}``: safetensors go that way too, merged by MindSpore
 
 Sources are only read. Outputs appear by a rename, and one that is there already is used again.
 """
@@ -17,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import xxhash
-
 from mindresume.agree import decide, report
 from mindresume.errors import ConfigError, EngineError, MissingCheckpointError, StrategyError
 from mindresume.formats import MINDFORMERS, OURS, Candidate
@@ -28,12 +27,13 @@ from mindresume.formats.rank_folders import ranks_count
 from mindresume.manifest import FileRecord
 from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, session
-from mindresume.reshard.conversion import Conversion, Job, read_conversion, remove_tree, to_complete, to_ranks
+from mindresume.reshard.conversion import Conversion, Job, read_conversion, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
-from mindresume.reshard.source import Source, identity_of, open_complete, state_of, strategy_for
+from mindresume.reshard.source import Source, counted, identity_of, open_complete, state_of
+from mindresume.reshard.strategies import set_aside, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate
 from mindresume.resume.select import Choice, select
 from mindresume.state import TrainingState
@@ -76,68 +76,47 @@ def choose_complete(storage: Storage, path: str, current: session.Session) -> Ch
 
 def prepare(config: Any, current: session.Session, storage: Storage) -> None:
     """After the choice, on all ranks: the source's strategy to all of them, old strategy files aside. AgreementError."""
-    log, choice = adapter.logger(), current.choice
+    choice = current.choice
+    given = config.get("src_strategy_path_or_dir") or None
+    told = decide(current.group, partial(_decide, storage, choice, given, os.path.join(config.output_dir, STRATEGY),
+                                         current.open_source is None))
+    for note in told["notes"]:
+        _log(note)
     if current.open_source is None:
-        given = config.get("src_strategy_path_or_dir") or None
-        told = decide(current.group, partial(_source_strategy, storage, choice, given))
-        if told["note"]:
-            log.warning("mindresume: %s", told["note"])
         strategy = Strategy.from_json(told["strategy"]) if told["strategy"] else None
         current.open_source = partial(_open, storage, choice, strategy, told["identity"])
-    aside = decide(current.group, partial(set_aside, storage, os.path.join(config.output_dir, STRATEGY)))
-    if aside:
-        log.info("mindresume: the strategy files of earlier jobs are kept in %s", aside)
 
 
-def _source_strategy(storage: Storage, choice: Choice, given: str | None) -> dict[str, Any]:
+def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ranks: bool) -> dict[str, Any]:
     """Rank 0: the strategy of what was chosen. Records know their layouts. A strategy that is given besides must agree with them,
     unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in the folder."""
-    candidate, note = choice.chosen, ""
-    if candidate.origin == OURS and given:
+    candidate, notes, strategy, identity = choice.chosen, [], None, None
+    if ranks:
+        identity = identity_of(storage, choice.root, candidate)
         try:
-            strategy = read_strategy(given, storage)
-            if strategy.world_size != candidate.world_size:
-                strategy, note = None, (f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, step "
-                                        f"{candidate.step} was saved by {candidate.world_size}; its own records are used")
+            strategy = strategy_for(storage, choice.root, candidate, given, identity)
         except StrategyError as error:
-            strategy, note = None, f"src_strategy_path_or_dir: {error}; the records of the checkpoint are used"
-    else:
-        strategy = strategy_for(storage, choice.root, candidate, given)
-    return {"strategy": strategy.to_json() if strategy else None, "note": note,
-            "identity": identity_of(storage, choice.root, candidate)}
+            if candidate.origin != OURS:
+                raise
+            notes.append(f"src_strategy_path_or_dir: {error}; the records of the checkpoint are used")
+        if candidate.origin == OURS and strategy and strategy.world_size != candidate.world_size:
+            notes.append(f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, step {candidate.step} was "
+                         f"saved by {candidate.world_size}; its own records are used")
+            strategy = None
+        counted(choice.root, candidate, strategy)
+    aside = set_aside(storage, folder, identity if candidate.origin != OURS else None)
+    if aside:
+        notes.append(f"the strategy files of earlier jobs are kept in {aside}")
+    return {"strategy": strategy.to_json() if strategy else None, "notes": notes, "identity": identity}
 
 
 def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> Source:
     """What was chosen, as weights. Its bytes were proven at the choice."""
-    candidate, root = choice.chosen, choice.root
-    if candidate.origin != OURS and strategy is not None:
-        candidate = replace(candidate, world_size=strategy.world_size)      # a scan counts the files it finds
+    root, candidate = choice.root, counted(choice.root, choice.chosen, strategy)
     name = parse_name(os.path.basename(candidate.files[min(candidate.files)].path))
     state = candidate.state or state_of(choice.shards[0].scalars, name)
     return Source(of_candidate(storage, root, candidate, strategy), state, name, identity,
                   f"{root}, step {candidate.step}, {ranks_count(candidate.world_size)}", candidate)
-
-
-def set_aside(storage: Storage, folder: str) -> str:
-    """Renames a folder of strategy files, which the compiler would write over, to one named after its content. Empty if there is
-    nothing to keep."""
-    content, found = xxhash.xxh3_64(), False
-    for name in storage.list(folder):
-        path = os.path.join(folder, name)
-        status = storage.status(path)
-        if status is not None and not status.is_folder:
-            found = True
-            with storage.open(path) as file:
-                content.update(name.encode() + b"\0" + file.read())
-    if not found:
-        return ""
-    kept = f"{folder}_{content.hexdigest()[:8]}"
-    if storage.status(kept) is not None:
-        remove_tree(storage, folder)                # the very same files are there already
-    else:
-        storage.rename(folder, kept)
-    storage.make_folder(folder)
-    return kept
 
 
 # ---- at the load ---------------------------------------------------------------------------------------------------
@@ -152,9 +131,12 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
                               lambda text: log.warning("mindresume: %s", text))
     regions = wanted_regions(source.weights, shapes, layouts, current.group.rank)
-    if current.settings.unified_checkpoint and source.candidate is not None:
-        job = to_complete(source, MINDSPORE)
-        _by_all_ranks(storage, job, os.path.join(config.output_dir, UNIFIED), current, current.group.size)
+    engine = current.settings.transform_engine
+    if source.candidate is not None and (current.settings.unified_checkpoint or (
+            engine == "mindspore" and source.candidate.format == "safetensors")):
+        folder = unify(config, current, storage, source)
+        if engine == "mindspore":
+            source = open_complete(storage, folder)
     if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(current, source.weights, regions):
         folder = transform_files(config, current, storage)
         log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
@@ -186,6 +168,18 @@ def _held_by(rank: int, weights: Weights, name: str) -> Region | None:
         return whole(tensor.shape)
     local = rank - tensor.first
     return held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
+
+
+def unify(config: Any, current: session.Session, storage: Storage, source: Source) -> str:
+    """Complete weights in output/unified_checkpoint, of every rank a share of the parts. Returns the folder. AgreementError on
+    all ranks."""
+    job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
+    if current.settings.transform_engine == "mindspore":
+        answer = decide(current.group, lambda: _by_mindspore(storage, job, folder, current.group.size))
+        if "refused" in answer:
+            raise EngineError(answer["refused"])
+        return answer["folder"]
+    return _by_all_ranks(storage, job, folder, current, current.group.size)
 
 
 def transform_files(config: Any, current: session.Session, storage: Storage) -> str:

@@ -203,7 +203,7 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
     waited = settle(storage, path, current.group)
-    if waited:
+    if waited >= 1:
         log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
     converts = bool(config.auto_trans_ckpt)                 # then the number of ranks may differ, and all files are read by all
     if decide(current.group, lambda: is_complete_resume(storage, config)):

@@ -28,7 +28,8 @@ from mindresume.reshard.mindspore_worker import COMMAND, failure, run
 from mindresume.reshard.target import METADATA, holdings, is_counter
 from mindresume.reshard.weights import Tensor, Weights
 from mindresume.store.storage import PosixStorage, parallel
-from mindresume.strategy import Strategy, encode_strategy
+from mindresume.strategy import Strategy
+from mindresume.strategy_file import encode_strategy
 
 UNMERGED = "accu_grads"     # prefix of what unified_safetensors leaves cut
 
@@ -108,6 +109,10 @@ def prepare(weights: Weights, target: Strategy | None, work: str, workers: int =
     if not redundant:
         _check_layouts(weights, source, _is_nested, "copies were removed as redundant, and where several axes cut one dimension "
                                                     "MindSpore takes parts of other ranks for copies")
+    kind = "unified" if unified else "ranks" if fmt == "ckpt" else "folder"
+    if kind == "folder" and (shared := _shared(weights, source, target, paths)):
+        raise _refusal(weights, f"{min(shared)} is held by several stages, and MindSpore changes the number of stages of "
+                                f"safetensors for one of them only")
     if fmt == "ckpt":
         parallel(weights.storage, lambda path: _check_nan(weights, path), list(paths.values()))
     links, out = os.path.join(work, "in"), os.path.join(work, "out")
@@ -116,7 +121,6 @@ def prepare(weights: Weights, target: Strategy | None, work: str, workers: int =
         folder = os.path.join(links, f"rank_{rank}")
         os.makedirs(folder, mode=0o700)
         os.symlink(os.path.abspath(path), os.path.join(folder, f"weights.{fmt}"))
-    kind = "unified" if unified else "ranks" if fmt == "ckpt" else "folder"
     shares = max(min(workers, len(held)), 1) if kind == "ranks" else 1
     jobs = []
     for share in range(shares):
@@ -135,8 +139,8 @@ def _check_strategies(weights: Weights, source: Strategy | None, target: Strateg
     for name, tensor in weights.tensors.items():
         if source is not None and tensor.layout is None and not is_counter(tensor):
             raise _refusal(weights, f"no layout of {name} {tensor.shape} is known; MindSpore would copy it as it is")
-        if tensor.dtype == "str":
-            raise _refusal(weights, f"{name} is a text, which MindSpore's transform cannot copy")
+        if tensor.dtype == "str" or tensor.dtype.startswith("float8"):
+            raise _refusal(weights, f"{name} is of dtype {tensor.dtype}, which MindSpore's transform cannot read")
         if 0 in tensor.shape:
             raise _refusal(weights, f"{name} {tensor.shape} is empty, which MindSpore cannot reshape")
     for strategy in (source, target):
@@ -223,6 +227,18 @@ def _check_rank(weights: Weights, source: Strategy, rank: int, header: Header) -
             raise _refusal(weights, f"the file of rank {rank} holds {name} as {entry.dtype} {entry.shape}, expected {expected}, "
                                     f"and MindSpore reads all of it")
     return wanted <= set(header.tensors)
+
+
+def _shared(weights: Weights, source: Strategy | None, target: Strategy | None, paths: Mapping[int, str]) -> set[str]:
+    """Parameters of more than one stage, such as an embedding that is the head too, if the number of stages changes."""
+    stages, others = (strategy.stages if strategy else () for strategy in (target, source))
+    if max(len(stages), 1) == max(len(others), 1):
+        return set()
+    shared = {name for number, stage in enumerate(stages) for name in stage if number != target.stage_of(name)}
+    for rank, path in paths.items() if source else ():
+        held = weights.header(path).tensors
+        shared |= {name for name in held if weights.tensors[name].layout and name not in source.of_rank(rank)}
+    return shared & set(weights.tensors)
 
 
 def _check_nan(weights: Weights, path: str) -> None:

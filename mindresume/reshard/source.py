@@ -10,18 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.errors import ConfigError, DamagedFileError, MindResumeError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import (
+    ConfigError,
+    DamagedFileError,
+    MindResumeError,
+    MissingCheckpointError,
+    NoUsableCheckpointError,
+    StrategyError,
+)
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import is_complete, read_complete
 from mindresume.formats.names import FileName, folder_rank, parse_name
 from mindresume.formats.rank_folders import no_step, ranks_count
 from mindresume.reshard.geometry import whole
+from mindresume.reshard.strategies import strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.resume.prove import prove
 from mindresume.resume.select import candidates_for
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage, parallel
-from mindresume.strategy import Strategy, read_strategy
+from mindresume.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,9 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     """One saved step of rank folders."""
     if candidate.problem is not None and not _weights_only(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
-    layouts = strategy_for(storage, root, candidate, strategy)
-    if candidate.origin != OURS and layouts is not None:
-        candidate = replace(candidate, world_size=layouts.world_size)      # a scan counts the files it finds
-        beyond = [rank for rank in candidate.files if rank >= layouts.world_size]
-        if beyond:
-            raise ConfigError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]].path} is of rank {beyond[0]}, the "
-                              f"strategy {layouts.source} is of {ranks_count(layouts.world_size)}")
+    identity = identity_of(storage, root, candidate)
+    layouts = strategy_for(storage, root, candidate, strategy, identity)
+    candidate = counted(root, candidate, layouts)
     proofs = parallel(storage, lambda rank: prove(storage, root, candidate, rank, full=False), sorted(candidate.files))
     for proof in proofs:
         if isinstance(proof, Refusal):
@@ -85,7 +89,19 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     name = parse_name(first)
     state = candidate.state or state_of(proofs[0].scalars, name)
     what = f"{root}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(candidate.world_size)}"
-    return Source(weights, state, name, identity_of(storage, root, candidate), what, candidate)
+    return Source(weights, state, name, identity, what, candidate)
+
+
+def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
+    """With the number of ranks by the strategy, where a scan could only count files. StrategyError if there are files of more
+    ranks."""
+    if candidate.origin == OURS or strategy is None:
+        return candidate
+    beyond = [rank for rank in candidate.files if rank >= strategy.world_size]
+    if beyond:
+        raise StrategyError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]].path} is of rank {beyond[0]}, the "
+                            f"strategy {strategy.source} is of {ranks_count(strategy.world_size)}")
+    return replace(candidate, world_size=strategy.world_size)
 
 
 def open_complete(storage: Storage, path: str, step: int | None = None) -> Source:
@@ -97,17 +113,6 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> Sourc
     paths = [os.path.join(found.root, file) for file in found.files]
     return Source(of_complete(storage, found), state, None, [_stamp(storage, p) for p in paths],
                   f"{path}, complete weights{'' if state is None else f' of step {state.step}'}", notes=found.notes)
-
-
-def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None) -> Strategy | None:
-    """The strategy given, or for what mindformers wrote on several ranks that in the folder beside (as mindformers looks for
-    it)."""
-    if given:
-        return read_strategy(given, storage)
-    beside = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
-    if candidate.origin != OURS and len(candidate.files) > 1 and storage.status(beside) is not None:
-        return read_strategy(beside, storage)
-    return None
 
 
 def _weights_only(candidate: Candidate) -> bool:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mindresume.errors import DamagedFileError, LoadError, StrategyError
 from mindresume.files import Header, TensorEntry, read_header
+from mindresume.files.model import DTYPES
 from mindresume.formats import Candidate
 from mindresume.formats.complete import CompleteWeights
 from mindresume.formats.rank_folders import ranks_text
@@ -26,6 +27,7 @@ from mindresume.layout import TensorLayout
 from mindresume.manifest import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
 from mindresume.resume.prove import record_of
+from mindresume.state import is_transient
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 
@@ -109,6 +111,9 @@ def of_complete(storage: Storage, weights: CompleteWeights) -> Weights:
     """Uncut weights."""
     paths = {name: os.path.join(weights.root, file) for name, file in weights.tensors.items()}
     entries = {name: weights.headers[file].tensors[name] for name, file in weights.tensors.items()}
+    texts = [name for name, entry in entries.items() if entry.dtype not in DTYPES]
+    if texts:
+        raise LoadError(f"{paths[texts[0]]}: {texts[0]} is a text, not a tensor; it can be part of no other layout")
     tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
     headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
     return Weights(storage, weights.root, tensors, lambda rank: None, found_in=paths, headers=dict(headers))
@@ -168,11 +173,15 @@ class _RankFolders:
 
     def tensors(self, strategy: Strategy | None) -> dict[str, Tensor]:
         size = strategy.stage_size if strategy else self._stage_size()
+        stages = range(0, self.candidate.world_size, size)
+        held_by = [self._held(first, size, strategy.stages[stage] if strategy else ()) for stage, first in enumerate(stages)]
+        if strategy:
+            strategy = strategy.fitted({name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()})
         found: dict[str, Tensor] = {}
         lost: list[str] = []
-        for stage, first in enumerate(range(0, self.candidate.world_size, size)):
+        for stage, first in enumerate(stages):
             given = strategy.stages[stage] if strategy else None
-            for name, (rank, dtype, shape) in self._held(first, size).items():
+            for name, (rank, dtype, shape) in held_by[stage].items():
                 if name in found:                   # shared by several stages, or a counter
                     continue
                 recorded = self._recorded(rank, name)
@@ -203,18 +212,23 @@ class _RankFolders:
                 return size
         return self.candidate.world_size
 
-    def _held(self, first: int, size: int) -> dict[str, tuple[int, str, tuple[int, ...]]]:
-        """{tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was removed."""
+    def _held(self, first: int, size: int, named: Collection[str]) -> dict[str, tuple[int, str, tuple[int, ...]]]:
+        """{tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was removed: that
+        a safetensors file says, and of others it is suspected where a tensor that the strategy names is missing."""
         ranks = [rank for rank in range(first, first + size) if self.header(rank) is not None][:1]
         if not ranks:
             raise LoadError(f"{self.root}, step {self.candidate.step}: the files of all ranks from {first} to "
                             f"{first + size - 1}, a whole pipeline stage, are missing")
-        if self.header(ranks[0]).metadata.get("remove_redundancy") == "True":
+        header = self.header(ranks[0])
+        if header.metadata.get("remove_redundancy") == "True" or any(
+                name not in header.tensors and not is_transient(name) for name in named):
             parallel(self.storage, self.header, range(first, first + size))
             ranks = [rank for rank in range(first, first + size) if self.header(rank) is not None]
         found: dict[str, tuple[int, str, tuple[int, ...]]] = {}
         for rank in ranks:
             for name, entry in self.header(rank).tensors.items():
+                if entry.dtype not in DTYPES:
+                    raise LoadError(f"{self.path(rank)}: {name} is a text, not a tensor; it can be part of no other layout")
                 found.setdefault(name, (rank, entry.dtype, entry.shape))
         return found
 
@@ -225,7 +239,7 @@ class _RankFolders:
     def _layout(self, name: str, shape: tuple[int, ...], recorded: Any, given: Mapping[str, TensorLayout] | None, first: int,
                 size: int) -> TensorLayout | None:
         known = recorded.layout if recorded else None
-        wanted = fitted(given[name], len(shape)) if given and name in given else None
+        wanted = given.get(name) if given else None
         if known is None or wanted is None:
             return known or wanted
         full = tuple(length * pieces for length, pieces in zip(shape, _pieces(known, len(shape), name), strict=True))
@@ -247,13 +261,6 @@ class _RankFolders:
             return True
         rows = [self._recorded(rank, name) for rank in self.candidate.files]
         return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
-
-
-def fitted(layout: TensorLayout, dimensions: int) -> TensorLayout:
-    """In a strategy file a one-dimensional tensor cut by several axes looks like one of several dimensions."""
-    if dimensions == 1 and len(layout.tensor_map) > 1:
-        return replace(layout, tensor_map=(tuple(layout.tensor_map),))
-    return layout
 
 
 def _pieces(layout: TensorLayout, dimensions: int, name: str) -> tuple[int, ...]:

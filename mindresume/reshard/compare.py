@@ -1,0 +1,187 @@
+"""Two checkpoints, tensor by tensor and bit by bit, whatever their layouts and formats.
+
+    for difference in compare(a, b):                    # Weights, as of open_source
+        difference.name, difference.kind, difference.absolute
+
+Whole tensors are compared, block by block, and memory is bounded. Of ranks that hold the same piece one is read. Recorded
+checksums are not asked: a damaged byte is a difference like any other.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindresume.files import read_scalar
+from mindresume.files.model import DTYPES
+from mindresume.reshard.direct import TILE
+from mindresume.reshard.geometry import Region, blocks, elements, shape_of, whole
+from mindresume.reshard.load import WORKERS
+from mindresume.reshard.reading import OpenFiles, gather, plain
+from mindresume.reshard.weights import Tensor, Weights
+
+ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
+PORTION = 1 << 16           # elements whose bits are compared at once: they and their numbers stay in the cache
+
+Number = int | float
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same, bit for bit. ``a``, ``b``: as either side has it, None if it has not.
+
+    Of kind VALUES: ``count`` elements have other bits, ``bits_only`` of them an equal value (0.0 and -0.0; two NaN). ``absolute``
+    and ``relative`` (to the larger one of the two) are the largest differences, exact for integers, inf where a number stands
+    against NaN; ``first``: index of the first one in the whole tensor, and ``values`` there. The other kinds compare no values.
+    """
+    name: str
+    kind: str
+    a: Tensor | None
+    b: Tensor | None
+    count: int = 0
+    bits_only: int = 0
+    absolute: Number = math.inf
+    relative: float = math.inf
+    first: Index = ()
+    values: tuple[Number | str, Number | str] | None = None
+
+    def within(self, tolerance: float | None) -> bool:
+        """Whether no value is further from the other than ``tolerance``; None: bits must be equal."""
+        return tolerance is not None and self.kind == VALUES and self.absolute <= tolerance
+
+
+def compare(a: Weights, b: Weights, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
+            progress: Callable[[int], None] = lambda count: None) -> list[Difference]:
+    """What differs, in the order of the tensors of ``a``, then those only in ``b``. ``names``: only these. ``progress(bytes)`` is
+    told what was compared, of ``comparable`` bytes, by any thread. A worker holds three buffers of ``tile`` bytes and the
+    numbers of one ``PORTION``.
+    DamagedFileError, LoadError or OSError if a tensor cannot be read."""
+    files = OpenFiles(a.storage), OpenFiles(b.storage)
+
+    def one(name: str) -> Difference | None:
+        mine, other = a.tensors.get(name), b.tensors.get(name)
+        kind = _kind(mine, other)
+        if kind != VALUES:
+            return Difference(name, kind, mine, other)
+        return _texts(a, b, name) if mine.dtype == "str" else _values(a, b, files, name, tile, progress)
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            return [found for found in pool.map(one, _names(a, b, names)) if found is not None]
+    finally:
+        for opened in files:
+            opened.close()
+
+
+def comparable(a: Weights, b: Weights, names: Collection[str] | None = None) -> tuple[int, int]:
+    """Of how many tensors, and how many bytes of each side, ``compare`` looks at the values."""
+    sizes = [bytes_of(a.tensors[name]) for name in _names(a, b, names)
+             if _kind(a.tensors.get(name), b.tensors.get(name)) == VALUES]
+    return len(sizes), sum(sizes)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Of the whole tensor; a text, whose length its header does not tell, counts 0."""
+    return 0 if tensor.dtype == "str" else elements(whole(tensor.shape)) * DTYPES[tensor.dtype].itemsize
+
+
+def _names(a: Weights, b: Weights, names: Collection[str] | None) -> list[str]:
+    return [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if names is None or name in names]
+
+
+def _kind(a: Tensor | None, b: Tensor | None) -> str:
+    if a is None or b is None:
+        return ONLY_B if a is None else ONLY_A
+    if a.shape != b.shape:
+        return SHAPE
+    return VALUES if a.dtype == b.dtype else DTYPE
+
+
+def _values(a: Weights, b: Weights, files: tuple[OpenFiles, OpenFiles], name: str, tile: int,
+            progress: Callable[[int], None]) -> Difference | None:
+    tensor = a.tensors[name]
+    dtype = plain(tensor.dtype)
+    most = max(tile // dtype.itemsize, 1)
+    room = min(most, elements(whole(tensor.shape)))
+    buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)
+    sums = _Sums(tensor)
+    for block in blocks(tensor.shape, most):
+        bits = buffers[:, :elements(block)]
+        for weights, opened, flat in zip((a, b), files, bits, strict=True):
+            gather(weights, opened, name, block, flat.reshape(shape_of(block)), staging)
+        for start in range(0, elements(block), PORTION):
+            sums.add(block, start, *bits[:, start:start + PORTION])
+        progress(elements(block) * dtype.itemsize)
+    if not sums.count:
+        return None
+    return Difference(name, VALUES, tensor, b.tensors[name], sums.count, sums.bits_only, sums.absolute, sums.relative, sums.first,
+                      sums.values)
+
+
+def _texts(a: Weights, b: Weights, name: str) -> Difference | None:
+    mine, other = (_text(weights, name) for weights in (a, b))
+    if mine == other:
+        return None
+    return Difference(name, VALUES, a.tensors[name], b.tensors[name], 1, values=(mine, other))
+
+
+def _text(weights: Weights, name: str) -> str:
+    cut, = weights.tensors[name].cuts(())
+    path = weights.place(name, cut).path
+    with weights.storage.open(path) as file:
+        return str(read_scalar(file, weights.header(path), name))
+
+
+class _Sums:
+    """What is known of the differences within one tensor, portion by portion in the order of its elements."""
+
+    def __init__(self, tensor: Tensor):
+        self.dtype = DTYPES["uint8" if tensor.dtype == "bool" else tensor.dtype]
+        self.count = self.bits_only = 0
+        self.absolute: Number = 0 if self.dtype.kind in "iu" else 0.0
+        self.relative = 0.0
+        self.first: Index = ()
+        self.values: tuple[Number, Number] | None = None
+
+    def add(self, block: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
+        """Bits of both sides, from element ``start`` of the block on."""
+        at = np.flatnonzero(a != b)
+        if not at.size:
+            return
+        x, y = a[at].view(self.dtype), b[at].view(self.dtype)
+        if not self.count:
+            index = np.unravel_index(start + int(at[0]), shape_of(block)) if block else ()
+            self.first = tuple(low + int(i) for (low, _), i in zip(block, index, strict=True))
+            self.values = x[0].item(), y[0].item()
+        absolute, relative = distances(x, y)
+        self.count += at.size
+        self.bits_only += int(np.count_nonzero(absolute == 0))
+        self.absolute = max(self.absolute, absolute.max().item())
+        self.relative = max(self.relative, relative.max().item())
+
+
+def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Absolute differences, exact for integers (uint64), else in float64, and relative to the larger magnitude of the two. Both
+    are 0 for equal values and for two NaN, inf for a number and NaN, or a finite and an infinite one."""
+    if a.dtype.kind in "iu":
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        exact = high.astype(np.uint64) - low.astype(np.uint64)          # modulo 2**64, so right for signed numbers too
+        scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
+        return exact, np.divide(exact, scale, out=np.zeros_like(scale), where=exact != 0)
+    with np.errstate(all="ignore"):                                     # inf - inf, NaN that signals
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        absolute = np.abs(x - y)
+        relative = absolute / np.maximum(np.abs(x), np.abs(y))
+    for found in (absolute, relative):
+        found[np.isnan(found)] = np.inf
+        found[same] = 0
+    return absolute, relative
+
+
+def by_size(differences: Iterable[Difference]) -> list[Difference]:
+    """The largest first; before them what has no values to compare."""
+    return sorted(differences, key=lambda found: (found.kind == VALUES, -found.absolute, found.name))

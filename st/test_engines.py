@@ -1,0 +1,177 @@
+"""The reference engine with MindSpore itself: the same bytes as the direct engine, and as numpy says. All transforms run in two
+processes, as ``import mindspore`` takes longer than most of them."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folders import STORAGE
+from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random_tensors
+
+from mindresume.errors import EngineError
+from mindresume.files import read_header, read_tensor
+from mindresume.formats.complete import read_complete
+from mindresume.layout import TensorLayout
+from mindresume.reshard import mindspore_engine
+from mindresume.reshard.direct import transform
+from mindresume.reshard.mindspore_engine import prepare, rewrite
+from mindresume.reshard.mindspore_worker import run
+from mindresume.reshard.source import open_source
+from mindresume.reshard.target import rank_files
+from mindresume.reshard.weights import Weights, of_candidate, of_complete
+from mindresume.strategy import Strategy
+from st.jobs import ROOT
+
+PAIRS = """tp2>tp4 tp4>tp2 tp4>tp1 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 pp2>pp1 pp1>pp2
+    tp2pp2>tp2 tp2pp2>tp4 tp2>tp2pp2 tp2pp4>tp2pp2 dp2tp2pp2>tp4pp2 dp2tp2pp2opt2>dp4opt4 dp2tp2pp2opt2>tp8 dp1>dp2tp4
+    tp8>dp2tp2pp2opt2 dp2tp4opt2>dp4tp2opt2 dp2tp2opt-1>tp4 dp2tp2axes10>tp2 tp2>dp2tp2axes01""".split()    # noqa: SIM905  a table
+UNCUT = [f"{source}>" for source in ("dp2tp2pp2opt2", "dp2tp2opt-1", "dp2tp2axes10", "pp4", "dp2tp4opt2")]
+COMPLETE = [f">{target}" for target in ("tp2", "dp2tp2pp2opt2", "dp2tp2axes10", "pp4")]         # of several files
+REAL = [f"{name}:" for name in ("mf180_10_ckpt_tp2", "mf190_10_ckpt_dp2tp2opt", "mf190_10_safetensors_dp2tp2",
+                                "mf190_10_safetensors_dp2tp2_nodup")]
+# MindSpore has no empty tensors, keeps one NaN of bfloat16 of a ckpt, and does not merge accu_grads into parts.
+FULL = {name: spec for name, spec in MODEL.items() if 0 not in spec.shape}
+PLAIN = {name: spec for name, spec in FULL.items() if not name.startswith("accu_grads")}
+CASES = [f"{pair} {fmt}" for pair in (*PAIRS, *UNCUT) for fmt in ("safetensors", "ckpt")]
+CASES += [f"{pair} safetensors {kind}" for pair in UNCUT for kind in ("unified", "dedup") if (pair, kind) != (UNCUT[2], "dedup")]
+CASES += [f"{pair} safetensors" for pair in COMPLETE] + REAL
+
+SWAPPED = TensorLayout((2, 2, 2), (0, 1), 2)
+WRONG = ["layout safetensors", "layout ckpt", "nested dedup", "nan"]
+
+
+def quiet(tensors):
+    """Every NaN of bfloat16 the one that MindSpore keeps."""
+    found = dict(tensors)
+    for name, array in tensors.items():
+        if array.dtype.name == "bfloat16":
+            bits = array.view(np.uint16)
+            found[name] = np.where(bits & 0x7FFF > 0x7F80, np.uint16(0x7FC0), bits).view(array.dtype)
+    return found
+
+
+TENSORS = quiet(random_tensors(FULL))
+
+
+@dataclass
+class Case:
+    weights: Weights
+    target: Strategy | None
+    plan: Plan | None = None
+    tensors: dict | None = None
+    task: mindspore_engine.Task | None = None
+
+
+def weights_of(root: Path, plan: Plan, tensors, fmt: str = "safetensors", dedup: bool = False) -> Weights:
+    candidate = replace(foreign(root, plan, tensors, fmt, dedup), world_size=plan.world_size)
+    return of_candidate(STORAGE, str(root), candidate, plan.strategy())
+
+
+def case_of(root: Path, text: str) -> Case:
+    if text in REAL:
+        return Case(open_source(STORAGE, str(ROOT / "st" / "fixtures" / text[:-1] / "output" / "checkpoint")).weights, None)
+    pair, fmt, kind = (*text.split(), "")[:3]
+    model = PLAIN if kind else FULL
+    tensors = {name: TENSORS[name] for name in model}
+    source, target = (Plan.parse(side, model) if side else None for side in pair.split(">"))
+    if source is None:
+        weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
+    else:
+        weights = weights_of(root, source, tensors, fmt, kind == "dedup")
+    return Case(weights, target.strategy() if target else None, target, tensors)
+
+
+def wrong_case(root: Path, text: str) -> Case:
+    """What is refused, as MindSpore would get it wrong in silence."""
+    if text.startswith("layout"):
+        model, source = {"w": Spec((8, 4), 0, 0)}, Plan.parse("tp2", {"w": Spec((8, 4), 0, 0)})
+        return Case(weights_of(root, source, random_tensors(model), text.split()[1]), Strategy(({"w": SWAPPED},)))
+    if text == "nan":
+        model = {"w": Spec((8, 4), 0, 0, "bfloat16")}
+        array = np.full((8, 4), 0xFFC1, np.uint16).view(np.dtype(random_tensors(model)["w"].dtype))
+        return Case(weights_of(root, Plan.parse("tp2", model), {"w": array}, "ckpt"), Plan.parse("tp4", model).strategy())
+    model = {f"layers.0.{i}": Spec((8, 8), 1, 0) for i in range(8)}
+    return Case(weights_of(root, Plan.parse("dp2tp2axes10", model), random_tensors(model), dedup=True), None)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Case]:
+    """All of them prepared, and transformed by MindSpore."""
+    root = tmp_path_factory.mktemp("engines")
+    found: dict[str, Case] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for number, text in enumerate([*CASES, *WRONG]):
+            if text == WRONG[0]:
+                for check in ("_is_misread", "_is_nested", "_check_nan"):
+                    patch.setattr(mindspore_engine, check, lambda *args: False)
+            case = (wrong_case if text in WRONG else case_of)(root / str(number), text)
+            (root / f"{number}-work").mkdir()
+            found[text] = replace(case, task=prepare(case.weights, case.target, str(root / f"{number}-work"), workers=2))
+    jobs = [job for case in found.values() for job in case.task.jobs]
+    run([jobs[::2], jobs[1::2]], str(root), 300.0)
+    return found
+
+
+def final(weights: Weights, target: Strategy | None, folder: Path) -> list[dict[str, np.ndarray]]:
+    """What the direct writer makes of them: {tensor: array} of each rank."""
+    folder.mkdir()
+    files = rank_files(weights, target, lambda rank: str(folder / f"{rank}.safetensors"), "safetensors")
+    transform(weights, STORAGE, files)
+    found = []
+    for file in files:
+        with open(file.path, "rb") as opened:
+            header = read_header(opened, file.path)
+            found.append({name: read_tensor(opened, entry) for name, entry in header.tensors.items()})
+    return found
+
+
+def bits(tensors):
+    return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_both_engines_give_the_same(cases, tmp_path, text):
+    case = cases[text]
+    direct, rewritten = (final(weights, case.target, tmp_path / name)
+                         for name, weights in (("direct", case.weights), ("mindspore", case.task.collect())))
+    assert len(direct) == (case.target.world_size if case.target else 1)
+    for rank, (one, other) in enumerate(zip(direct, rewritten, strict=True)):
+        assert bits(one) == bits(other)
+        if case.tensors is not None:
+            expected = case.plan.shard(case.tensors, rank) if case.plan else case.tensors
+            assert bits(one) == bits({**expected, **COUNTERS})
+
+
+def test_there_are_enough_of_them():
+    assert len([case for case in CASES if ">" in case and not case.startswith(">")]) >= 40 + 2 * len(UNCUT)
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_refused_is_wrong_in_silence(cases, tmp_path, text):
+    """If this fails MindSpore has learned it, and the refusal can go."""
+    case = cases[text]
+    direct, rewritten = (final(weights, case.target, tmp_path / name)
+                         for name, weights in (("direct", case.weights), ("mindspore", case.task.collect())))
+    assert [bits(rank) for rank in direct] != [bits(rank) for rank in rewritten]
+
+
+def test_in_its_own_processes(tmp_path):
+    """The ranks of a ckpt spread over two."""
+    source, target = Plan.parse("dp2tp2opt2", PLAIN), Plan.parse("tp2pp2", PLAIN)
+    said: list[str] = []
+    (tmp_path / "work").mkdir()
+    found = rewrite(weights_of(tmp_path / "src", source, quiet(random_tensors(PLAIN)), "ckpt"), target.strategy(),
+                    str(tmp_path / "work"), workers=2, timeout=120.0, log=said.append)
+    assert "4 files of ranks, 2 processes" in said[0]
+    assert [bits(rank) for rank in final(found, target.strategy(), tmp_path / "out")] == [
+        bits({**target.shard(quiet(random_tensors(PLAIN)), rank), **COUNTERS}) for rank in range(4)]
+
+
+def test_what_mindspore_says_is_in_the_error(tmp_path):
+    """An axis of 3 is free before one of 2, and MindSpore begins with the minor one: 2 pieces it cannot make of 3."""
+    weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "src", {"w": np.zeros((12, 4), np.float32)}))))
+    (tmp_path / "work").mkdir()
+    with pytest.raises(EngineError, match="ended with status 1(.|\n)*ValueError: dev_matrix value 3"):
+        rewrite(weights, Strategy(({"w": TensorLayout((2, 3, 2), (0, -1), 2)},)), str(tmp_path / "work"), timeout=120.0)

@@ -1,0 +1,242 @@
+"""Models under parallel plans, in plain numpy: which part of each tensor every rank holds, and checkpoints written accordingly.
+
+The reference of the tests of resharding: parts are found by splitting along the coordinates of a rank in the device matrix.
+Nothing of it comes from ``mindresume.layout``, of which only the three fields of a layout are used.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of
+
+from mindresume.files import encode
+from mindresume.formats import Candidate
+from mindresume.formats.complete import HYPER, index_document, part_name, split
+from mindresume.formats.rank_folders import scan
+from mindresume.layout import TensorLayout
+from mindresume.store.commit import Committer, Shard, write_shard
+from mindresume.strategy import Strategy
+
+STEP = PER_EPOCH + 5
+COUNTERS = counters(STEP)               # mindformers puts them into every file, no strategy names them
+Tensors = Mapping[str, np.ndarray]
+
+
+class Spec(NamedTuple):
+    """``cut``: dimension cut by tensor parallelism, None = replicated. ``place``: layer, "first" or "last"."""
+    shape: tuple[int, ...]
+    cut: int | None
+    place: int | str
+    dtype: str = "float32"
+
+
+def transformer(layers: int = 4, hidden: int = 8, vocabulary: int = 16) -> dict[str, Spec]:
+    """A small decoder with its optimizer states: rows, columns and 3-d experts cut, vectors, replicated and empty ones."""
+    h = hidden
+    found = {"embedding.weight": Spec((vocabulary, h), 0, "first", "bfloat16")}
+    for i in range(layers):
+        at = f"layers.{i}."
+        found |= {at + "qkv.weight": Spec((3 * h, h), 0, i), at + "proj.weight": Spec((h, h), 1, i, "bfloat16"),
+                  at + "norm.weight": Spec((h,), None, i), at + "up.bias": Spec((2 * h,), 0, i, "float16")}
+        if i < 3:
+            found[at + "experts.weight"] = Spec((8, 8, 8), i, i, "float16")
+    found |= {"layers.0.table": Spec((8, 3), 0, 0, "int8"), "layers.1.ids": Spec((16,), 0, 1, "int64"),
+              "layers.1.mask": Spec((8, 8), 1, 1, "bool"), "layers.1.none": Spec((8, 0), 0, 1),
+              "layers.1.count": Spec((8,), 0, 1, "int32"), "norm.weight": Spec((h,), None, "last"),
+              "head.weight": Spec((vocabulary, h), 0, "last")}
+    trained = [name for name in found if name.endswith(("qkv.weight", "norm.weight", "1.experts.weight"))]
+    states = [prefix + name for name in trained for prefix in ("adam_m.", "adam_v.")] + [f"accu_grads.{trained[0]}"]
+    return {**found, **{name: found[name.partition(".")[2]]._replace(dtype="float32") for name in states}}
+
+
+MODEL = transformer()
+
+
+def random_tensors(model: Mapping[str, Spec], seed: int = 0) -> dict[str, np.ndarray]:
+    """Any bits: NaN of all kinds, numbers that are not normal."""
+    random = np.random.default_rng(seed)
+    found = {}
+    for name, spec in model.items():
+        dtype = np.dtype(getattr(ml_dtypes, spec.dtype, None) or spec.dtype)
+        bits = random.integers(0, 2 if spec.dtype == "bool" else 256, math.prod(spec.shape) * dtype.itemsize, np.uint8)
+        found[name] = bits.view(dtype).reshape(spec.shape)
+    return found
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+def positions(shape: tuple[int, ...], layout: TensorLayout, rank: int) -> list[np.ndarray]:
+    """Per dimension the indices that local ``rank`` holds: split them along each axis that cuts the dimension and take the
+    piece at the coordinate of the rank; then dimension 0 among the ranks that hold the same."""
+    matrix = layout.device_matrix
+    at = np.unravel_index(rank, matrix)
+    found, used = [np.arange(size) for size in shape], []
+    for dim, axes in enumerate(layout.tensor_map):
+        for axis in axes if isinstance(axes, tuple) else (axes,):
+            if axis != -1:
+                position = len(matrix) - 1 - axis
+                used.append(position)
+                found[dim] = np.split(found[dim], matrix[position])[at[position]]
+    free = [position for position in range(len(matrix)) if position not in used]
+    replicas = math.prod(matrix[position] for position in free)
+    pieces = replicas if layout.optimizer_shards == -1 else layout.optimizer_shards
+    if shape and pieces > 1:
+        index = int(np.ravel_multi_index([at[position] for position in free], [matrix[position] for position in free]))
+        found[0] = np.split(found[0], pieces)[index % pieces]
+    return found
+
+
+def part_of(array: np.ndarray, layout: TensorLayout, rank: int) -> np.ndarray:
+    """What local ``rank`` holds of ``array``; a copy, 0-d included."""
+    return np.array(array[np.ix_(*positions(array.shape, layout, rank))] if array.ndim else array, order="C")
+
+
+def region_of(shape: tuple[int, ...], layout: TensorLayout, rank: int) -> tuple[tuple[int, int], ...]:
+    """The same as ((start, stop), ...)."""
+    return tuple((int(held[0]), int(held[-1]) + 1) if held.size else (0, 0) for held in positions(shape, layout, rank))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model under one parallel configuration; its layers are spread over ``pp`` stages of [dp, tp] ranks. ``axes``: those that
+    cut tensors, counted from the right; (1, 0) cuts over all ranks of a stage and leaves vectors whole."""
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    opt: int = 0
+    axes: tuple[int, ...] = (0,)
+    model: tuple[tuple[str, Spec], ...] = tuple(MODEL.items())
+
+    @classmethod
+    def parse(cls, text: str, model: Mapping[str, Spec] = MODEL) -> Plan:
+        """Of ``dp2tp2pp2opt2`` or ``dp2tp2axes10``."""
+        found = {key: value for key, value in re.findall(r"(dp|tp|pp|opt|axes)(-?\d+)", text)}
+        assert "".join(key + value for key, value in found.items()) == text, text
+        axes = tuple(map(int, found.pop("axes", "0")))
+        return cls(**{key: int(value) for key, value in found.items()}, axes=axes, model=tuple(model.items()))
+
+    @property
+    def stage_size(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @cached_property
+    def stages(self) -> tuple[dict[str, TensorLayout], ...]:
+        """{parameter: layout} of each stage."""
+        specs = dict(self.model)
+        layers = 1 + max((spec.place for spec in specs.values() if isinstance(spec.place, int)), default=0)
+        places = {"first": 0, "last": self.pp - 1, **{layer: layer * self.pp // layers for layer in range(layers)}}
+        return tuple({name: self._layout(spec) for name, spec in specs.items() if places[spec.place] == stage}
+                     for stage in range(self.pp))
+
+    def _layout(self, spec: Spec) -> TensorLayout:
+        """No optimizer shard where the replicas or dimension 0 do not divide into its pieces."""
+        axes = self.axes if len(self.axes) > 1 else self.axes[0]
+        whole = spec.cut is None or (self.tp == 1 if isinstance(axes, int) else len(spec.shape) == 1)
+        cut = tuple(axes if dim == spec.cut and not whole else -1 for dim in range(len(spec.shape)))
+        if not self.opt or not spec.shape:
+            return TensorLayout((self.dp, self.tp), cut)
+        replicas = self.stage_size if whole else self.dp if isinstance(axes, int) else 1
+        pieces = replicas if self.opt == -1 else self.opt
+        rows = spec.shape[0] // (self.tp if spec.cut == 0 and not whole else 1)
+        fits = pieces > 1 and replicas % pieces == 0 and rows % pieces == 0
+        return TensorLayout((self.dp, self.tp), cut, self.opt if fits else 0)
+
+    def strategy(self) -> Strategy:
+        return Strategy(self.stages, "the strategy of the test")
+
+    def layouts(self, rank: int) -> dict[str, TensorLayout]:
+        return self.stages[rank // self.stage_size]
+
+    def shard(self, tensors: Tensors, rank: int) -> dict[str, np.ndarray]:
+        """What a rank holds, without the counters."""
+        return {name: part_of(tensors[name], layout, rank % self.stage_size)
+                for name, layout in self.layouts(rank).items()}
+
+    def regions(self, rank: int) -> dict[str, tuple[tuple[int, int], ...]]:
+        specs = dict(self.model)
+        return {name: region_of(specs[name].shape, layout, rank % self.stage_size)
+                for name, layout in self.layouts(rank).items()}
+
+    def keeps(self, rank: int) -> set[str]:
+        """Of ranks with the same part one keeps it, in turn: the others leave it away as redundant."""
+        first = rank - rank % self.stage_size
+        kept, regions = set(), [self.regions(first + local) for local in range(self.stage_size)]
+        for number, name in enumerate(self.layouts(rank)):
+            group = [local for local in range(self.stage_size) if regions[local][name] == regions[rank - first][name]]
+            if group[number % len(group)] == rank - first:
+                kept.add(name)
+        return kept
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+def shard_file(plan: Plan, tensors: Tensors, rank: int, dedup: bool = False, extra: Tensors = COUNTERS) -> dict[str, np.ndarray]:
+    kept = plan.keeps(rank) if dedup else set(plan.layouts(rank))
+    return {**{name: array for name, array in plan.shard(tensors, rank).items() if name in kept}, **extra}
+
+
+def put(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(bytes(piece) for _, piece in encode(path.suffix[1:], tensors, metadata or {})))
+    return path
+
+
+def foreign(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False,
+            extra: Tensors = COUNTERS) -> Candidate:
+    """As mindformers writes it: no records; of ckpt no metadata either."""
+    for rank in range(plan.world_size):
+        metadata = {"format": "ms", "remove_redundancy": str(dedup)} if fmt == "safetensors" else {}
+        put(path_of(root, STEP, rank, 0, fmt), shard_file(plan, tensors, rank, dedup, extra), metadata)
+    return newest(root)
+
+
+def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False, layouts: bool = True,
+             extra: Tensors = COUNTERS, unnamed: Collection[str] = ()) -> Candidate:
+    """As our store writes it. ``layouts`` False: as of a data-parallel job, which has no strategy; ``unnamed``: without those."""
+    shapes = {name: array.shape for name, array in tensors.items()}
+    for rank in range(plan.world_size):
+        known = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items() if layouts and name not in unnamed}
+        shard = Shard(name_of(rank, STEP, 0, fmt), state_of(STEP), shard_file(plan, tensors, rank, dedup, extra), known,
+                      metadata={"format": "ms", "remove_redundancy": str(dedup)})
+        write_shard(place_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
+    committer = Committer(place_of(root, 0, plan.world_size, RUN))
+    committer.saved(STEP)
+    assert not committer.pending
+    return newest(root)
+
+
+def complete(root: Path, tensors: Tensors, kind: str = "mindspore", part_bytes: int = 2000) -> Path:
+    """Uncut weights in several files, with their index and the counters."""
+    weight_map: dict[str, str] = {}
+    parts = split({name: array.nbytes for name, array in tensors.items()}, part_bytes)
+    for index, names in enumerate(parts):
+        file = part_name(index, len(parts), kind)
+        put(root / file, {name: tensors[name] for name in names})
+        weight_map.update(dict.fromkeys(names, file))
+    name, document = index_document(kind, weight_map, sum(array.nbytes for array in tensors.values()))
+    (root / name).write_text(json.dumps(document))
+    put(root / HYPER, COUNTERS)
+    return root
+
+
+def newest(root: Path) -> Candidate:
+    return scan(STORAGE, str(root)).candidates[0]
+
+
+def lose(root: Path, candidate: Candidate, ranks: Iterable[int]) -> None:
+    for rank in ranks:
+        os.remove(root / candidate.files[rank].path)
