@@ -135,4 +135,4 @@ def _structure(found: Difference) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.files import read_scalar
 from mindresume.files.model import DTYPES
 from mindresume.reshard.direct import TILE
 from mindresume.reshard.geometry import Region, blocks, elements, shape_of, whole
@@ -47,7 +46,7 @@ class Difference:
     absolute: Number = math.inf
     relative: float = math.inf
     first: Index = ()
-    values: tuple[Number | str, Number | str] | None = None
+    values: tuple[Number, Number] | None = None
 
     def within(self, tolerance: float | None) -> bool:
         """Whether no value is further from the other than ``tolerance``; None: bits must be equal."""
@@ -65,9 +64,7 @@ def compare(a: Weights, b: Weights, names: Collection[str] | None = None, worker
     def one(name: str) -> Difference | None:
         mine, other = a.tensors.get(name), b.tensors.get(name)
         kind = _kind(mine, other)
-        if kind != VALUES:
-            return Difference(name, kind, mine, other)
-        return _texts(a, b, name) if mine.dtype == "str" else _values(a, b, files, name, tile, progress)
+        return _values(a, b, files, name, tile, progress) if kind == VALUES else Difference(name, kind, mine, other)
     try:
         with ThreadPoolExecutor(workers) as pool:
             return [found for found in pool.map(one, _names(a, b, names)) if found is not None]
@@ -84,8 +81,8 @@ def comparable(a: Weights, b: Weights, names: Collection[str] | None = None) -> 
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of the whole tensor; a text, whose length its header does not tell, counts 0."""
-    return 0 if tensor.dtype == "str" else elements(whole(tensor.shape)) * DTYPES[tensor.dtype].itemsize
+    """Of the whole tensor."""
+    return elements(whole(tensor.shape)) * DTYPES[tensor.dtype].itemsize
 
 
 def _names(a: Weights, b: Weights, names: Collection[str] | None) -> list[str]:
@@ -119,20 +116,6 @@ def _values(a: Weights, b: Weights, files: tuple[OpenFiles, OpenFiles], name: st
         return None
     return Difference(name, VALUES, tensor, b.tensors[name], sums.count, sums.bits_only, sums.absolute, sums.relative, sums.first,
                       sums.values)
-
-
-def _texts(a: Weights, b: Weights, name: str) -> Difference | None:
-    mine, other = (_text(weights, name) for weights in (a, b))
-    if mine == other:
-        return None
-    return Difference(name, VALUES, a.tensors[name], b.tensors[name], 1, values=(mine, other))
-
-
-def _text(weights: Weights, name: str) -> str:
-    cut, = weights.tensors[name].cuts(())
-    path = weights.place(name, cut).path
-    with weights.storage.open(path) as file:
-        return str(read_scalar(file, weights.header(path), name))
 
 
 class _Sums:
@@ -178,7 +161,7 @@ def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         relative = absolute / np.maximum(np.abs(x), np.abs(y))
     for found in (absolute, relative):
         found[np.isnan(found)] = np.inf
-        found[same] = 0
+        pass
     return absolute, relative
 
 

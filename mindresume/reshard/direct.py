@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,7 @@ def transform(weights: Weights, storage: Storage, targets: Sequence[TargetFile],
     try:
         for target in targets:
             outs.append(_Out(storage, target, target.blueprint(weights.tensors)))
+            outs[-1].begin()
         takers: dict[str, dict[Region, list[_Out]]] = {}
         for out in outs:
             for name, region in out.target.holds.items():
@@ -108,6 +110,8 @@ def transform(weights: Weights, storage: Storage, targets: Sequence[TargetFile],
     except BaseException:                           # Ctrl-C too: no half file stays
         for out in outs:
             out.file.abandon()
+            with suppress(OSError):                 # it was finished before another one failed
+                storage.remove(out.target.path)
         raise
     finally:
         files.close()
@@ -124,6 +128,8 @@ class _Out:
         self._whole, self._literals = xxh3_128(), [part for part in plan.parts if part.name is None]
         self._tensor: tuple[str, Any] | None = None
         self._passed = 0
+
+    def begin(self) -> None:
         for part in self._literals:
             if part.data:
                 self.file.write_at(part.offset, memoryview(part.data))
@@ -203,22 +209,35 @@ class _Job:
         self.weights, self.files, self.takers, self.tile, self.traffic = weights, files, takers, tile, traffic
         self.sources = Sources()
         self._work = enumerate(work)
-        self._taking, self._turn, self._done = threading.Lock(), threading.Condition(), 0
+        self._taking, self._turn, self._done, self._ended = threading.Lock(), threading.Condition(), 0, 0
         self._error: BaseException | None = None
 
     def run(self, workers: int) -> None:
-        threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers - 1)]
-        for thread in threads:
-            thread.start()
+        begun = 0
         try:
+            for _ in range(workers - 1):
+                threading.Thread(target=self._help, daemon=True).start()
+                begun += 1
             self._serve()
-        except BaseException as error:              # Ctrl-C reaches this thread only
+        except BaseException as error:              # Ctrl-C reaches this thread only, here or below
             self._fail(error)
-        finally:
-            for thread in threads:
-                thread.join()
+        while self._ended < begun:                  # no join: an interrupted one takes a thread for ended that is not
+            try:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._ended == begun)
+            except BaseException as error:
+                self._fail(error)
         if self._error is not None:
             raise self._error
+
+    def _help(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._fail(error)
+        with self._turn:
+            self._ended += 1
+            self._turn.notify_all()
 
     def _serve(self) -> None:
         largest = max(self.tile, 8)
@@ -230,7 +249,7 @@ class _Job:
                 return
             try:
                 self._do(number, blocks_, tile, staged, packed)
-            except Exception as error:
+            except BaseException as error:          # whatever it is: the others are waiting for this tile
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -15,8 +15,8 @@ from mindresume.files.model import DTYPES
 from mindresume.formats.complete import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
+from mindresume.reshard.names import missing
 from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
-from mindresume.state import is_transient
 from mindresume.strategy import Strategy
 
 PART_BYTES = 3 << 30                # of a part of complete weights; what MindSpore's unified_safetensors makes
@@ -51,31 +51,17 @@ def is_counter(tensor: Tensor) -> bool:
 
 
 def check_names(weights: Weights, strategy: Strategy) -> None:
-    """StrategyError if a tensor would be lost or is not there. A whole family that the weights lack (the moments, where only the
-    weights were saved) and what lives only within a step may be missing."""
+    """StrategyError if a tensor would be lost, or is not there and should be (``names.missing``)."""
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in weights.tensors.items() if name not in named and not is_counter(tensor)]
     if lost:
         raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
                             f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {_some(lost)}. Is it "
                             f"the strategy of the same model, with all its stages?")
-    families = {family for name in weights.tensors for family in _families(name, named)}
-    absent = [name for name in named if name not in weights.tensors and not is_transient(name)
-              and not any(rest in weights.tensors and family not in families for family, rest in _heads(name))]
+    absent = missing(named, weights.tensors)
     if absent:
         raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
-                            f"example {_some(sorted(absent))}. Is it the strategy of the same model?")
-
-
-def _heads(name: str) -> list[tuple[str, str]]:
-    """("adam_m", "layers.0.weight") and every other way to split a name at a dot."""
-    parts = name.split(".")
-    return [(".".join(parts[:i]), ".".join(parts[i:])) for i in range(1, len(parts))]
-
-
-def _families(name: str, named: set[str]) -> set[str]:
-    """What stands before the name of another parameter: ``adam_m`` of ``adam_m.layers.0.weight``."""
-    return {family for family, rest in _heads(name) if rest in named}
+                            f"example {_some(absent)}. Is it the strategy of the same model?")
 
 
 def _some(names: list[str]) -> str:

@@ -26,6 +26,7 @@ from mindresume.formats.rank_folders import ranks_text
 from mindresume.layout import TensorLayout
 from mindresume.manifest import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
+from mindresume.reshard.names import missing
 from mindresume.resume.prove import record_of
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage, parallel
@@ -36,13 +37,14 @@ SCALAR_ELEMENTS = 1         # what a strategy does not name and has no more elem
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in global ``shape``. ``layout`` None: it is not cut, and lies whole on local rank 0. ``first``: the first rank
-    of the pipeline stage that holds it."""
+    """One tensor in global ``shape``. ``first``: the first rank of the pipeline stage that holds it. ``layout`` None: it is not
+    cut, and each of ``copies`` ranks from there on has all of it."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     layout: TensorLayout | None = None
     first: int = 0
+    copies: int = 1
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
         return cuts(self.layout, self.shape, region)
@@ -75,7 +77,7 @@ class Weights:
         holders has it."""
         tensor = self.tensors[name]
         asked = []
-        for holder in cut.holders:
+        for holder in cut.holders if tensor.layout else range(tensor.copies):
             rank = tensor.first + holder
             path = self.found_in[name] if self.found_in is not None else self.file_of(rank)
             header = self.header(path) if path is not None else None
@@ -191,7 +193,8 @@ class _RankFolders:
                     continue
                 full = shape if layout is None else tuple(
                     length * pieces for length, pieces in zip(shape, _pieces(layout, len(shape), name), strict=True))
-                found[name] = Tensor(name, dtype, full, layout, first if layout else 0)
+                found[name] = Tensor(name, dtype, full, layout, first, size)
+            self._check_lost(first, size, given, found)
         if lost:
             source = strategy.source if strategy else "the checkpoint records no layout for them, and no strategy is given " \
                 "(src_strategy_path_or_dir, --from)"
@@ -215,11 +218,11 @@ class _RankFolders:
     def _held(self, first: int, size: int, named: Collection[str]) -> dict[str, tuple[int, str, tuple[int, ...]]]:
         """{tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was removed: that
         a safetensors file says, and of others it is suspected where a tensor that the strategy names is missing."""
-        ranks = [rank for rank in range(first, first + size) if self.header(rank) is not None][:1]
-        if not ranks:
+        one = next((rank for rank in range(first, first + size) if self.header(rank) is not None), None)
+        if one is None:
             raise LoadError(f"{self.root}, step {self.candidate.step}: the files of all ranks from {first} to "
                             f"{first + size - 1}, a whole pipeline stage, are missing")
-        header = self.header(ranks[0])
+        ranks, header = [one], self.header(one)
         if header.metadata.get("remove_redundancy") == "True" or any(
                 name not in header.tensors and not is_transient(name) for name in named):
             parallel(self.storage, self.header, range(first, first + size))
@@ -231,6 +234,19 @@ class _RankFolders:
                     raise LoadError(f"{self.path(rank)}: {name} is a text, not a tensor; it can be part of no other layout")
                 found.setdefault(name, (rank, entry.dtype, entry.shape))
         return found
+
+    def _check_lost(self, first: int, size: int, given: Mapping[str, TensorLayout] | None, found: Mapping[str, Tensor]) -> None:
+        """LoadError if a tensor of this stage was only in files that are missing: the records or the strategy name it."""
+        gone = [rank for rank in range(first, first + size) if self.header(rank) is None] if self._read_all(first, size) else []
+        for rank in gone:
+            details = self.details(rank)
+            lost = [name for name in details.tensors if name not in found] if details else missing(given or {}, found)
+            if lost:
+                raise LoadError(f"{self.root}, step {self.candidate.step}: the file of rank {rank} is missing, and with it "
+                                f"{len(lost)} tensors that no other rank has, for example {lost[0]}")
+
+    def _read_all(self, first: int, size: int) -> bool:
+        return all(self.path(rank) is None or self.path(rank) in self.headers for rank in range(first, first + size))
 
     def _recorded(self, rank: int, name: str) -> Any:
         details = self.details(rank)
