@@ -161,7 +161,7 @@ def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         relative = absolute / np.maximum(np.abs(x), np.abs(y))
     for found in (absolute, relative):
         found[np.isnan(found)] = np.inf
-        pass
+        found[same] = 0
     return absolute, relative
 
 

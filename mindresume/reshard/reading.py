@@ -25,7 +25,7 @@ from mindresume.store.storage import Storage
 
 MOST_OPEN = 256             # files at once: a checkpoint may have thousands, a process may often open 1,024
 SHORT_RUN = 256             # bytes: runs so short cost more as calls than the bytes in between that are read in vain, ...
-MOST_SPAN = 16              # ... unless these are more than so many times the bytes that are needed
+MOST_SPAN = 4               # ... unless these are more than so many times the bytes that are needed
 
 Seen = Callable[[str, Place, int, memoryview], None]
 

@@ -188,7 +188,7 @@ class _RankFolders:
                     continue
                 recorded = self._recorded(rank, name)
                 layout = self._layout(name, shape, recorded, given, first, size)
-                if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape):
+                if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape, range(first, first + size)):
                     lost.append(f"{name} {shape}")
                     continue
                 full = shape if layout is None else tuple(
@@ -271,11 +271,11 @@ class _RankFolders:
                                         f"src_strategy_path_or_dir (--from) away: these records know their layouts")
         return known
 
-    def _same_everywhere(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor without a layout is the same on all ranks: a counter, or proven by the records (data parallel)."""
+    def _same_everywhere(self, name: str, shape: tuple[int, ...], ranks: range) -> bool:
+        """Whether a tensor without a layout is the same on these ranks: a counter, or proven by the records (data parallel)."""
         if math.prod(shape) <= SCALAR_ELEMENTS:
             return True
-        rows = [self._recorded(rank, name) for rank in self.candidate.files]
+        rows = [self._recorded(rank, name) for rank in ranks]
         return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
 
 

@@ -177,7 +177,6 @@ def test_counters_are_taken_from_rank_0(tmp_path):
         assert weights.place(name, tensor.cuts(whole(tensor.shape))[0]).rank == 0
 
 
-@pytest.mark.xfail(strict=True, raises=LoadError, reason="without layout it is looked for on rank 0 only, though all have it")
 @pytest.mark.parametrize("layouts", [False, True])
 def test_counters_and_copies_without_layout_when_the_file_of_rank_0_is_lost(tmp_path, layouts):
     plan = plan_of("dp2")
@@ -186,7 +185,6 @@ def test_counters_and_copies_without_layout_when_the_file_of_rank_0_is_lost(tmp_
     check_all(weights_of(tmp_path, candidate))
 
 
-@pytest.mark.xfail(strict=True, raises=LoadError, reason="without layout it is looked for on rank 0, whatever stage has it")
 def test_a_number_that_only_the_last_stage_has(tmp_path):
     plan = plan_of("tp2pp2")
     for rank in range(4):
@@ -328,8 +326,6 @@ def test_a_piece_that_is_nowhere_is_named_with_its_ranks(tmp_path, write):
         content(weights, "head.weight")
 
 
-@pytest.mark.xfail(strict=True, reason="with a file are lost the tensors that redundancy removal left only there: nobody misses "
-                                       "them, though the records or the strategy name them")
 @pytest.mark.parametrize("write", [foreign, recorded])
 def test_lost_tensors_of_a_deduplicated_checkpoint_are_missed(tmp_path, write):
     plan = plan_of("dp2")
@@ -370,7 +366,6 @@ class Counting(PosixStorage):
         return super().open(path)
 
 
-@pytest.mark.xfail(strict=True, reason="_held asks every rank of the stage for its header before it takes the first")
 @pytest.mark.parametrize("write", [foreign, recorded])
 def test_one_header_and_one_record_a_stage_are_read(tmp_path, write):
     plan, storage = plan_of("dp2tp2pp2"), Counting()

@@ -1,0 +1,280 @@
+"""Regions against numpy: what covers what, where it lies, and in which order."""
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reshard.plans import MODEL, Plan, part_of, region_of
+
+from mindresume.layout import TensorLayout
+from mindresume.reshard.geometry import (
+    blocks,
+    cuts,
+    elements,
+    held,
+    offset,
+    overlap,
+    runs,
+    shape_of,
+    slices_of,
+    view,
+    whole,
+    within,
+)
+
+RELAXED = settings(max_examples=60, deadline=None)      # a loaded machine is no failure
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def layouts(draw):
+    """(layout, global shape that divides): unused, single and nested axes, any optimizer shard, empty and 0-d tensors."""
+    matrix = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    axes = draw(st.permutations(range(len(matrix))))
+    tensor_map = []
+    for _ in range(draw(st.integers(0, 3))):
+        count = draw(st.integers(0, min(2, len(axes))))
+        taken, axes = tuple(axes[:count]), axes[count:]
+        tensor_map.append(-1 if not taken else taken[0] if count == 1 else taken)
+    replicas = math.prod(matrix) // math.prod(matrix[-1 - axis] for axes in tensor_map if axes != -1
+                                              for axis in (axes if isinstance(axes, tuple) else (axes,)))
+    shards = draw(st.sampled_from([-1, 0, *(n for n in range(1, replicas + 1) if replicas % n == 0)]))
+    layout = TensorLayout(matrix, tuple(tensor_map), shards)
+    shape = []
+    for dim, axes in enumerate(tensor_map):
+        count = math.prod(matrix[-1 - axis] for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis != -1)
+        count *= (replicas if shards == -1 else max(shards, 1)) if dim == 0 else 1
+        shape.append(count * draw(st.integers(0, 3)))
+    return layout, tuple(shape)
+
+
+@st.composite
+def regions_of(draw, shape):
+    """Any region of a tensor, empty ones included."""
+    found = []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        found.append((start, draw(st.integers(start, size))))
+    return tuple(found)
+
+
+@st.composite
+def regions(draw, least=0):
+    """(shape, region); ``least``: elements of each dimension of both."""
+    shape = tuple(draw(st.lists(st.integers(least, 5), max_size=4)))
+    return shape, tuple((start, draw(st.integers(start + least, size)))
+                        for size in shape for start in [draw(st.integers(0, size - least))])
+
+
+@st.composite
+def two_regions(draw):
+    shape = draw(shapes)
+    return shape, draw(regions_of(shape)), draw(regions_of(shape))
+
+
+def numbered(shape):
+    """Each element is its position."""
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+# ---- one region and another ------------------------------------------------------------------------------------------
+
+@RELAXED
+@given(two_regions())
+def test_an_overlap_is_what_both_have(case):
+    shape, one, other = case
+    marks = np.zeros(shape, int)
+    marks[slices_of(one)] += 1
+    marks[slices_of(other)] += 1
+    found = overlap(one, other)
+    assert found == overlap(other, one)
+    if found is None:
+        assert 2 not in marks
+        return
+    mask = np.zeros(shape, bool)
+    mask[slices_of(found)] = True
+    assert (mask == (marks == 2)).all() and elements(found) == mask.sum() > 0
+
+
+@RELAXED
+@given(regions(), st.data())
+def test_a_region_within_another_is_found_again(case, data):
+    shape, outer = case
+    inner = tuple((outer[dim][0] + a, outer[dim][0] + b) for dim, (a, b) in enumerate(data.draw(regions_of(shape_of(outer)))))
+    array = numbered(shape)
+    assert (view(view(array, outer), within(inner, outer)) == array[slices_of(inner)]).all()
+
+
+@RELAXED
+@given(regions())
+def test_a_view_is_no_copy_and_has_the_shape_of_the_region(case):
+    shape, region = case
+    array = numbered(shape)
+    found = view(array, region)
+    assert isinstance(found, np.ndarray) and found.shape == shape_of(region) and found.size == elements(region)
+    assert found.base is not None and np.shares_memory(found, array) == bool(found.size)
+
+
+def test_regions_of_nothing_and_of_all():
+    assert whole((3, 2)) == ((0, 3), (0, 2)) and whole(()) == ()
+    assert elements(()) == 1 and shape_of(()) == () and elements(((2, 2), (0, 5))) == 0
+    assert overlap((), ()) == () and overlap(((0, 2),), ((2, 4),)) is None
+    array = np.array(7)
+    view(array, ())[...] = 9
+    assert array == 9
+    with pytest.raises(ValueError):
+        overlap(((0, 1),), ())
+
+
+# ---- runs, positions -------------------------------------------------------------------------------------------------
+
+@RELAXED
+@given(regions(least=1))
+def test_runs_are_the_region_in_its_order(case):
+    shape, region = case
+    length, starts = runs(region, shape)
+    starts = list(starts)
+    found = [start + i for start in starts for i in range(length)]
+    assert found == numbered(shape)[slices_of(region)].reshape(-1).tolist()
+    assert starts == sorted(starts)
+
+
+@RELAXED
+@given(regions(least=1))
+def test_a_region_that_is_contiguous_is_one_run(case):
+    shape, region = case
+    positions = numbered(shape)[slices_of(region)].reshape(-1)
+    contiguous = (np.diff(positions) == 1).all()
+    length, starts = runs(region, shape)
+    if length == elements(region):
+        assert contiguous and len(list(starts)) == 1
+    elif contiguous:                # only where a dimension of a single element is in the way are there more
+        assert 1 in shape_of(region)
+
+
+@pytest.mark.parametrize("shape, region, length, starts", [
+    ((), (), 1, [0]),
+    ((4, 6), ((1, 3), (0, 6)), 12, [6]),
+    ((4, 6), ((1, 3), (2, 5)), 3, [8, 14]),
+    ((2, 3, 4), ((0, 2), (1, 3), (0, 4)), 8, [4, 16]),
+    ((2, 3, 4), ((1, 2), (1, 2), (1, 3)), 2, [17]),
+    ((2, 3, 4), ((0, 2), (0, 3), (3, 4)), 1, [3, 7, 11, 15, 19, 23]),
+])
+def test_runs(shape, region, length, starts):
+    found, where = runs(region, shape)
+    assert (found, list(where)) == (length, starts)
+
+
+@RELAXED
+@given(regions(least=1))
+def test_the_offset_is_the_position_of_the_first_element(case):
+    shape, region = case
+    assert offset(region, shape) == numbered(shape)[slices_of(region)].reshape(-1)[0]
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+@RELAXED
+@given(shapes, st.integers(1, 70))
+def test_blocks_are_the_tensor_in_its_order(shape, most):
+    array = numbered(shape)
+    found = [array[slices_of(region)].reshape(-1) for region in blocks(shape, most)]
+    assert all(0 < block.size <= most for block in found)
+    assert np.concatenate([*found, np.zeros(0, int)]).tolist() == list(range(math.prod(shape)))
+
+
+@RELAXED
+@given(layouts(), st.integers(1, 40))
+def test_blocks_follow_each_other_in_every_piece(case, most):
+    """What makes reading and writing sequential: each piece is met from its first to its last element, in contiguous parts."""
+    layout, shape = case
+    for region in {region_of(shape, layout, rank) for rank in range(layout.stage_size)}:
+        position = 0
+        for block in blocks(shape, most):
+            part = overlap(block, region)
+            if part is None:
+                continue
+            length, starts = runs(within(part, region), shape_of(region))
+            in_piece = numbered(shape_of(region))[slices_of(within(part, region))].reshape(-1)
+            assert in_piece.tolist() == list(range(position, position + in_piece.size))
+            assert next(starts) == offset(within(part, region), shape_of(region)) == position
+            assert length == in_piece.size, "in one run, so in one call"
+            position += in_piece.size
+        assert position == elements(region)
+
+
+@pytest.mark.parametrize("shape, most, count", [((), 1, 1), ((0,), 5, 0), ((3, 0), 5, 0), ((10,), 4, 3), ((4, 4), 4, 4),
+                                                ((4, 4), 7, 4), ((4, 4), 8, 2), ((4, 4), 3, 8), ((2, 2, 8), 8, 4)])
+def test_blocks_are_as_large_as_they_may_be(shape, most, count):
+    assert len(list(blocks(shape, most))) == count
+
+
+# ---- cuts ------------------------------------------------------------------------------------------------------------
+
+@RELAXED
+@given(layouts(), st.data())
+def test_cuts_cover_a_region_exactly_once_with_what_each_rank_holds(case, data):
+    layout, shape = case
+    region = data.draw(regions_of(shape))
+    array, marks = numbered(shape), np.zeros(shape, int)
+    owned = {rank: part_of(array, layout, rank) for rank in range(layout.stage_size)}
+    for cut in cuts(layout, shape, region):
+        marks[slices_of(cut.part)] += 1
+        assert elements(cut.part) and list(cut.holders) == sorted(set(cut.holders))
+        piece = array[slices_of(cut.piece)]
+        assert list(cut.holders) == [rank for rank, part in owned.items() if np.array_equal(part, piece)]
+        assert overlap(cut.piece, region) == cut.part or not shape
+        for rank in cut.holders:
+            assert (view(owned[rank], within(cut.part, cut.piece)) == array[slices_of(cut.part)]).all()
+    wanted = np.zeros(shape, int)
+    wanted[slices_of(region)] = 1
+    assert (marks == wanted).all()
+
+
+@RELAXED
+@given(layouts())
+def test_what_a_rank_holds_is_what_numpy_splits_off(case):
+    layout, shape = case
+    for rank in range(layout.stage_size):
+        assert held(layout, rank, shape) == region_of(shape, layout, rank)
+        assert shape_of(held(layout, rank, shape)) == part_of(np.zeros(shape), layout, rank).shape
+
+
+@pytest.mark.parametrize("text", ["dp2tp4", "dp8opt-1", "dp2tp2pp2opt2", "dp2tp2axes10", "dp2tp2axes01", "dp4tp2opt2"])
+def test_what_a_rank_holds_of_a_model(text):
+    plan = Plan.parse(text)
+    for rank in range(plan.world_size):
+        assert plan.regions(rank) == {name: held(layout, rank % plan.stage_size, MODEL[name].shape)
+                                      for name, layout in plan.layouts(rank).items()}
+
+
+def test_cuts_without_a_layout_are_one_piece():
+    (cut,) = cuts(None, (4, 2), ((1, 2), (0, 2)))
+    assert cut == (((0, 4), (0, 2)), (0,), ((1, 2), (0, 2)))
+    assert cuts(None, (), ()) == (((), (0,), ()),)
+    assert cuts(None, (4, 0), ((0, 4), (0, 0))) == ()
+
+
+def test_cuts_of_a_large_job_cost_as_many_pieces_as_are_met():
+    layout = TensorLayout((128, 64), (0, -1), 128)              # 8,192 ranks
+    (cut,) = cuts(layout, (8192, 16), ((5, 6), (0, 16)))
+    assert cut.piece == ((5, 6), (0, 16)) and len(cut.holders) == 1
+    assert len(cuts(layout, (8192, 16), ((5, 9), (3, 4)))) == 4
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (8,), (8, 4, 1)])
+def test_a_shape_that_does_not_fit_the_layout(shape):
+    layout = TensorLayout((2,), (0, -1))
+    for region in (whole(shape), ((0, 0),) * len(shape)):
+        with pytest.raises(ValueError, match="does not divide|dimensions"):
+            cuts(layout, shape, region)
+        with pytest.raises(ValueError, match="does not divide|dimensions"):
+            held(layout, 0, shape)
+
+
+def test_pieces_come_in_order_of_their_elements():
+    layout = TensorLayout((2, 2), (1, 0))
+    assert [cut.piece for cut in cuts(layout, (4, 4), whole((4, 4)))] == [
+        (rows, columns) for rows, columns in itertools.product(((0, 2), (2, 4)), repeat=2)]
