@@ -33,7 +33,7 @@ Engine = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help
 Workers = Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Threads of the direct engine, processes of "
                                       "the other one.")]
 Memory = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most memory for buffers of the direct "
-                                            "engine, such as 64MiB or 4GiB; by default 24 MiB a worker.")]
+                                            "engine, such as 64MiB or 4GiB; by default 12 MiB a worker.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be read and written.")]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -27,7 +27,7 @@ from mindresume.reshard.reading import OpenFiles, gather, plain
 from mindresume.reshard.weights import Place, Tensor, Weights
 from mindresume.store.storage import NewFile, Storage
 
-TILE = 8 << 20              # bytes
+TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
 MOST_IN_TILE = 512          # small tensors
 BUFFERS = 3                 # of TILE bytes, a worker
 

@@ -59,7 +59,7 @@ class Cut(NamedTuple):
     """A part of a wanted region that lies in one piece. ``piece``: what its ``holders`` (local ranks, ascending) hold; ``part``:
     what is wanted of it. Both in elements of the whole tensor."""
     piece: Region
-    holders: tuple[int, ...]
+    holders: Sequence[int]
     part: Region
 
 

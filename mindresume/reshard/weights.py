@@ -47,7 +47,8 @@ class Tensor:
     copies: int = 1
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
-        return cuts(self.layout, self.shape, region)
+        found = cuts(self.layout, self.shape, region)
+        return found if self.layout else tuple(cut._replace(holders=range(self.copies)) for cut in found)
 
 
 class Place(NamedTuple):
@@ -77,7 +78,7 @@ class Weights:
         holders has it."""
         tensor = self.tensors[name]
         asked = []
-        for holder in cut.holders if tensor.layout else range(tensor.copies):
+        for holder in cut.holders:
             rank = tensor.first + holder
             path = self.found_in[name] if self.found_in is not None else self.file_of(rank)
             header = self.header(path) if path is not None else None
@@ -188,7 +189,8 @@ class _RankFolders:
                     continue
                 recorded = self._recorded(rank, name)
                 layout = self._layout(name, shape, recorded, given, first, size)
-                if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape, range(first, first + size)):
+                ranks = range(first, first + size)
+                if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape, ranks):
                     lost.append(f"{name} {shape}")
                     continue
                 full = shape if layout is None else tuple(

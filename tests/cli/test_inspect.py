@@ -1,0 +1,297 @@
+"""``mindresume inspect``: what a checkpoint or a strategy holds, in numbers and in words."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folders import RUN, STORAGE, save
+from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
+
+from mindresume import cli
+from mindresume.cli.inspect import Row, cut_text, folded, is_strategy, ranges_text
+from mindresume.layout import TensorLayout
+from mindresume.strategy import write_strategy
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
+         **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
+         **{f"layers.{i}.proj.weight": Spec((8, 8), 1, i, "bfloat16") for i in range(4)},
+         "layers.2.experts.weight": Spec((8, 8, 8), 2, 2, "float16"), "layers.3.ids": Spec((16,), 0, 3, "int64"),
+         "layers.3.mask": Spec((8, 8), 1, 3, "bool"), "layers.3.none": Spec((8, 0), 0, 3),
+         "head.weight": Spec((16, 8), 0, "last")}
+TENSORS = random_tensors(MODEL)
+PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command in this process; returns (exit status, stdout, stderr)."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mindresume", "inspect", *map(str, arguments)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def read(call):
+    """The JSON document."""
+    def run(*arguments):
+        status, out, err = call(*arguments, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{origin: folder of the run}, of 8 ranks in 2 stages; what mindformers wrote lacks redundant copies."""
+    roots = {kind: tmp_path_factory.mktemp(kind) for kind in ("mindresume", "mindformers")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        recorded(roots["mindresume"] / "output" / "checkpoint", PLAN, TENSORS)
+        foreign(roots["mindformers"] / "output" / "checkpoint", PLAN, TENSORS, dedup=True)
+        write_strategy(PLAN.strategy(), str(roots["mindformers"] / "output" / "strategy"))
+    return roots
+
+
+@pytest.fixture(params=["mindresume", "mindformers"])
+def origin(request):
+    return request.param
+
+
+def listed(regions):
+    return {name: [list(part) for part in region] for name, region in regions.items()}
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+def test_what_a_checkpoint_is(saved, read, origin):
+    found = read(saved[origin])
+    whole = {**TENSORS, **COUNTERS}
+    assert {key: found[key] for key in ("kind", "origin", "run", "step", "ranks", "stages", "stage_size", "files", "bytes")} == {
+        "kind": "checkpoint", "origin": origin, "run": RUN if origin == "mindresume" else None, "step": STEP, "ranks": 8,
+        "stages": 2, "stage_size": 4, "files": 8, "bytes": sum(array.nbytes for array in whole.values())}
+    root = saved[origin] / "output" / "checkpoint"
+    assert found["path"] == str(root) and found["bytes_on_disk"] == sum(
+        path.stat().st_size for path in root.glob("rank_*/*.safetensors"))
+    assert found["dtypes"]["bfloat16"] == {"tensors": 5, "bytes": 2 * (16 * 8 + 4 * 8 * 8)}
+    assert "slices" not in found and "rank" not in found
+
+
+def test_every_tensor_and_its_layout(saved, read, origin):
+    rows = {row["name"]: row for row in read(saved[origin])["tensors"]}
+    assert rows.keys() == {*TENSORS, *COUNTERS}
+    for stage, layouts in enumerate(PLAN.stages):
+        shard = PLAN.shard(TENSORS, 4 * stage)
+        for name, layout in layouts.items():
+            row, array = rows[name], TENSORS[name]
+            assert TensorLayout.from_json(row["layout"]) == layout and row["cut"] == cut_text(layout)
+            assert (row["dtype"], row["shape"], row["local_shape"]) == (array.dtype.name, list(array.shape),
+                                                                        list(shard[name].shape))
+            holders = [rank for rank in range(8) if PLAN.regions(rank).get(name) == PLAN.regions(4 * stage)[name]]
+            assert row["stages"] == [stage] and row["copies"] == len(holders)
+    for name in COUNTERS:
+        assert (rows[name]["layout"], rows[name]["stages"], rows[name]["copies"], rows[name]["cut"]) == (None, [], 8, "not cut")
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_what_a_rank_holds(saved, read, rank):
+    found = read(saved["mindresume"], "--rank", rank)
+    parts = {part["name"]: part for part in found["slices"]}
+    assert found["rank"] == rank and parts.keys() == {*PLAN.regions(rank), *COUNTERS}
+    assert {name: parts[name]["slice"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
+    assert all((part["ranks"], part["absent"]) == ([rank], []) for part in parts.values())
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+def test_copies_that_were_left_away(saved, read, call, rank):
+    parts = {part["name"]: part for part in read(saved["mindformers"], "--rank", rank)["slices"]}
+    assert {name for name, part in parts.items() if part["ranks"]} == {*PLAN.keeps(rank), *COUNTERS}
+    assert {name: parts[name]["slice"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
+    assert all(part["absent"] == ([] if part["ranks"] else [rank]) for part in parts.values())
+    absent = any(part["absent"] for part in parts.values())
+    assert absent is (rank > 4) and ("not in the file of" in call(saved["mindformers"], "--rank", rank)[1]) is absent
+
+
+@pytest.mark.parametrize("pattern", ["layers.2.*weight", "embedding.weight", "norm.weight", "layers.3.none"])
+def test_who_holds_which_slice(saved, read, origin, pattern):
+    found = read(saved[origin], "--tensor", pattern)
+    names = [row["name"] for row in found["tensors"]]
+    assert names and {part["name"] for part in found["slices"]} == set(names)
+    for name in names:
+        expected, kept = {}, {rank for rank in range(8) if origin == "mindresume" or name in PLAN.keeps(rank)}
+        for rank in range(8):
+            if name in PLAN.regions(rank) and TENSORS[name].size:
+                expected.setdefault(PLAN.regions(rank)[name], []).append(rank)
+        parts = {tuple(map(tuple, part["slice"])): part for part in found["slices"] if part["name"] == name}
+        for region, ranks in expected.items():
+            assert parts[region]["ranks"] == [rank for rank in ranks if rank in kept]
+            assert parts[region]["absent"] == [rank for rank in ranks if rank not in kept]
+        assert len(parts) == len(expected) or not TENSORS[name].size
+
+
+def test_for_people(saved, call):
+    status, out, err = call(saved["mindresume"])
+    lines = out.splitlines()
+    assert (status, err) == (0, "") and "step 15, 8 ranks" in lines[0] and lines[1] == f"written by run {RUN}, safetensors; " \
+        "8 ranks = 2 stages x 4"
+    (row,) = [line for line in lines if line.startswith("layers.*.qkv.weight  x4")]
+    assert row.split("  ")[2:] != [] and "(24, 8)" in row and "(6, 8)" in row and "0,1" in row
+    assert "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2" in row
+    (row,) = [line for line in lines if line.startswith("step_num")]
+    assert row.split() == ["step_num", "int64", "()", "not", "cut", "all", "()", "8"]
+    assert any(line.startswith("layers.3.qkv.weight ") for line in call(saved["mindresume"], "--all")[1].splitlines())
+
+
+def test_slices_for_people(saved, call):
+    lines = call(saved["mindresume"], "--tensor", "layers.*.qkv.weight")[1].splitlines()[-16:]
+    assert [line.split()[-1] for line in lines] == list("0213021346574657")
+    assert [line.split()[0] for line in lines[::4]] == [f"layers.{layer}.qkv.weight" for layer in range(4)]
+    assert "[0:6, :]" in lines[0] and "[18:24, :]" in lines[3] and lines[1].startswith(" ")
+    (row,) = [line for line in call(saved["mindresume"], "--tensor", "step_num")[1].splitlines() if line.startswith("step_num")]
+    assert row.split()[-2:] == ["whole", "0-7"]
+    assert "[6:12, :]" in call(saved["mindresume"], "--rank", 2, "--tensor", "*.qkv.weight")[1]
+    assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith("rank 2 holds none of 1 tensors\n")
+
+
+def test_a_lost_file(tmp_path, read):
+    candidate = foreign(tmp_path, Plan.parse("dp2tp2", MODEL), TENSORS)
+    write_strategy(Plan.parse("dp2tp2", MODEL).strategy(), str(tmp_path / "strategy"))
+    lose(tmp_path, candidate, [3])
+    found = read(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
+    assert [(part["slice"][0], part["ranks"], part["absent"]) for part in found["slices"]] == [
+        ([0, 8], [0, 2], []), ([8, 16], [1], [3])]
+    assert found["files"] == 3 and found["ranks"] == 4
+
+
+def test_steps_of_a_folder(tmp_path, read, call):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+    assert read(tmp_path)["step"] == 10 and read(tmp_path, "--step", 5)["step"] == 5
+    assert "no layouts: every tensor is whole on every rank" in call(tmp_path)[1]
+    for path in tmp_path.glob("rank_*/*-1_10.*"):
+        path.write_bytes(b"")
+    assert read(tmp_path)["step"] == 5 and [row["step"] for row in read(tmp_path)["refused"]] == [10]
+    assert call(tmp_path)[1].startswith("not taken: step 10:")
+
+
+def test_complete_weights_and_single_files(tmp_path, read, call):
+    complete(tmp_path / "merged", TENSORS)
+    found = read(tmp_path / "merged", "--tensor", "*qkv*")
+    assert (found["kind"], found["ranks"], found["step"]) == ("complete weights", None, STEP)
+    assert all(row["file"].startswith("part") and row["layout"] is None for row in found["tensors"])
+    assert found["tensors"][0]["file"] in call(tmp_path / "merged", "--tensor", "*qkv*")[1]
+    put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
+    found = read(tmp_path / "one.ckpt")
+    assert (found["step"], found["bytes"], found["files"]) == (None, 12, 1)
+    assert [(row["name"], row["dtype"], row["shape"]) for row in found["tensors"]] == [("w", "float16", [2, 3])]
+
+
+# ---- strategies ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["ckpt", "json"])
+def test_a_strategy(tmp_path, read, call, fmt):
+    write_strategy(PLAN.strategy(), str(tmp_path), fmt)
+    found = read(tmp_path)
+    assert (found["kind"], found["ranks"], found["stages"], found["stage_size"], found["bytes"]) == ("strategy", 8, 2, 4, None)
+    rows = {row["name"]: row for row in found["tensors"]}
+    assert rows.keys() == set(TENSORS)
+    assert all(row["shape"] is row["dtype"] is row["local_shape"] is None for row in rows.values())
+    assert TensorLayout.from_json(rows["layers.0.qkv.weight"]["layout"]) == PLAN.stages[0]["layers.0.qkv.weight"]
+    found = read(tmp_path, "--tensor", "layers.3.qkv.weight")
+    assert [(part["pieces"], part["of"], part["ranks"]) for part in found["slices"]] == [
+        ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))]
+    assert {part["name"] for part in read(tmp_path, "--rank", 5)["slices"]} == set(PLAN.layouts(5))
+    out = call(tmp_path)[1]
+    assert "knows neither shapes nor dtypes" in out and "local shape" not in out and "8 ranks = 2 stages x 4" in out
+    assert "piece (3, 0) of (4, 1)" in call(tmp_path, "--rank", 7)[1]
+
+
+def test_what_is_a_strategy(tmp_path, saved):
+    for fmt in ("ckpt", "json"):
+        write_strategy(PLAN.strategy(), str(tmp_path / fmt), fmt)
+        assert is_strategy(STORAGE, str(tmp_path / fmt))
+        assert all(is_strategy(STORAGE, str(path)) for path in (tmp_path / fmt).iterdir())
+    put(tmp_path / "weights" / "strategy.ckpt", {"w": np.zeros(3, np.float32)})
+    complete(tmp_path / "merged", TENSORS)
+    (tmp_path / "merged" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "failed_strategy.ckpt").write_bytes(b"")
+    assert is_strategy(STORAGE, str(tmp_path / "failed_strategy.ckpt"))
+    for path in (tmp_path / "weights", tmp_path / "weights" / "strategy.ckpt", tmp_path / "merged", tmp_path / "empty",
+                 saved["mindresume"], saved["mindresume"] / "output" / "checkpoint"):
+        assert not is_strategy(STORAGE, str(path)), path
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("layout, text", [
+    (None, "not cut"), (TensorLayout((2, 2), (-1, -1)), "not cut"), (TensorLayout((1, 4), (1, -1)), "not cut"),
+    (TensorLayout((2, 2), (0, -1)), "dim 0 / 2 over axis 0 of [2, 2]"),
+    (TensorLayout((2, 2), (0, -1), -1), "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2"),
+    (TensorLayout((4, 2), (-1, -1), 4), "optimizer shard 4 of [4, 2]"),
+    (TensorLayout((2, 3, 4), (1, (2, 0))), "dim 0 / 3 over axis 1, dim 1 / 2 x 4 over axes 2, 0 of [2, 3, 4]")])
+def test_cut_text(layout, text):
+    assert cut_text(layout) == text
+
+
+@pytest.mark.parametrize("numbers, text", [([], ""), ([3], "3"), ([0, 1], "0,1"), ([0, 1, 2], "0-2"), (range(1024), "0-1023"),
+                                           ([7, 4, 0, 2, 5, 6], "0,2,4-7"), ([1, 2, 4, 5, 6, 9, 10], "1,2,4-6,9,10")])
+def test_ranges_text(numbers, text):
+    assert ranges_text(numbers) == text
+
+
+def test_folding():
+    def row(name, shape=(2,), stage=0, layout=None):
+        return Row(name, "float32", shape, layout, (stage,), 1)
+    rows = [row("embedding"), row("layers.0.experts.0.w"), row("layers.0.experts.1.w"), row("layers.1.experts.0.w", stage=1),
+            row("layers.0.b2"), row("layers.10.b2"), row("layers.0.c", (3,)), row("layers.1.c"), row("2.x"), row("3.x"),
+            row("layers.1.d", layout=TensorLayout((2,), (0,))), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
+    assert [(name, len(group)) for name, group in folded(rows)] == [
+        ("embedding", 1), ("layers.*.experts.*.w", 3), ("layers.*.b2", 2), ("layers.0.c", 1), ("layers.1.c", 1), ("*.x", 2),
+        ("layers.1.d", 1), ("layers.2.d", 1), ("5.*.y", 2)]
+
+
+# ---- errors, and what is imported ------------------------------------------------------------------------------------
+
+def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
+    write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
+    complete(tmp_path / "merged", TENSORS)
+    foreign(tmp_path / "other" / "foreign", Plan.parse("tp2", MODEL), TENSORS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("text")
+    ours = saved["mindresume"]
+    for arguments, said in [((tmp_path / "missing",), "missing does not exist"), ((tmp_path / "empty",), "has no checkpoint"),
+                            ((tmp_path / "notes.txt",), "notes.txt is no checkpoint"), ((ours, "--step", 3), "has no step 3"),
+                            ((tmp_path / "other" / "foreign",), "no strategy is given"),
+                            ((ours, "--from", tmp_path / "missing"), "there is no such strategy file"),
+                            ((ours, "--rank", 8), "there is no rank 8, it is of 8 ranks"),
+                            ((ours, "--tensor", "x*"), "tensors is called like 'x*'"),
+                            ((tmp_path / "strategy", "--rank", 9), "there is no rank 9"),
+                            ((tmp_path / "strategy", "--step", 3), "is a strategy; --from and --step belong to a checkpoint"),
+                            ((tmp_path / "merged", "--rank", 0), "which belong to no rank")]:
+        status, out, err = call(*arguments)
+        assert (status, out) == (2, "") and err.startswith("mindresume: ") and said in err and err.count("\n") == 1, (said, err)
+
+
+def test_no_framework_is_imported(tmp_path):
+    save(tmp_path, 5, world=2, replicas=1)
+    code = "from mindresume import cli; import sys\n" \
+           "for words in (['inspect', '.'], ['diff', '.', '.']):\n" \
+           "    sys.argv = ['mindresume', *words]\n" \
+           "    try: cli.main()\n" \
+           "    except SystemExit as ended: assert not ended.code\n" \
+           "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & " \
+           "{'mindspore', 'mindformers', 'torch', 'transformers', 'tensorflow', 'safetensors'}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and "equal: 8 tensors" in done.stdout and done.stdout.rstrip().endswith("LOADED []"), (
+        done.stdout + done.stderr)
