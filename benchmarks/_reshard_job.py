@@ -1,5 +1,5 @@
 """One candidate of ``reshard.py`` in a process of its own, so that its memory can be told: reads one JSON line per task from
-standard input, answers with one line: {"seconds", "anonymous": peak MiB above that before, "read", "needed"}.
+standard input, answers with one line: {"seconds", "anonymous": peak MiB above that before, "read"}.
 
     python _reshard_job.py direct|transform|unified|copy
 """
@@ -16,6 +16,7 @@ from mindresume.reshard.conversion import Conversion, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import writer
 from mindresume.reshard.source import open_source
+from mindresume.store import storage as storage_module
 from mindresume.store.storage import PosixStorage
 from mindresume.strategy import read_strategy
 
@@ -58,17 +59,18 @@ class Peak:
 
 
 def direct(task: dict[str, Any]) -> dict[str, Any]:
-    """Everything from opening the source to the durable target. ``flush`` False: nothing is flushed to the disk."""
+    """Everything from opening the source to the target. ``flush`` False: the disk is not asked to write, as with MindSpore."""
     storage, traffic = PosixStorage(), Traffic()
     if not task["flush"]:
         os.fsync = lambda handle: None
+        storage_module._begin_flush = lambda *rest: None
     source = open_source(storage, task["source"], strategy=task["from"])
     job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_complete(source, "mindspore")
     conversion = Conversion(storage, job, task["target"])
     conversion.prepare()
     conversion.write(writer("direct", conversion, task["workers"], traffic=traffic))
     conversion.commit()
-    return {"read": traffic.read, "needed": sum(part.stat().st_size for part in os.scandir(task["source"]) if part.is_file())}
+    return {"read": traffic.read}
 
 
 def transform(task: dict[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,8 @@ def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[st
             for left in (out, Path(f"{out}-unified")):
                 shutil.rmtree(left, ignore_errors=True)
             subprocess.run(["sync"], check=True)
-            measure.warm_memory(int(2.5 * size))
+            if not options.cold:
+                measure.warm_memory(int(2.5 * size))
             told = children[name, flush].do({"source": str(home / "source"), "target": str(out), "from": old, "to": new,
                                              "merged_from": merged_old, "merged_to": merged_new, "flush": flush,
                                              "workers": options.workers})
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--dir", help="where the files go; default the temporary folder")
     parser.add_argument("--case", action="append", help=f"one of: {'; '.join(CASES)}; or any two plans")
     parser.add_argument("--only", action="append", choices=CANDIDATES)
+    parser.add_argument("--cold", action="store_true", help="memory as the kernel has it: its first touch can be slow")
     parser.add_argument("--plan-only", action="store_true")
     options = parser.parse_args()
     options.only = options.only or list(CANDIDATES)
