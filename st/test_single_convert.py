@@ -1,0 +1,114 @@
+"""One process goes on from what four ranks of mindformers wrote, or from merged weights: auto_trans_ckpt in every way.
+
+The losses are compared with those that mindformers recorded for the four ranks (or the two that went on from its merged weights):
+within fp32 rounding, as sums over ranks are taken in another order.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindresume.reshard.compare import compare
+from mindresume.reshard.source import open_source
+from mindresume.store.storage import PosixStorage
+from st.jobs import ROOT, Run
+from st.lives import ended
+
+FIXTURES = ROOT / "st" / "fixtures"
+NODUP, OPTIMIZER, UNIFIED = "mf190_10_safetensors_dp2tp2_nodup", "mf190_10_ckpt_dp2tp2opt", "mf190_unified_from_dp2tp2"
+TOLERANCE = 1e-5
+SINGLE = "--use_parallel False --batch_size 8"
+RESUME = f"{SINGLE} --load_checkpoint ./output/checkpoint --resume_training True --auto_trans_ckpt True"
+STORAGE = PosixStorage()
+
+
+@pytest.fixture(scope="module")
+def sequences(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sequences")
+    subprocess.run([sys.executable, str(FIXTURES / "make_sequences.py"), str(folder)], check=True)
+    return folder
+
+
+def beside(name: str, folder: Path, sequences: Path, device: str) -> Run:
+    shutil.copytree(FIXTURES / name / "output", folder / "output")
+    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, device=device, legacy="ckpt" in name)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def distance(name: str, steps: list[dict], kind: str = "uninterrupted") -> float:
+    """Largest difference to the recorded losses of the same steps."""
+    rows = json.loads((FIXTURES / name / "losses.json").read_text(encoding="utf-8"))[kind]
+    known = {row["step"]: row["loss"] for row in rows}
+    return max(abs(row["loss"] - known[row["step"]]) for row in steps)
+
+
+def bits(steps: list[dict]) -> list[tuple[int, str]]:
+    return [(row["step"], row["hex"]) for row in steps]
+
+
+def steps_of(life) -> list[int]:
+    return [row["step"] for row in life.steps]
+
+
+def test_slices_of_four_ranks_without_redundancy(sequences, device, tmp_path):
+    """Killed before it saves anything, the same command finds the strategy of the old job again. It also writes merged weights,
+    from which mindformers alone goes on."""
+    run = beside(NODUP, tmp_path / "run", sequences, device)
+    before, strategies = content(run.checkpoints), content(run.folder / "output" / "strategy")
+    run.start(RESUME, CPU_CLUSTER_KILL="all@17", MINDRESUME_UNIFIED_CHECKPOINT="1").wait()
+    first = ended(run)
+    assert first.chosen() == [15] and steps_of(first) in ([16], [16, 17]) and distance(NODUP, first.steps) <= TOLERANCE
+    assert {name: value for name, value in content(run.checkpoints).items() if name in before} == before
+    kept, = (run.folder / "output").glob("strategy_*")
+    assert {name: value for name, value in content(kept).items() if name in strategies} == strategies
+    run.start(RESUME, MINDRESUME_UNIFIED_CHECKPOINT="1").ended()
+    second = ended(run)
+    assert second.chosen() == [15] and steps_of(second) == [16, 17, 18, 19, 20]
+    assert distance(NODUP, second.steps) <= TOLERANCE and bits(second.steps)[:len(first.steps)] == bits(first.steps)
+    assert "unified_checkpoint is there already" in run.log()
+    merged = run.folder / "output" / "unified_checkpoint"
+    assert compare(open_source(STORAGE, str(merged)).weights,
+                   open_source(STORAGE, str(run.checkpoints), 15, str(kept)).weights) == []
+    alone = Run(tmp_path / "alone", run.config, sequences, device=device)
+    alone.start(f"{SINGLE} --load_checkpoint {merged} --resume_training True --no-mindresume").ended()
+    assert "mindresume: " not in alone.log()
+    assert bits(alone.steps()) == bits(second.steps)
+
+
+def test_merged_weights_of_mindformers(sequences, device, tmp_path):
+    run = Run(tmp_path / "run", str(FIXTURES / NODUP / "config.yaml"), sequences, device=device)
+    merged = FIXTURES / UNIFIED / "unified_checkpoint"
+    before = content(merged)
+    run.start(f"{SINGLE} --load_checkpoint {merged}/ --resume_training True --auto_trans_ckpt True").ended()
+    life = ended(run)
+    assert life.chosen() == [15] and steps_of(life) == [16, 17, 18, 19, 20]
+    assert distance(UNIFIED, life.steps, "resumed_tp2_by_mindformers") <= TOLERANCE
+    assert content(merged) == before
+
+
+def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(sequences, device, tmp_path):
+    """By MindSpore's engine, the default for ckpt; then by ours, to the same bits."""
+    run = beside(OPTIMIZER, tmp_path / "run", sequences, device)
+    before = content(run.checkpoints)
+    run.start(RESUME, CPU_CLUSTER_KILL="all@17").wait()
+    first, transformed = ended(run), run.folder / "output" / "transformed_checkpoint" / "checkpoint"
+    assert first.chosen() == [15] and distance(OPTIMIZER, first.steps) <= TOLERANCE
+    assert "mindresume: transformed to ./output/transformed_checkpoint/checkpoint" in run.log()
+    assert {name: value for name, value in content(run.checkpoints).items() if name in before} == before
+    assert len(list(transformed.glob("rank_*/*.ckpt"))) == 1
+    later = Run(tmp_path / "later", run.config, sequences, device=device, legacy=True)
+    later.start(f"{SINGLE} --load_checkpoint {transformed} --resume_training True").ended()
+    life = ended(later)
+    assert life.chosen() == [15] and steps_of(life) == [16, 17, 18, 19, 20] and distance(OPTIMIZER, life.steps) <= TOLERANCE
+    done = run.mindresume("convert", str(run.checkpoints), str(tmp_path / "direct"), "--to", "dp=1", "--engine", "direct",
+                          "--from", str(next((run.folder / "output").glob("strategy_*"))), "--step", "15")
+    assert done.returncode == 0, done.stderr
+    assert compare(open_source(STORAGE, str(tmp_path / "direct")).weights, open_source(STORAGE, str(transformed)).weights) == []
