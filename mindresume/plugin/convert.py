@@ -32,8 +32,8 @@ from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
-from mindresume.reshard.source import Source, counted, identity_of, open_complete, state_of
-from mindresume.reshard.strategies import set_aside, strategy_for
+from mindresume.reshard.source import Source, counted, open_complete, state_of
+from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate
 from mindresume.resume.select import Choice, select
 from mindresume.state import TrainingState
@@ -104,7 +104,7 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ra
                          f"saved by {candidate.world_size}; its own records are used")
             strategy = None
         counted(choice.root, candidate, strategy)
-    aside = set_aside(storage, folder, identity if candidate.origin != OURS else None)
+    aside = set_aside(storage, folder, strategy, identity)
     if aside:
         notes.append(f"the strategy files of earlier jobs are kept in {aside}")
     return {"strategy": strategy.to_json() if strategy else None, "notes": notes, "identity": identity}

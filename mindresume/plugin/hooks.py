@@ -39,6 +39,7 @@ from mindresume.plugin.convert import (
     prepare,
 )
 from mindresume.plugin.group import group_of_job
+from mindresume.reshard.strategies import saved_by
 from mindresume.resume.progress import check_sink, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice, describe, select
@@ -211,7 +212,8 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
     else:
         choice = select(storage, path, current.group, None if converts else current.group.size, named,
                         ranks=functools.partial(_share, current.group) if converts else None,
-                        complete=current.settings.verify == "full")
+                        complete=current.settings.verify == "full",
+                        saved_by=functools.partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:

@@ -23,7 +23,7 @@ from mindresume.formats.complete import is_complete, read_complete
 from mindresume.formats.names import FileName, folder_rank, parse_name
 from mindresume.formats.rank_folders import no_step, ranks_count
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.strategies import strategy_for
+from mindresume.reshard.strategies import identity_of, stamp, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.resume.prove import prove
 from mindresume.resume.select import candidates_for
@@ -111,7 +111,7 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> Sourc
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
-    return Source(of_complete(storage, found), state, None, [_stamp(storage, p) for p in paths],
+    return Source(of_complete(storage, found), state, None, [stamp(storage, p) for p in paths],
                   f"{path}, complete weights{'' if state is None else f' of step {state.step}'}", notes=found.notes)
 
 
@@ -125,19 +125,6 @@ def cover(weights: Weights) -> None:
     for tensor in weights.tensors.values():
         for cut in tensor.cuts(whole(tensor.shape)):
             weights.place(tensor.name, cut)
-
-
-def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
-    """A value for JSON that tells one saved step from another: its records, or names, sizes and times of its files."""
-    if candidate.records:
-        return [candidate.run, candidate.step, *candidate.records]
-    return [_stamp(storage, os.path.join(root, file.path)) for _, file in sorted(candidate.files.items())]
-
-
-def _stamp(storage: Storage, path: str) -> list[Any]:
-    found = storage.status(path)
-    return [os.path.basename(os.path.dirname(path)), os.path.basename(path), found.size if found else None,
-            found.mtime if found else None]
 
 
 def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:

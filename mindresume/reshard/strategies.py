@@ -13,11 +13,26 @@ from typing import Any
 
 import xxhash
 
+from mindresume.errors import StrategyError
 from mindresume.formats import OURS, Candidate
 from mindresume.store.storage import Storage, publish_json, read_bytes
 from mindresume.strategy import Strategy, read_strategy
 
 MARK = "used_for.json"              # in a folder that was set aside: identities of checkpoints it is the strategy of
+
+
+def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
+    """A value for JSON that tells one saved step from another: its records, or names, sizes and times of its files."""
+    if candidate.records:
+        return [candidate.run, candidate.step, *candidate.records]
+    return [stamp(storage, os.path.join(root, file.path)) for _, file in sorted(candidate.files.items())]
+
+
+def stamp(storage: Storage, path: str) -> list[Any]:
+    """Folder, name, size and time of a file."""
+    found = storage.status(path)
+    return [os.path.basename(os.path.dirname(path)), os.path.basename(path), found.size if found else None,
+            found.mtime if found else None]
 
 
 def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Any) -> Strategy | None:
@@ -32,27 +47,40 @@ def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str |
     return read_strategy(path, storage) if given or storage.status(path) is not None else None
 
 
-def set_aside(storage: Storage, folder: str, identity: Any = None) -> str:
-    """Renames a folder of strategy files, which the compiler would write over. ``identity``: of the checkpoint that it is the
-    strategy of. Returns the new name; empty if there is nothing to keep."""
+def saved_by(storage: Storage, given: str | None, root: str, candidate: Candidate) -> int | None:
+    """Ranks of the job that saved it, by its strategy; None if no strategy says so."""
+    try:
+        strategy = strategy_for(storage, root, candidate, given, identity_of(storage, root, candidate))
+    except StrategyError:
+        return None
+    return strategy.world_size if strategy else None
+
+
+def set_aside(storage: Storage, folder: str, used: Strategy | None = None, identity: Any = None) -> str:
+    """Renames a folder of strategy files, which the compiler would write over. ``used``, ``identity``: the strategy that was read
+    for a checkpoint, and which one; if it was read in this folder, a mark remembers it. Returns the new name; empty if there is
+    nothing to keep."""
     content, found = xxhash.xxh3_64(), False
     for name in storage.list(folder):
         path = os.path.join(folder, name)
         status = storage.status(path)
-        if status is not None and not status.is_folder:
+        if status is not None and not status.is_folder and name != MARK:
             found = True
             content.update(name.encode() + b"\0" + read_bytes(storage, path))
     if not found:
         return ""
     kept = f"{folder}_{content.hexdigest()[:8]}"
-    if storage.status(kept) is not None:
-        for name in storage.list(folder):           # the very same files are there already
+    there = storage.status(kept) is not None            # the very same files
+    if used is not None and os.path.realpath(used.source) == os.path.realpath(folder):
+        place = kept if there else folder               # the mark first: whoever dies here is understood
+        if identity not in _marked(storage, place):
+            publish_json(storage, os.path.join(place, MARK), [*_marked(storage, place), identity], "mark")
+    if there:
+        for name in storage.list(folder):
             storage.remove(os.path.join(folder, name))
     else:
         storage.rename(folder, kept)
         storage.make_folder(folder)
-    if identity is not None and identity not in _marked(storage, kept):
-        publish_json(storage, os.path.join(kept, MARK), [*_marked(storage, kept), identity], "mark")
     storage.sync(os.path.dirname(os.path.abspath(folder)))
     return kept
 

@@ -108,17 +108,19 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
-           complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None) -> Choice:
+           complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
+           saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
     manifest, else ``Scan.expected_ranks``.
+    ``saved_by(root, candidate)``: of how many ranks was a job that left no manifest, None: not known; asked on rank 0.
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
     checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, saved_by) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
@@ -144,8 +146,9 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
 class _Chooser:
     """Rank 0's side: offers one candidate after the other, and says how it ends."""
 
-    def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None):
-        self.storage, self.path, self.world_size, self.named = storage, path, world_size, named
+    def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
+                 saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None):
+        self.storage, self.path, self.world_size, self.named, self.saved_by = storage, path, world_size, named, saved_by
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -164,8 +167,8 @@ class _Chooser:
         self.refused += verdicts[:1]
         while self.queue:
             candidate = self.queue.pop(0)
-            guess = self.found.expected_ranks if candidate.origin == MINDFORMERS and not self.insists else None
-            refusal = quick(self.storage, self.found.root, candidate, self.world_size or guess, not candidate.committed)
+            refusal = quick(self.storage, self.found.root, candidate, self.world_size or self._guess(candidate),
+                            not candidate.committed)
             if refusal is None:
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
                         "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
@@ -174,6 +177,11 @@ class _Chooser:
         end = "missing" if self.insists else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
                 "notes": self._notes(), "text": self._text(end, self.found.root)}
+
+    def _guess(self, candidate: Candidate) -> int | None:
+        if candidate.origin != MINDFORMERS or self.insists:
+            return None
+        return self.saved_by(self.found.root, candidate) or self.found.expected_ranks
 
     def _notes(self) -> list[str]:
         return [*self.found.notes, *assumption(self.found, self.world_size)] if self.found else []
