@@ -42,7 +42,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 def bytes_of(text: str, option: str) -> int:
     """``"4GiB"`` -> 4294967296. ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if not found or found[2] not in _UNITS or not float(found[1]):
+    if not found or found[2] not in _UNITS or float(found[1]) * _UNITS[found[2]] < 1:
         raise ConfigError(f"{option} is {text!r}; expected a size such as 512MiB or 4GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 

@@ -116,7 +116,7 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
     name = parse_name(os.path.basename(candidate.files[min(candidate.files)].path))
     state = candidate.state or state_of(choice.shards[0].scalars, name)
     return Source(of_candidate(storage, root, candidate, strategy), state, name, identity,
-                  f"{root}, step {candidate.step}, {ranks_count(candidate.world_size)}", candidate)
+                  f"{root}, step {candidate.step}, {ranks_count(candidate.world_size)}", root, candidate)
 
 
 # ---- at the load ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json
 from mindresume.strategy import Strategy
 
 CONVERSION = "conversion.json"      # in the target: what it was made from
-LOCK = "lock"
+LOCK = ".lock"                      # behind the name of the work folder
 _LIMIT = 256 << 20                  # bytes of that file: checksums of all tensors
 _SPARE = 1 << 20                    # bytes of room for the small files
 
@@ -69,7 +69,8 @@ class Job:
 def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> Job:
     """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
     pipeline stage, whose ranks need the same bytes. StrategyError, ValueError: see ``rank_files``."""
-    fingerprint = _fingerprint(["ranks", source.identity, strategy.to_json() | {"source": ""} if strategy else None, fmt])
+    target = strategy.to_json() | {"source": ""} if strategy else None
+    fingerprint = _fingerprint(source, ["ranks", target, fmt])
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
     if source.state is not None:
         metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
@@ -87,7 +88,7 @@ def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | N
 def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> Job:
     """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
     files, index = complete_files(source.weights, kind, part_bytes, drop)
-    fingerprint = _fingerprint(["complete", source.identity, kind, part_bytes, sorted(drop)])
+    fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
     return Job(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, False, index=index)
 
 
@@ -100,23 +101,31 @@ def file_name(source: Source, rank: int, fmt: str) -> str:
     return f"checkpoint_{rank}.{fmt}"
 
 
-def _fingerprint(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+def _fingerprint(source: Source, wanted: Any) -> str:
+    """Of the source's bytes, of how they are understood, and of what is wanted."""
+    layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
+               for name, tensor in sorted(source.weights.tensors.items())]
+    value = json.dumps([source.identity, layouts, wanted], sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(value.encode())
 
 
 @dataclass
 class Conversion:
-    """One job, into one folder. ``target`` must not exist, or be empty."""
+    """One job, into one folder. ``target`` must not exist, or be empty; links in it are followed."""
     storage: Storage
     job: Job
     target: str
     log: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.time
     _lock: int = field(default=-1, repr=False)
+    _mine: bool = field(default=False, repr=False)          # the work folder: only then it is removed
+
+    def __post_init__(self) -> None:
+        self.target = os.path.realpath(self.target)
 
     @property
     def work(self) -> str:
-        folder, name = os.path.split(os.path.abspath(self.target))
+        folder, name = os.path.split(self.target)
         return os.path.join(folder, f".{name}.{self.job.fingerprint[:16]}{TEMPORARY}")
 
     @property
@@ -128,6 +137,8 @@ class Conversion:
 
     def finished(self) -> bool:
         """Whether the target is this very conversion, and its files are there. ConfigError if the target is something else."""
+        if self.target in (os.getcwd(), os.path.dirname(self.target)):
+            raise ConfigError(f"{self.target} cannot be replaced by a new folder; give one that does not exist")
         if not self.storage.list(self.target):
             if self.storage.status(self.target) is not None and not self.storage.status(self.target).is_folder:
                 raise ConfigError(f"{self.target} is a file; give a folder that does not exist")
@@ -142,28 +153,32 @@ class Conversion:
                 state = "is gone" if found is None else f"has {found.size} bytes instead of {size}"
                 raise ConfigError(f"{self.target} was converted from {made['what']}, but its file {path} {state}; remove the "
                                   f"folder")
+        if self._lock < 0 and self.storage.status(self.work + LOCK) is not None:
+            with suppress(OSError):                 # of a process that died right after the rename
+                self.storage.remove(self.work + LOCK)
         return True
 
     def prepare(self) -> None:
         """ConfigError for a target that cannot be; NoRoomError; SaveError if the same conversion is running."""
-        inside = os.path.realpath(self.target)
-        roots = {os.path.realpath(self.job.source.weights.name)}
-        for root in roots:
-            if os.path.commonpath([inside, root]) == root:
-                raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
-        self.storage.make_folder(self.work)
+        root = os.path.realpath(self.job.source.folder) if self.job.source.folder else None
+        if root and os.path.commonpath([self.target, root]) == root:
+            raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
+        self.storage.make_folder(os.path.dirname(self.work))
         self._take_lock()
+        self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.job.groups) if self.done(number) is None]
         tensors = self.job.source.weights.tensors
         needed = _SPARE + sum(self.job.files[i].blueprint(tensors).size for group in missing for i in group)
         room = self.storage.room(self.work)
         if room < needed:
-            self.abandon()
+            if len(missing) == len(self.job.groups):
+                self.abandon()
+            self._release()                         # what a killed process finished stays for when there is room
             raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
                               f"was written")
 
     def _take_lock(self) -> None:
-        path = os.path.join(self.work, LOCK)
+        path = self.work + LOCK
         self._lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,6 +192,10 @@ class Conversion:
             self._release()
             raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "
                             f"this one again")
+        self._mine = True
+        if self.finished():
+            self.abandon()
+            raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
 
     # ---- write -----------------------------------------------------------------------------------------------------
 
@@ -187,7 +206,9 @@ class Conversion:
                 rows = unseal(file, "group", _LIMIT)[0]["files"]
         except (FileNotFoundError, RecordError):
             return None
-        found = [Checksums(checksum, size, sums) for size, checksum, sums in rows]
+        if [row[0] for row in rows] != [self.job.files[i].path for i in self.job.groups[number]]:
+            return None                             # of another share
+        found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
         for i, sums in zip(self.job.groups[number], found, strict=True):
             status = self.storage.status(os.path.join(self.work, self.job.files[i].path))
             if status is None or status.size != sums.size:
@@ -212,7 +233,9 @@ class Conversion:
                 self.storage.sync(folder)
             self.storage.make_folder(os.path.dirname(self._mark(number)))
             publish(self.storage, self._mark(number), [seal(
-                {"version": 1, "kind": "group", "files": [[s.size, s.file, s.tensors] for s in found]}, _LIMIT)], self.job.run)
+                {"version": 1, "kind": "group", "files": [[self.job.files[i].path, s.size, s.file, s.tensors] for i, s in
+                                                          zip(self.job.groups[number], found, strict=True)]}, _LIMIT)],
+                    self.job.run)
 
     def _mark(self, number: int) -> str:
         return os.path.join(self.work, "done", f"{number}.json")
@@ -240,11 +263,10 @@ class Conversion:
         remove_tree(self.storage, os.path.join(self.work, "done"))
         if self.storage.status(self.scratch) is not None:
             remove_tree(self.storage, self.scratch)
-        self.storage.remove(os.path.join(self.work, LOCK))
         self.storage.sync(self.work)
         self.storage.rename(self.work, self.target)
-        self.storage.sync(os.path.dirname(os.path.abspath(self.target)))
         self._release()
+        self.storage.sync(os.path.dirname(self.target))
 
     def _record(self, sums: Mapping[int, Checksums]) -> None:
         job, state = self.job, self.job.source.state
@@ -271,12 +293,19 @@ class Conversion:
         return self.job.strategy.of_rank(rank)
 
     def abandon(self) -> None:
-        """Nothing of it stays. No error."""
-        with suppress(OSError):
-            remove_tree(self.storage, self.work)
+        """Nothing of it stays, unless it is somebody else's. No error."""
+        if self._mine:
+            gone = f"{self.work}-{os.getpid()}"     # first away from its name: the same conversion may begin anew at once
+            with suppress(OSError):
+                self.storage.rename(self.work, gone)
+                remove_tree(self.storage, gone)
         self._release()
 
     def _release(self) -> None:
+        if self._mine:                              # while it is still held, so that nobody takes a lock that is going
+            with suppress(OSError):
+                self.storage.remove(self.work + LOCK)
+        self._mine = False
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -19,7 +19,7 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.formats import OURS, Candidate, Refusal
-from mindresume.formats.complete import is_complete, read_complete
+from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, folder_rank, parse_name
 from mindresume.formats.rank_folders import no_step, ranks_count
 from mindresume.reshard.geometry import whole
@@ -34,14 +34,15 @@ from mindresume.strategy import Strategy
 
 @dataclass(frozen=True)
 class Source:
-    """``state`` None: nothing there says which step it is. ``name``: how its files are called, None for other names.
-    ``identity``: a value for JSON; equal for equal bytes as far as can be told without reading them. ``refused``: newer
-    checkpoints that were not taken."""
+    """``state`` None: nothing there says which step it is. ``name``: how its files are called, None for other names. ``folder``:
+    into which nothing is written, None for a single file. ``identity``: a value for JSON; equal for equal bytes as far as can be
+    told without reading them. ``refused``: newer checkpoints that were not taken."""
     weights: Weights
     state: TrainingState | None
     name: FileName | None
     identity: Any
     what: str
+    folder: str | None = None
     candidate: Candidate | None = None
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
@@ -89,7 +90,7 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     name = parse_name(first)
     state = candidate.state or state_of(proofs[0].scalars, name)
     what = f"{root}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(candidate.world_size)}"
-    return Source(weights, state, name, identity, what, candidate)
+    return Source(weights, state, name, identity, what, root, candidate)
 
 
 def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
@@ -112,7 +113,8 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> Sourc
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
     return Source(of_complete(storage, found), state, None, [stamp(storage, p) for p in paths],
-                  f"{path}, complete weights{'' if state is None else f' of step {state.step}'}", notes=found.notes)
+                  f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
+                  None if found.kind == FILE else found.root, notes=found.notes)
 
 
 def _weights_only(candidate: Candidate) -> bool:
@@ -134,7 +136,7 @@ def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState
         return None
     epoch = name.epoch if name else int(scalars.get("epoch_num") or 1)
     in_epoch = name.step if name else 0
-    per_epoch = (step - in_epoch) // (epoch - 1) if epoch > 1 else step
+    per_epoch = (step - in_epoch) // (epoch - 1) if epoch > 1 and name else -(-step // max(epoch, 1))
     batch, scale = scalars.get("global_batch_size"), scalars.get("loss_scale")
     return TrainingState(step, max(per_epoch, 1), int(scalars.get("global_step") or step), int(batch) if batch else None,
                          float(scale) if scale is not None else None)

@@ -36,15 +36,16 @@ def stamp(storage: Storage, path: str) -> list[Any]:
 
 
 def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Any) -> Strategy | None:
-    """The strategy given, or for what mindformers wrote on several ranks that in the folder beside (as mindformers looks for it).
-    If that was set aside for this very checkpoint, the one set aside. None if nobody says one. StrategyError."""
-    if given is None and (candidate.origin == OURS or len(candidate.files) < 2):
+    """The strategy given, or for what mindformers wrote that in the folder beside, where it looks itself (also for the file of
+    one rank: it may be the only one left). If that was set aside for this very checkpoint, the one set aside. None if nobody says
+    one. StrategyError."""
+    if given is None and candidate.origin == OURS:
         return None
     path = (given or os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")).rstrip("/")
     for kept in _kept(storage, path):
         if identity in _marked(storage, kept):
             return read_strategy(kept, storage)
-    return read_strategy(path, storage) if given or storage.status(path) is not None else None
+    return read_strategy(path, storage) if given or storage.list(path) else None
 
 
 def saved_by(storage: Storage, given: str | None, root: str, candidate: Candidate) -> int | None:

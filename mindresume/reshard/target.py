@@ -13,6 +13,7 @@ from typing import Any
 from mindresume.errors import ConfigError, StrategyError
 from mindresume.files.model import DTYPES
 from mindresume.formats.complete import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
+from mindresume.formats.rank_folders import SCALARS
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.names import missing
@@ -64,26 +65,34 @@ def check_names(weights: Weights, strategy: Strategy) -> None:
                             f"example {_some(absent)}. Is it the strategy of the same model?")
 
 
+def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
+    return name in SCALARS or (not layout_known and elements == 1 and "." not in name)
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def rank_files(weights: Weights, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
                metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
-    """One file a rank. StrategyError as for ``holdings``; ValueError for a dtype that the format cannot hold."""
+    """One file a rank. StrategyError as for ``holdings``; ConfigError for a dtype that the format cannot hold."""
     files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
     for file in {tuple(file.holds): file for file in files}.values():
-        file.blueprint(weights.tensors)             # refuses early
+        try:
+            file.blueprint(weights.tensors)
+        except ValueError as error:
+            raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
     return files
 
 
 def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
                    ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
     """Files of complete weights, and the index: (file name, JSON value). ``drop``: patterns of names that stay away, and with
-    HUGGINGFACE all counters do. ConfigError if nothing is left."""
+    HUGGINGFACE all counters do: single numbers that no strategy names and whose names, unlike those of parameters, have no dot.
+    ConfigError if nothing is left."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
-    hyper = [name for name, tensor in tensors.items()
-             if is_hyper(name, tensor.layout is not None or not is_counter(tensor), math.prod(tensor.shape))]
+    hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
+        name, tensor.layout is not None or not is_counter(tensor), math.prod(tensor.shape))]
     names = in_order([name for name in tensors if name not in set(hyper)], tensors)
     if not names:
         raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"

@@ -40,8 +40,10 @@ def test_none_is_needed_for_records_and_for_one_rank(job, tmp_path):
     write_strategy(OLD.strategy(), str(tmp_path / "ours" / "strategy"))
     assert strategy_for(STORAGE, str(tmp_path / "ours" / "checkpoint"),
                         recorded(tmp_path / "ours" / "checkpoint", OLD, TENSORS), None, "x") is None
-    one = foreign(tmp_path / "one", Plan.parse("dp1", MODEL), TENSORS)
-    assert strategy_for(STORAGE, str(tmp_path / "one"), one, None, "x") is None
+    one = foreign(tmp_path / "one" / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
+    assert strategy_for(STORAGE, str(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+    (tmp_path / "one" / "strategy").mkdir()                                 # mindformers makes it for every training
+    assert strategy_for(STORAGE, str(tmp_path / "one" / "checkpoint"), one, None, "x") is None
 
 
 def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):

@@ -1,0 +1,539 @@
+"""``mindresume convert``: what it makes and says, its exit status, and what is left when it is stopped."""
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folders import STORAGE, flip_bit, path_of, save
+from reshard.plans import (
+    COUNTERS,
+    MODEL,
+    STEP,
+    Plan,
+    Spec,
+    complete,
+    foreign,
+    put,
+    random_tensors,
+    recorded,
+    shard_file,
+    transformer,
+)
+
+from mindresume import cli
+from mindresume.files import read_header, read_tensor
+from mindresume.files.model import DTYPES
+from mindresume.formats.rank_folders import scan
+from mindresume.reshard.conversion import CONVERSION, LOCK, Conversion, to_ranks
+from mindresume.reshard.engine import writer
+from mindresume.reshard.source import open_source
+from mindresume.store.storage import TEMPORARY, PosixStorage
+from mindresume.strategy import Strategy, write_strategy
+
+ROOT = Path(__file__).resolve().parents[2]
+TENSORS = random_tensors(MODEL)
+NBYTES = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
+LITTLE = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0),
+          "layers.1.weight": Spec((4, 8), 1, 1)}
+FEW = random_tensors(LITTLE)
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command in this process; returns (exit status, stdout, stderr)."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mindresume", "convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def read(call):
+    """(exit status, JSON document)"""
+    def run(*arguments):
+        status, out, err = call(*arguments, "--json")
+        assert err == ""
+        return status, json.loads(out)
+    return run
+
+
+@pytest.fixture
+def source(tmp_path):
+    root = tmp_path / "run" / "checkpoint"
+    recorded(root, Plan.parse("tp2"), TENSORS)
+    return root
+
+
+@pytest.fixture
+def little(tmp_path):
+    recorded(tmp_path / "little", Plan.parse("tp2", LITTLE), FEW)
+    return tmp_path / "little"
+
+
+@pytest.fixture
+def refused(call, tmp_path):
+    """The command must end with status 2 and one line on stderr, which is returned; and nothing is left of it."""
+    def run(*arguments, target="new"):
+        before = snapshot(tmp_path)
+        status, out, err = call(arguments[0], tmp_path / target, *arguments[1:])
+        assert (status, out) == (2, ""), err
+        assert err.startswith("mindresume: ") and err.count("\n") == 1
+        assert snapshot(tmp_path) == before
+        return err
+    return run
+
+
+def snapshot(folder):
+    return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+
+
+def tensors_of(folder, rank):
+    path, = [path for path in (folder / f"rank_{rank}").iterdir() if path.suffix in (".ckpt", ".safetensors")]
+    with open(path, "rb") as file:
+        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+
+
+def check(folder, plan, tensors=TENSORS):
+    assert sorted(path.name for path in folder.glob("rank_*")) == sorted(f"rank_{rank}" for rank in range(plan.world_size))
+    for rank in range(plan.world_size):
+        wanted, found = shard_file(plan, tensors, rank), tensors_of(folder, rank)
+        assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in wanted.items()} == \
+            {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()}
+
+
+def strategy_in(folder, text, model=MODEL):
+    write_strategy(Plan.parse(text, model).strategy(), str(folder))
+    return folder
+
+
+# ---- what it makes and says ------------------------------------------------------------------------------------------
+
+def test_a_plan(source, tmp_path, read):
+    before = snapshot(source)
+    status, found = read(source, tmp_path / "new", "--to", "dp=2,tp=2,pp=2,opt=2")
+    assert status == 0 and snapshot(source) == before
+    plan = Plan.parse("dp2tp2pp2opt2")
+    check(tmp_path / "new", plan)
+    written = sum(array.nbytes for rank in range(8) for array in shard_file(plan, TENSORS, rank).values())
+    read_ = NBYTES + sum(array.nbytes for array in COUNTERS.values())              # of both stages
+    seconds = found.pop("seconds")
+    assert found == {
+        "source": f"{source}, step 15, 2 ranks", "target": str(tmp_path / "new"), "engine": "direct", "files": 8,
+        "tensors": len(TENSORS) + len(COUNTERS), "bytes_needed": NBYTES, "bytes_to_read": read_, "bytes_to_write": written,
+        "over_read": round(read_ / NBYTES, 4), "memory_bytes": found["memory_bytes"], "dry_run": False, "finished": True,
+        "bytes_read": read_, "bytes_written": written, "bytes_verified": read_, "refused": [],
+        "notes": ["step 15 committed: 8 ranks, 0.0 MiB"]}
+    assert 0 <= seconds < 60 and found["memory_bytes"] > 1 << 20
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_a_strategy_folder_and_a_format(source, tmp_path, call, fmt):
+    status, out, err = call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2tp2"), "--format", fmt)
+    assert (status, err) == (0, "") and len(list((tmp_path / "new").glob(f"rank_*/*.{fmt}"))) == 4
+    check(tmp_path / "new", Plan.parse("dp2tp2"))
+    assert f"{source}, step 15, 2 ranks\n  -> {tmp_path}/new" in out and "engine direct" in out
+    assert re.search(r"\d.* read, .* written in \d+\.\d s \(.*/s\); .* of it compared with recorded checksums", out)
+
+
+def test_from_a_strategy_that_is_given_or_lies_beside(tmp_path, call):
+    foreign(tmp_path / "run" / "output" / "checkpoint", Plan.parse("tp2pp2"), TENSORS)
+    strategy_in(tmp_path / "given", "tp2pp2")
+    assert call(tmp_path / "run", tmp_path / "a", "--to", "dp=4,opt=all", "--from", tmp_path / "given")[0] == 0
+    strategy_in(tmp_path / "run" / "output" / "strategy", "tp2pp2")
+    assert call(tmp_path / "run" / "output", tmp_path / "b", "--to", "dp=4,opt=all")[0] == 0
+    for name in "ab":
+        check(tmp_path / name, Plan.parse("dp4opt-1"))
+        assert scan(STORAGE, str(tmp_path / name)).candidates[0].state.epoch == 2
+
+
+def test_a_chain_on_the_command_line(source, tmp_path, call):
+    for number, plan in enumerate(["dp=2,tp=2,opt=all", "tp=4,pp=2", "tp=2"]):
+        made, fmt = source if not number else tmp_path / str(number - 1), ["ckpt", "ckpt", "safetensors"][number]
+        assert call(made, tmp_path / str(number), "--to", plan, "--engine", "direct", "--format", fmt)[0] == 0
+    check(tmp_path / "2", Plan.parse("tp2"))
+
+
+@pytest.mark.parametrize("memory, workers", [("192KiB", 1), ("64MiB", 2), ("1.5GB", 3)])
+def test_memory_and_workers(source, tmp_path, read, memory, workers):
+    status, found = read(source, tmp_path / "new", "--to", "tp=4", "--memory-limit", memory, "--workers", workers)
+    limit = {"192KiB": 192 << 10, "64MiB": 64 << 20, "1.5GB": 1_500_000_000}[memory]
+    assert status == 0 and found["memory_bytes"] <= limit
+    check(tmp_path / "new", Plan.parse("tp4"))
+
+
+def test_a_dry_run_writes_nothing(source, tmp_path, call, read):
+    before = snapshot(tmp_path)
+    status, found = read(source, tmp_path / "deep" / "new", "--to", "dp=2,tp=2", "--dry-run")
+    assert status == 0 and (found["dry_run"], found["finished"]) == (True, False) and snapshot(tmp_path) == before
+    assert set(found) == {"source", "target", "engine", "files", "tensors", "bytes_needed", "bytes_to_read", "bytes_to_write",
+                          "over_read", "memory_bytes", "dry_run", "finished", "notes", "refused"}
+    assert found["files"] == 4 and found["bytes_needed"] == found["bytes_to_read"] == NBYTES and found["over_read"] == 1.0
+    status, out, err = call(source, tmp_path / "deep" / "new", "--to", "dp=2,tp=2", "--dry-run")
+    assert (status, err) == (0, "") and "this is a dry run, nothing was written" in out and snapshot(tmp_path) == before
+
+
+def test_again(source, tmp_path, call, read):
+    command = (source, tmp_path / "new", "--to", "dp=2,tp=2")
+    assert call(*command)[0] == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    status, found = read(*command)
+    assert status == 0 and found["finished"] is True and "seconds" not in found
+    assert "it is there already, nothing was done" in call(*command)[1]
+    assert read(*command, "--dry-run")[1]["finished"] is True
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_newer_step_that_cannot_be_used_is_told(tmp_path, call, read):
+    for step in (5, 10):
+        save(tmp_path / "a", step, replicas=1)
+    path = path_of(tmp_path / "a", 10, 3)
+    os.truncate(path, 100)
+    status, found = read(tmp_path / "a", tmp_path / "new", "--to", "dp=2")
+    refusal, = found["refused"]
+    assert status == 0 and "step 5" in found["source"] and refusal["step"] == 10 and str(path) in refusal["reason"]
+    assert call(tmp_path / "a", tmp_path / "again", "--to", "dp=2")[1].startswith("not taken: step 10: ")
+    assert call(tmp_path / "a", tmp_path / "third", "--to", "dp=2", "--step", 10)[0] == 2
+
+
+def test_complete_weights_and_a_single_file(tmp_path, call):
+    (tmp_path / "one").mkdir()
+    put(tmp_path / "one" / "net.safetensors", {**TENSORS, **COUNTERS})
+    strategy_in(tmp_path / "to", "dp2tp2")
+    for number, src in enumerate([complete(tmp_path / "a", TENSORS), tmp_path / "one" / "net.safetensors", tmp_path / "one"]):
+        assert call(src, tmp_path / str(number), "--to", tmp_path / "to")[0] == 0
+        check(tmp_path / str(number), Plan.parse("dp2tp2"))
+
+
+def test_a_relative_target(source, tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("run", "new/", "--to", "tp=4")[0] == 0
+    check(tmp_path / "new", Plan.parse("tp4"))
+    assert sorted(os.listdir(tmp_path)) == ["new", "run"]
+
+
+# ---- bad input: one clear line, and nothing is left ------------------------------------------------------------------
+
+def test_a_source_that_does_not_exist(tmp_path, refused):
+    assert refused(tmp_path / "missing", "--to", "tp=2") == f"mindresume: {tmp_path}/missing does not exist\n"
+    (tmp_path / "empty").mkdir()
+    assert "empty has no checkpoint; there are: no checkpoints" in refused(tmp_path / "empty", "--to", "tp=2")
+
+
+def test_a_step_that_is_not_there(source, refused):
+    assert "checkpoint has no step 7; there are: 15" in refused(source, "--to", "tp=2", "--step", 7)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("write", [foreign, recorded])
+@pytest.mark.parametrize("spoil", ["missing", "cut short", "empty", "header"])
+def test_a_file_of_the_source_is(tmp_path, refused, write, fmt, spoil):
+    root, plan = tmp_path / "checkpoint", Plan.parse("tp4", LITTLE)
+    write(root, plan, FEW, fmt)
+    strategy_in(tmp_path / "strategy", "tp4", LITTLE)
+    path = path_of(root, STEP, 1, 0, fmt)
+    if spoil == "missing":
+        path.unlink()
+    elif spoil == "header":
+        path.write_bytes(b"\xff" * 10 + path.read_bytes()[10:])
+    else:
+        os.truncate(path, 0 if spoil == "empty" else path.stat().st_size - 1)
+    error = refused(root, "--to", "dp=2", "--engine", "direct")
+    assert "rank 1" in error and (str(path) in error or spoil == "missing")
+    assert spoil != "missing" or re.search("embedding.weight|layers.0.weight|layers.1.weight", error)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("name", [*LITTLE, "step_num"])
+def test_a_flipped_bit_in_the_source(tmp_path, refused, fmt, name):
+    root = tmp_path / "checkpoint"
+    recorded(root, Plan.parse("tp2", LITTLE), FEW, fmt)
+    path = path_of(root, STEP, 0, 0, fmt)
+    with open(path, "rb") as file:
+        flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0])
+    error = refused(root, "--to", "dp=2,pp=2", "--engine", "direct")
+    assert f"{path}: {name} of rank 0 is not what was written: checksum" in error
+
+
+def test_without_the_strategy_of_the_source(tmp_path, refused):
+    foreign(tmp_path / "checkpoint", Plan.parse("tp2", LITTLE), FEW)
+    error = refused(tmp_path / "checkpoint", "--to", "dp=2")
+    assert "have no layout: " in error and "embedding.weight" in error and "--from" in error
+    error = refused(tmp_path / "checkpoint", "--to", "dp=2", "--from", tmp_path / "no")
+    assert f"{tmp_path}/no: there is no such strategy file or folder" in error
+
+
+def test_a_strategy_of_another_job_for_the_source(tmp_path, refused):
+    foreign(tmp_path / "checkpoint", Plan.parse("tp2", LITTLE), FEW)
+    bigger, smaller = strategy_in(tmp_path / "4", "tp4", LITTLE), strategy_in(tmp_path / "1", "dp1", LITTLE)
+    names = strategy_in(tmp_path / "names", "tp2", {f"model.{name}": spec for name, spec in LITTLE.items()})
+    assert re.search("is nowhere: .* rank 2", refused(tmp_path / "checkpoint", "--to", "dp=2", "--from", bigger))
+    assert "is of rank 1, the strategy" in refused(tmp_path / "checkpoint", "--to", "dp=2", "--from", smaller)
+    error = refused(tmp_path / "checkpoint", "--to", "dp=2", "--from", names)
+    assert "embedding.weight" in error
+    stage = dict(Plan.parse("tp2", LITTLE).stages[0])
+    stage["layers.0.weight"] = Plan.parse("tp2", {"w": Spec((2, 2, 2), 2, "first")}).stages[0]["w"]
+    write_strategy(Strategy((stage,)), str(tmp_path / "shapes"))
+    assert "parameter layers.0.weight has 2 dimensions, the strategy cuts 3" in refused(
+        tmp_path / "checkpoint", "--to", "dp=2", "--from", tmp_path / "shapes")
+
+
+def test_a_strategy_that_contradicts_the_records(tmp_path, refused):
+    recorded(tmp_path / "checkpoint", Plan.parse("tp2", LITTLE), FEW)
+    wrong = strategy_in(tmp_path / "wrong", "tp2", {**LITTLE, "embedding.weight": Spec((8, 4), 1, "first")})
+    error = refused(tmp_path / "checkpoint", "--to", "dp=2", "--from", wrong)
+    assert "embedding.weight: the strategy that is given cuts it as" in error and "the record of the checkpoint" in error
+
+
+def test_fewer_stages_of_the_target_than_the_layers_need(source, tmp_path, refused):
+    strategy_in(tmp_path / "to", "tp2pp4")
+    for rank in (4, 5, 6, 7):
+        os.remove(tmp_path / "to" / f"ckpt_strategy_rank_{rank}.ckpt")
+    error = refused(source, "--to", tmp_path / "to")
+    assert "are in no stage of the target (2 stages of 2 ranks), for example" in error and "layers." in error
+
+
+def test_a_target_of_another_model(source, tmp_path, refused):
+    error = refused(source, "--to", strategy_in(tmp_path / "more", "tp2", transformer(layers=6)))
+    assert "that " + str(source) + " does not have, for example" in error and "layers.4" in error
+    model = {**MODEL, "norm.weight": Spec((7,), 0, "last"), "embedding.weight": Spec((3, 3), 0, "first")}
+    stage = {name: layout for name, layout in Plan.parse("tp1").stages[0].items()}
+    wide = Plan.parse("tp32", {"w": Spec((32, 32), 0, "first")}).stages[0]["w"]
+    write_strategy(Strategy(({name: wide if name == "embedding.weight" else type(wide)((1, 32), (-1,) * len(model[name].shape))
+                              for name in stage},)), str(tmp_path / "uneven"))
+    error = refused(source, "--to", tmp_path / "uneven")
+    assert "embedding.weight: dimension 0 of shape (16, 8) has 16 elements and does not divide into 32 equal pieces" in error
+
+
+@pytest.mark.parametrize("plan, message", [
+    ("tp=0", "tp is '0', expected a whole number >= 1"), ("tp=2,tp=4", "gives tp a second time"), ("dp=", "dp is ''"),
+    ("tp=2,ep=4", "'ep=4' is not dp=, tp= (or mp=), pp= or opt="), ("tp=3", "tp=3 does not divide"),
+    ("pp=9", "do not fill 9 pipeline"),
+    ("nonsense", "there is no such strategy file or folder"), ("dp=1000000", "a job has at most")])
+def test_a_bad_plan(little, refused, plan, message):
+    assert message in refused(little, "--to", plan)
+
+
+def test_a_plan_for_what_was_never_cut(tmp_path, refused):
+    recorded(tmp_path / "a", Plan.parse("dp2", LITTLE), FEW)
+    assert "no tensor of the source is cut, so it does not say which dimension" in refused(tmp_path / "a", "--to", "tp=2")
+
+
+@pytest.mark.parametrize("option, value, message", [
+    ("--format", "pickle", "--format is 'pickle'; choose one of safetensors, ckpt"),
+    ("--engine", "turbo", "--engine is 'turbo'; choose one of auto, direct, mindspore"),
+    ("--memory-limit", "much", "--memory-limit is 'much'; expected a size such as 512MiB or 4GiB"),
+    ("--memory-limit", "0", "--memory-limit is '0'"), ("--memory-limit", "-1GiB", "--memory-limit is '-1GiB'"),
+    ("--memory-limit", "100KiB", "102400 bytes of memory are too little for 2 workers")])
+def test_bad_options(little, refused, option, value, message):
+    assert message in refused(little, "--to", "tp=4", f"{option}={value}")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--to", "tp=2", "--workers", "0"], ["--to", "tp=2", "--nonsense"],
+                                       ["--to", "tp=2", "--step", "x"]])
+def test_wrong_arguments(little, tmp_path, call, arguments):
+    assert call(little, tmp_path / "new", *arguments)[0] == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_target_that_holds_something(source, tmp_path, call, refused):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "notes.txt").write_text("precious")
+    assert "new is not empty; give a folder that does not exist. Nothing was changed" in refused(source, "--to", "tp=4")
+    assert "is not empty" in refused(source, "--to", "tp=4", "--dry-run")
+    (tmp_path / "file").write_text("precious")
+    assert "file is a file; give a folder that does not exist" in refused(source, "--to", "tp=4", target="file")
+    assert call(source, tmp_path / "made", "--to", "tp=4")[0] == 0
+    error = refused(source, "--to", "dp=4", target="made")
+    assert f"made is not empty: it was converted from {source}, step 15, 2 ranks" in error
+    assert "lies in" in refused(source, "--to", "tp=4", target="run/checkpoint/new")
+
+
+def test_formats_are_mixed(tmp_path, refused):
+    put(tmp_path / "a" / "one.ckpt", {"a": TENSORS["norm.weight"]})
+    put(tmp_path / "a" / "two.safetensors", {"b": TENSORS["norm.weight"]})
+    error = refused(tmp_path / "a", "--to", "dp=2")
+    assert "files of one format expected, found one.ckpt and two.safetensors" in error
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_different_formats(tmp_path, call, world):
+    """Half of the ranks wrote ckpt, the others safetensors: neither is a checkpoint."""
+    plan = Plan.parse(f"tp{world}", LITTLE)
+    for rank in range(world):
+        put(path_of(tmp_path / "checkpoint", STEP, rank, 0, "ckpt" if rank < world // 2 else "safetensors"),
+            shard_file(plan, FEW, rank))
+    strategy_in(tmp_path / "strategy", f"tp{world}", LITTLE)
+    status, out, err = call(tmp_path / "checkpoint", tmp_path / "new", "--to", "dp=2", "--engine", "direct")
+    assert (status, out) == (2, "") and err.startswith("mindresume: ") and "none can be used" in err
+    assert err.count("embedding.weight") == 2 and err.count("\n") == 3 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_the_only_file_that_is_left_of_two_ranks(tmp_path, refused, fmt):
+    foreign(tmp_path / "checkpoint", Plan.parse("tp2", LITTLE), FEW, fmt)
+    strategy_in(tmp_path / "strategy", "tp2", LITTLE)
+    path_of(tmp_path / "checkpoint", STEP, 1, 0, fmt).unlink()
+    assert "rank 1" in refused(tmp_path / "checkpoint", "--to", "dp=2", "--engine", "direct")
+
+
+def test_too_little_room(source, refused, monkeypatch):
+    monkeypatch.setattr(PosixStorage, "room", lambda storage, folder: 1000)
+    assert re.search(r"new needs 1\.\d MiB, there is room for 0\.0 MiB. Nothing was written", refused(source, "--to", "tp=4"))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_dtype_that_ckpt_may_not_have(tmp_path, call, dtype):
+    """Either it can be written, or one line says which tensor cannot."""
+    put(tmp_path / "a" / "net.safetensors", {"some.weight": np.zeros((4, 4), DTYPES[dtype])})
+    status, _, err = call(tmp_path / "a", tmp_path / "new", "--to", "dp=2", "--format", "ckpt")
+    assert (status, err) == (0, "") or status == 2 and "some.weight" in err and dtype in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("operation", ["create", "rename", "sync", "make_folder", "write"])
+def test_the_disk_fails(little, refused, monkeypatch, operation):
+    """At its third operation of this kind."""
+    real, count = getattr(PosixStorage, operation), []
+
+    def fail(storage, *arguments):
+        count.append(1)
+        if len(count) == 3:
+            raise OSError(28, "No space left on device", arguments[0])
+        return real(storage, *arguments)
+    monkeypatch.setattr(PosixStorage, operation, fail)
+    assert "No space left on device" in refused(little, "--to", "dp=2,tp=2,pp=2")
+
+
+# ---- stopped, killed, twice at once ----------------------------------------------------------------------------------
+
+# Stops for good at its write number AT, where it tells that it is there.
+CHILD = """
+import os, signal, sys
+from mindresume import cli
+from mindresume.store import storage
+os.fsync = lambda handle: None
+write, count, at = storage._PosixFile.write_at, [], int(sys.argv[1])
+def write_at(self, position, data):
+    count.append(1)
+    if len(count) == at:
+        print("there", flush=True)
+        while True:
+            signal.pause()
+    write(self, position, data)
+storage._PosixFile.write_at = write_at
+sys.argv = ["mindresume", "convert", *sys.argv[2:]]
+cli.main()
+"""
+
+
+@pytest.fixture
+def halted(tmp_path):
+    """Starts the command in a process that halts at one of its writes; yields it when it is there."""
+    started = []
+
+    def run(at, *arguments):
+        process = subprocess.Popen([sys.executable, "-c", CHILD, str(at), *map(str, arguments)], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        started.append(process)
+        assert process.stdout.readline() == "there\n", process.stderr.read()
+        return process
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_leaves_nothing(source, tmp_path, call, halted):
+    before, command = snapshot(tmp_path), (source, tmp_path / "new", "--to", "dp=2,tp=2,pp=2")
+    process = halted(200, *command, "--workers", 1)
+    work, = [path for path in tmp_path.iterdir() if path.name.endswith(TEMPORARY)]
+    assert os.listdir(work / "done") == ["0.json"]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, -signal.SIGINT) and "Traceback" not in err
+    assert snapshot(tmp_path) == before
+    assert call(*command)[0] == 0
+    check(tmp_path / "new", Plan.parse("dp2tp2pp2"))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_in_the_middle_and_the_same_command_again(source, tmp_path, read, halted, end):
+    command = (source, tmp_path / "new", "--to", "dp=2,tp=2,pp=2")
+    expected, before = tmp_path / "expected", snapshot(source)
+    assert read(source, expected, *command[2:])[0] == 0
+    first = 4 * (1 + len(shard_file(Plan.parse("dp2tp2pp2"), TENSORS, 0)))          # writes of the first of two stages
+    process = halted(first + 10, *command, "--workers", 1)
+    process.send_signal(end)
+    process.communicate(timeout=60)
+    assert process.returncode == -end and not (tmp_path / "new").exists() and snapshot(source) == before
+    work, = [path for path in tmp_path.iterdir() if path.name.endswith(TEMPORARY)]
+    assert sorted(os.listdir(work / "done")) == ["0.json"]
+    kept = {path.name: path.stat().st_ino for path in work.glob("rank_[0-3]/*")}
+    status, found = read(*command)
+    assert status == 0 and found["notes"][0] == "part 1 of 2 is there already" and not work.exists()
+    assert found["bytes_written"] < found["bytes_to_write"]
+    check(tmp_path / "new", Plan.parse("dp2tp2pp2"))
+    assert {name: (tmp_path / "new" / f"rank_{rank}" / name).stat().st_ino for rank in range(4) for name in kept
+            if f"rank_{rank}-" in name} == kept
+    for path in expected.glob("rank_*/*"):
+        assert path.read_bytes() == (tmp_path / "new" / path.relative_to(expected)).read_bytes()
+
+
+@pytest.fixture
+def running(source, tmp_path):
+    """The same conversion as ``--to dp=2,pp=2``, begun by somebody else."""
+    plan = Plan.parse("dp2pp2").strategy()
+    made = Conversion(PosixStorage(), to_ranks(open_source(STORAGE, str(source)), Strategy(plan.stages), "safetensors"),
+                      str(tmp_path / "new"))
+    made.prepare()
+    made.write(writer("direct", made), [0])
+    yield made
+    made.abandon()
+
+
+def test_the_same_command_twice_at_once(source, tmp_path, call, running):
+    status, out, err = call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert "new is running in another process; wait for it, and then start this one again" in err
+
+
+def test_the_one_that_runs_is_left_alone(source, tmp_path, call, running):
+    before = snapshot(Path(running.work))
+    assert call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))[0] == 2
+    assert snapshot(Path(running.work)) == before
+    running.write(writer("direct", running))
+    running.commit()
+    check(tmp_path / "new", Plan.parse("dp2pp2"))
+
+
+def test_a_lock_that_nobody_holds_is_no_obstacle(source, tmp_path, call, running):
+    with open(running.work + LOCK) as lock, suppress(OSError):
+        running._release()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    assert call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))[0] == 0
+    check(tmp_path / "new", Plan.parse("dp2pp2"))
+    assert (tmp_path / "new" / CONVERSION).exists()
+
+
+def test_no_framework_is_imported(source, tmp_path):
+    code = ("from mindresume import cli; import sys\ntry: cli.main()\nexcept SystemExit as end: print('ENDED', end.code)\n"
+            "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & {'mindspore', 'mindformers', 'torch', "
+            "'transformers', 'safetensors', 'google'}))")
+    done = subprocess.run([sys.executable, "-c", code, "convert", str(source), str(tmp_path / "new"), "--to", "tp=4"],
+                          capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert "ENDED 0" in done.stdout and done.stdout.rstrip().endswith("LOADED []"), done.stdout + done.stderr
+    shutil.rmtree(tmp_path / "new")

@@ -1,0 +1,262 @@
+"""``mindresume merge``: complete weights of both kinds, what is said, and what is refused."""
+import json
+import os
+import re
+import sys
+
+import pytest
+from folders import STORAGE, flip_bit, path_of
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded, shard_file
+
+from mindresume import cli
+from mindresume.files import read_header, read_tensor
+from mindresume.formats.complete import HYPER, MAP, read_complete
+from mindresume.reshard.conversion import CONVERSION
+from mindresume.store import storage
+from mindresume.strategy import write_strategy
+
+SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}         # without the empty one
+TENSORS = random_tensors(SOLID)
+EVERYTHING = {**TENSORS, **COUNTERS}
+PLAN = Plan.parse("dp2tp2pp2opt2", SOLID)
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a command in this process; returns (exit status, stdout, stderr)."""
+    def run(*arguments, command="merge"):
+        monkeypatch.setattr(sys, "argv", ["mindresume", command, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def read(call):
+    """(exit status, JSON document)"""
+    def run(*arguments):
+        status, out, err = call(*arguments, "--json")
+        assert err == ""
+        return status, json.loads(out)
+    return run
+
+
+@pytest.fixture
+def source(tmp_path):
+    recorded(tmp_path / "run" / "checkpoint", PLAN, TENSORS)
+    return tmp_path / "run" / "checkpoint"
+
+
+@pytest.fixture
+def refused(call, tmp_path):
+    """The command must end with status 2 and one line on stderr, which is returned; and nothing is left of it."""
+    def run(*arguments, target="new"):
+        before = snapshot(tmp_path)
+        status, out, err = call(arguments[0], tmp_path / target, *arguments[1:])
+        assert (status, out) == (2, ""), err
+        assert err.startswith("mindresume: ") and err.count("\n") == 1
+        assert snapshot(tmp_path) == before
+        return err
+    return run
+
+
+def snapshot(folder):
+    return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+
+
+def bits(tensors):
+    # by name: MindSpore, where it was imported, brings a bfloat16 of its own
+    return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in tensors.items()}
+
+
+def read_all(folder):
+    """All tensors of complete weights, and what was found."""
+    found, tensors = read_complete(STORAGE, str(folder)), {}
+    for name, file in found.tensors.items():
+        with open(folder / file, "rb") as opened:
+            tensors[name] = read_tensor(opened, found.headers[file].tensors[name])
+    return tensors, found
+
+
+def check_ranks(folder, plan):
+    for rank in range(plan.world_size):
+        path, = (folder / f"rank_{rank}").glob("*.safetensors")
+        with open(path, "rb") as file:
+            found = {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+        assert bits(found) == bits(shard_file(plan, TENSORS, rank))
+
+
+# ---- what it makes and says ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("part", ["1KB", "3GiB", "2500"])
+def test_weights_of_mindspore(source, tmp_path, read, part):
+    before = snapshot(source)
+    status, found = read(source, tmp_path / "new", "--part-size", part)
+    assert status == 0 and snapshot(source) == before
+    tensors, weights = read_all(tmp_path / "new")
+    assert bits(tensors) == bits(EVERYTHING)
+    parts = [f"part{number}.safetensors" for number in range(len(weights.files) - 1)]
+    assert sorted(os.listdir(tmp_path / "new")) == sorted([CONVERSION, HYPER, MAP, *parts])
+    assert (len(parts) == 1) is (part == "3GiB")
+    index = json.loads((tmp_path / "new" / MAP).read_text())
+    assert index["weight_map"] == {name: file for name, file in weights.tensors.items() if file != HYPER}
+    assert set(index["weight_map"]) == set(TENSORS)
+    total = sum(array.nbytes for array in EVERYTHING.values())
+    seconds = found.pop("seconds")
+    assert found == {
+        "source": f"{source}, step 15, 8 ranks", "target": str(tmp_path / "new"), "engine": "direct", "files": len(parts) + 1,
+        "tensors": len(EVERYTHING), "bytes_needed": total, "bytes_to_read": total, "bytes_to_write": total, "over_read": 1.0,
+        "memory_bytes": found["memory_bytes"], "dry_run": False, "finished": True, "bytes_read": total, "bytes_written": total,
+        "bytes_verified": total, "notes": [], "refused": []}
+    assert 0 <= seconds < 60
+
+
+@pytest.mark.parametrize("write", [recorded, foreign])
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_merged_and_cut_again(tmp_path, call, write, fmt):
+    write(tmp_path / "run" / "checkpoint", PLAN, TENSORS, fmt)
+    write_strategy(PLAN.strategy(), str(tmp_path / "run" / "strategy"))
+    assert call(tmp_path / "run", tmp_path / "merged", "--part-size", "2kb", "--engine", "direct")[0] == 0
+    write_strategy(Plan.parse("tp4", SOLID).strategy(), str(tmp_path / "to"))
+    assert call(tmp_path / "merged", tmp_path / "ranks", "--to", tmp_path / "to", command="convert")[0] == 0
+    check_ranks(tmp_path / "ranks", Plan.parse("tp4", SOLID))
+    assert call(tmp_path / "ranks", tmp_path / "again", "--part-size", "2kb")[0] == 0
+    for path in (tmp_path / "merged").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    assert (tmp_path / "merged" / MAP).read_bytes() == (tmp_path / "again" / MAP).read_bytes()
+
+
+def test_weights_of_hugging_face(source, tmp_path, call):
+    library = pytest.importorskip("safetensors.numpy")
+    status, out, err = call(source, tmp_path / "new", "--hf-index", "--part-size", "3kB", "--drop", "adam_*", "--drop", "accu_*")
+    assert (status, err) == (0, "") and f"{source}, step 15, 8 ranks\n  -> {tmp_path}/new" in out
+    wanted = {name: array for name, array in TENSORS.items() if not name.startswith(("adam_", "accu_"))}
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert set(index["weight_map"]) == set(wanted) and len(files) > 1
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in wanted.values())
+    assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    assert sorted(os.listdir(tmp_path / "new")) == sorted([CONVERSION, *files, "model.safetensors.index.json"])
+    for file in files:
+        found = library.load_file(tmp_path / "new" / file)
+        assert bits(found) == bits({name: wanted[name] for name, at in index["weight_map"].items() if at == file})
+
+
+def test_one_file_of_hugging_face(source, tmp_path, call):
+    assert call(source, tmp_path / "new", "--hf-index", "--drop", "a*.*")[0] == 0
+    assert "model.safetensors" in os.listdir(tmp_path / "new")
+
+
+def test_complete_weights_in_other_parts(tmp_path, call):
+    complete(tmp_path / "a", TENSORS)
+    assert call(tmp_path / "a", tmp_path / "b", "--part-size", "500")[0] == 0
+    assert bits(read_all(tmp_path / "b")[0]) == bits(EVERYTHING)
+    put(tmp_path / "one" / "net.ckpt", EVERYTHING)
+    foreign(tmp_path / "two", Plan.parse("dp1", SOLID), TENSORS)
+    for src in ("one/net.ckpt", "two"):
+        assert call(tmp_path / src, tmp_path / f"new {src[:3]}", "--engine", "direct")[0] == 0
+        assert bits(read_all(tmp_path / f"new {src[:3]}")[0]) == bits(EVERYTHING)
+
+
+def test_weights_only(tmp_path, call):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
+    write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
+    status, out, err = call(tmp_path / "checkpoint", tmp_path / "new")
+    assert (status, err) == (0, "") and "weights only" in out and not (tmp_path / "new" / HYPER).exists()
+    assert bits(read_all(tmp_path / "new")[0]) == bits(TENSORS)
+
+
+def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call, read):
+    before = snapshot(tmp_path)
+    status, found = read(source, tmp_path / "new", "--dry-run")
+    assert status == 0 and found["dry_run"] and not found["finished"] and found["files"] == 2 and snapshot(tmp_path) == before
+    assert call(source, tmp_path / "new")[0] == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    status, found = read(source, tmp_path / "new")
+    assert status == 0 and found["finished"] and "seconds" not in found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [["--drop", "*"], ["--hf-index", "--drop", "*.*"], ["--drop", "[a-z]*"]])
+def test_nothing_is_left_to_write(source, refused, options):
+    assert re.search(rf"of {len(EVERYTHING)} tensors none is left to be written after ", refused(source, *options))
+
+
+@pytest.mark.parametrize("size", ["0", "much", "-1", "3 apples", "1KiBs", ""])
+def test_bad_sizes_of_parts(source, refused, size):
+    assert f"--part-size is {size!r}; expected a size such as 512MiB or 4GiB" in refused(source, f"--part-size={size}")
+
+
+def test_less_than_a_byte(source, refused):
+    assert "--part-size is '0.5'" in refused(source, "--part-size=0.5")
+
+
+def test_targets(source, tmp_path, call, refused):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "part0.safetensors").write_text("precious")
+    assert "new is not empty; give a folder that does not exist. Nothing was changed" in refused(source)
+    assert "the source, into which nothing is written" in refused(source, target="run/checkpoint/merged")
+    assert call(source, tmp_path / "made", "--part-size", "4kB")[0] == 0
+    for options in (["--part-size", "5kB"], ["--hf-index"], ["--drop", "adam_m.*"]):
+        assert f"made is not empty: it was converted from {source}, step 15, 8 ranks" in refused(source, *options, target="made")
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "adam_v.norm.weight", "layers.3.up.bias"])
+def test_a_flipped_bit(source, refused, name):
+    rank = next(rank for rank in range(8) if name in PLAN.layouts(rank))
+    path = path_of(source, STEP, rank)
+    with open(path, "rb") as file:
+        flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0])
+    assert f"{path}: {name} of rank {rank} is not what was written: checksum" in refused(source)
+
+
+def test_lost_slices(source, tmp_path, refused):
+    foreign(tmp_path / "checkpoint", Plan.parse("dp2tp2", SOLID), TENSORS)
+    write_strategy(Plan.parse("dp2tp2", SOLID).strategy(), str(tmp_path / "strategy"))
+    for rank in (1, 3):
+        path_of(tmp_path / "checkpoint", STEP, rank).unlink()
+    assert re.search(r"\S+ \(\(.* is nowhere: it should be in the file of rank 1, 3", refused(tmp_path / "checkpoint"))
+    path_of(source, STEP, 5).unlink()
+    error = refused(source)
+    assert "the file of rank 5 is missing" in error and "net_rank_5-2_5.safetensors" in error
+
+
+def test_other_sources(tmp_path, refused):
+    assert "missing does not exist" in refused(tmp_path / "missing")
+    foreign(tmp_path / "checkpoint", Plan.parse("tp2", SOLID), TENSORS)
+    assert "have no layout" in refused(tmp_path / "checkpoint")
+    complete(tmp_path / "complete", TENSORS)
+    write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
+    assert "holds complete weights, which no strategy cuts" in refused(tmp_path / "complete", "--from", tmp_path / "strategy")
+    os.remove(tmp_path / "complete" / "part0.safetensors")
+    assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(tmp_path / "complete")
+
+
+def test_too_little_room(source, refused, monkeypatch):
+    monkeypatch.setattr(storage.PosixStorage, "room", lambda self, folder: 1 << 20)
+    assert re.search(r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written", refused(source))
+
+
+@pytest.mark.parametrize("operation, at", [("write_at", 1), ("write_at", 7), ("finish", 3), ("finish", 5)])
+def test_ctrl_c_and_errors_while_writing(source, tmp_path, call, monkeypatch, operation, at):
+    real, count, before = getattr(storage._PosixFile, operation), [], snapshot(tmp_path)
+
+    def strike(file, *arguments):
+        count.append(1)
+        if len(count) == at:
+            raise KeyboardInterrupt if at % 4 == 1 else OSError(5, "Input/output error", file.path)
+        return real(file, *arguments)
+    monkeypatch.setattr(storage._PosixFile, operation, strike)
+    status, _, err = call(source, tmp_path / "new", "--part-size", "700", "--workers", 1)
+    assert status != 0 and (at % 4 == 1 or "Input/output error" in err)
+    assert snapshot(tmp_path) == before
+    assert call(source, tmp_path / "new", "--part-size", "700")[0] == 0
+    assert bits(read_all(tmp_path / "new")[0]) == bits(EVERYTHING)

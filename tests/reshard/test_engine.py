@@ -1,0 +1,96 @@
+"""Which engine, with how much memory; and what a writer of the direct one does to a conversion."""
+import os
+
+import pytest
+from folders import STORAGE
+from reshard.plans import COUNTERS, Plan, Spec, random_tensors, recorded, shard_file
+
+from mindresume.errors import ConfigError
+from mindresume.files.checksum import file_checksum
+from mindresume.reshard.conversion import Conversion, to_complete, to_ranks
+from mindresume.reshard.direct import BUFFERS, TILE, Traffic
+from mindresume.reshard.engine import ENGINES, LEAST_TILE, engine_for, tile_for, writer
+from mindresume.reshard.source import open_source
+
+MODEL = {"embedding.weight": Spec((64, 32), 0, "first"), "layers.0.weight": Spec((32, 64), 1, 0, "bfloat16"),
+         "layers.1.weight": Spec((32, 64), 1, 1, "float16")}
+TENSORS = random_tensors(MODEL)
+NBYTES = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_flush():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture
+def made(tmp_path):
+    recorded(tmp_path / "a", Plan.parse("tp2", MODEL), TENSORS)
+    return Conversion(STORAGE, to_ranks(open_source(STORAGE, str(tmp_path / "a")), Plan.parse("dp2tp2pp2opt2", MODEL).strategy(),
+                                        "safetensors"), str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
+def test_engines(engine, fmt):
+    assert engine_for(engine, fmt) == {"direct": "direct", "mindspore": "mindspore"}.get(
+        engine, {"ckpt": "mindspore", "safetensors": "direct"}[fmt])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize("memory", [None, 10**6 * 3, 1 << 22, 100 << 20, 1 << 40])
+def test_all_buffers_together_fit_into_the_memory(memory, workers):
+    tile = tile_for(memory, workers)
+    assert LEAST_TILE <= tile <= TILE
+    assert memory is None and tile == TILE or tile * BUFFERS * workers <= memory
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_too_little_memory(workers):
+    least = LEAST_TILE * BUFFERS * workers
+    assert tile_for(least, workers) == LEAST_TILE
+    with pytest.raises(ConfigError, match=rf"{least - 1} bytes of memory are too little for {workers} workers: each needs at "
+                                          rf"least {LEAST_TILE * BUFFERS}"):
+        tile_for(least - 1, workers)
+
+
+@pytest.mark.parametrize("workers, tile", [(1, TILE), (2, 256), (4, 100)])
+def test_the_direct_engine_writes_the_groups_of_a_conversion(made, workers, tile):
+    traffic, shown = Traffic(), []
+    traffic.progress = shown.append
+    made.prepare()
+    made.write(writer("direct", made, workers, tile, traffic))
+    sums = {}
+    for number, group in enumerate(made.job.groups):
+        sums |= dict(zip(group, made.done(number), strict=True))
+    for rank, file in enumerate(made.job.files):
+        with open(os.path.join(made.work, file.path), "rb") as opened:
+            assert file_checksum(opened) == (sums[rank].file, sums[rank].size)
+    made.commit()
+    plan = Plan.parse("dp2tp2pp2opt2", MODEL)
+    assert traffic.written == sum(shown) == sum(array.nbytes for rank in range(8) for array in shard_file(
+        plan, TENSORS, rank).values())
+    assert traffic.verified == traffic.read == NBYTES + sum(array.nbytes for array in COUNTERS.values())     # both stages
+
+
+def test_what_is_done_is_not_written_again(made):
+    made.prepare()
+    traffic = Traffic()
+    made.write(writer("direct", made, traffic=traffic), [0])
+    first = traffic.written
+    made.write(writer("direct", made, traffic=traffic), [0])
+    assert traffic.written == first > 0
+    made.write(writer("direct", made, traffic=traffic))
+    assert traffic.written > first
+    made.commit()
+
+
+def test_every_source_byte_is_read_once_for_complete_weights(tmp_path, made):
+    source = open_source(STORAGE, str(tmp_path / "a"))
+    merged, traffic = Conversion(STORAGE, to_complete(source, "mindspore", 4096), str(tmp_path / "merged")), Traffic()
+    merged.prepare()
+    merged.write(writer("direct", merged, traffic=traffic))
+    merged.commit()
+    assert traffic.read == traffic.verified == traffic.written == NBYTES
