@@ -10,6 +10,7 @@ has a process of its own, with its imports done before. In the last round every 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -49,6 +50,7 @@ def model(size: float) -> dict[str, tuple[tuple[int, ...], TensorLayout, int | N
     return {prefix + name: row for prefix in ("", "adam_m.", "adam_v.") for name, row in found.items()}
 
 
+@functools.cache
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(list(name.encode())).standard_normal(shape, np.float32)
 

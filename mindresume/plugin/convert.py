@@ -13,12 +13,12 @@ Sources are only read. Outputs appear by a rename, and one that is there already
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from mindresume.agree import decide, report
+from mindresume.agree import Group, decide, report
 from mindresume.errors import ConfigError, EngineError, MissingCheckpointError, StrategyError
 from mindresume.formats import MINDFORMERS, OURS, Candidate
 from mindresume.formats.complete import MINDSPORE, is_complete
@@ -40,6 +40,7 @@ from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
+Result = TypeVar("Result")
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
 
 
@@ -123,14 +124,12 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 
 def arrays_for(config: Any, network: Any, current: session.Session, storage: Storage) -> dict[str, Any] | None:
     """After the compilation: {name: array} of everything this rank loads, read from the source. None if ckpt files were
-    transformed on disk: ``current.choice`` then names the new ones. LoadError, StrategyError and all others of reading;
-    AgreementError on all ranks if one fails at what it does for others."""
-    log, source = adapter.logger(), current.open_source()
-    shapes = adapter.wanted_of(network)
+    transformed on disk: ``current.choice`` then names the new ones. Whatever fails on one rank is AgreementError on all."""
+    log, source, shapes = adapter.logger(), _agreed(current.group, current.open_source), adapter.wanted_of(network)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
                               lambda text: log.warning("mindresume: %s", text))
-    regions = wanted_regions(source.weights, shapes, layouts, current.group.rank)
+    regions = _agreed(current.group, partial(wanted_regions, source.weights, shapes, layouts, current.group.rank))
     engine = current.settings.transform_engine
     if source.candidate is not None and (current.settings.unified_checkpoint or (
             engine == "mindspore" and source.candidate.format == "safetensors")):
@@ -143,11 +142,19 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
         current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
         return None
     traffic = Traffic()
-    arrays = read_regions(source.weights, regions, traffic=traffic)
+    arrays = _agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic))
     needed = sum(array.nbytes for array in arrays.values())
     log.info("mindresume: rank %d reads %d tensors, %.1f MiB, of %s: %.1f MiB read", current.group.rank, len(regions),
              needed / 2**20, source.what, traffic.read / 2**20)
     return arrays
+
+
+def _agreed(group: Group, work: Callable[[], Result]) -> Result:
+    """The result of ``work``, which stays on its rank. AgreementError on all ranks if it fails on one: none trains without the
+    others."""
+    found: list[Result] = []
+    report(group, lambda: found.append(work()))
+    return found[0]
 
 
 def _needs_files(current: session.Session, weights: Weights, regions: Mapping[str, Region]) -> bool:
@@ -241,7 +248,7 @@ def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Sess
         _log(f"{conversion.target} is there already, from an earlier start")
         return conversion.target
     mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
-    decide(group, conversion.prepare)
+    conversion.join(decide(group, conversion.prepare))
     try:
         report(group, lambda: conversion.write(writer("direct", conversion), mine))
         decide(group, conversion.commit)

@@ -119,6 +119,7 @@ class Conversion:
     clock: Callable[[], float] = time.time
     _lock: int = field(default=-1, repr=False)
     _mine: bool = field(default=False, repr=False)          # the work folder: only then it is removed
+    _apart: str = field(default="", repr=False)             # makes its name unique
 
     def __post_init__(self) -> None:
         self.target = os.path.realpath(self.target)
@@ -126,7 +127,7 @@ class Conversion:
     @property
     def work(self) -> str:
         folder, name = os.path.split(self.target)
-        return os.path.join(folder, f".{name}.{self.job.fingerprint[:16]}{TEMPORARY}")
+        return os.path.join(folder, f".{name}.{self.job.fingerprint[:16]}{self._apart}{TEMPORARY}")
 
     @property
     def scratch(self) -> str:
@@ -158,8 +159,9 @@ class Conversion:
                 self.storage.remove(self.work + LOCK)
         return True
 
-    def prepare(self) -> None:
-        """ConfigError for a target that cannot be; NoRoomError; SaveError if the same conversion is running."""
+    def prepare(self) -> str:
+        """Makes the work folder. What is returned lets other processes ``join``. ConfigError for a target that cannot be;
+        NoRoomError; SaveError if the same conversion is running."""
         root = os.path.realpath(self.job.source.folder) if self.job.source.folder else None
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
@@ -176,6 +178,11 @@ class Conversion:
             self._release()                         # what a killed process finished stays for when there is room
             raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
                               f"was written")
+        return self._apart
+
+    def join(self, prepared: str) -> None:
+        """Takes part in a conversion that another process has prepared, and will commit or abandon."""
+        self._apart = prepared
 
     def _take_lock(self) -> None:
         path = self.work + LOCK
@@ -185,9 +192,11 @@ class Conversion:
             alive = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
         except BlockingIOError:
             alive = False
-        except OSError as error:                    # a file system without locks
+        except OSError as error:                    # a file system without locks: nobody else may find this work
             self.log(f"{self.work} cannot be locked: {error}")
-            alive = True
+            with suppress(OSError):
+                self.storage.remove(path)
+            alive, self._apart = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
         if not alive:                               # or it finished between our opening of the lock and our taking it
             self._release()
             raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "

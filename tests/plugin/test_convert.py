@@ -12,7 +12,7 @@ pytest.importorskip("mindformers")
 
 from mindformers import MindFormerConfig  # noqa: E402
 
-from mindresume.errors import AgreementError, ConfigError, EngineError, LoadError, MissingCheckpointError  # noqa: E402
+from mindresume.errors import AgreementError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.plugin import adapter, convert, hooks, session  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.source import open_source  # noqa: E402
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         network.wanted["head.weight"] = ((16, 8), "float32")
         return convert.arrays_for(config, network, current, STORAGE)
     for error in run(plan, attempt):
-        assert isinstance(error, LoadError) and "(3 tensors)" in str(error)
+        assert isinstance(error, AgreementError) and "rank 0: LoadError" in str(error) and "(3 tensors)" in str(error)
         for text in ("new.weight is not in the checkpoint", "norm.weight is float32 in the checkpoint, float16 in the network",
                      "head.weight is (16, 8) in the checkpoint, (32, 8) in the network"):
             assert text in str(error)

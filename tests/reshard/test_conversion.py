@@ -582,14 +582,40 @@ def test_a_file_system_without_locks(tmp_path, root, expected, monkeypatch):
     assert contents(tmp_path / "new") == expected["ranks"][0] and "cannot be locked: [Errno 37] No locks available" in log[0]
 
 
+def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
+    """Neither finds the work of the other, so neither removes it; who comes second is told."""
+    def no_locks(handle, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    first, second = (conversion(ranks_job(root), tmp_path / "new") for _ in range(2))
+    first.prepare()
+    second.prepare()
+    assert first.work != second.work
+    for made in (first, second):
+        made.write(writer("direct", made))
+    first.commit()
+    with pytest.raises(OSError):
+        second.commit()
+    second.abandon()
+    assert contents(tmp_path / "new") == expected["ranks"][0] and os.listdir(tmp_path) == ["new"]
+
+
+def opened(folder):
+    """Files below ``folder`` that this process holds open."""
+    found = []
+    for handle in os.listdir("/proc/self/fd"):
+        with suppress(OSError):                     # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{handle}"))
+    return [path for path in found if path.startswith(str(folder))]
+
+
 def test_no_file_stays_open(tmp_path, root):
-    before = len(os.listdir("/proc/self/fd"))
     for number in range(3):
         carry_out(conversion(ranks_job(root), tmp_path / str(number)))
     failing = disk("EIO", 30)
     with pytest.raises(OSError):
         carry_out(conversion(on(failing, ranks_job(root)), tmp_path / "new", failing))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened(tmp_path) == [] == opened(root)
 
 
 def test_removal_does_not_follow_links(tmp_path):
