@@ -1,6 +1,5 @@
 """``mindresume convert``: what it makes and says, its exit status, and what is left when it is stopped."""
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -28,7 +27,6 @@ from reshard.plans import (
     transformer,
 )
 
-from mindresume import cli
 from mindresume.files import read_header, read_tensor
 from mindresume.files.model import DTYPES
 from mindresume.formats.rank_folders import scan
@@ -51,25 +49,7 @@ def no_flush(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mindresume", "convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-    return run
-
-
-@pytest.fixture
-def read(call):
-    """(exit status, JSON document)"""
-    def run(*arguments):
-        status, out, err = call(*arguments, "--json")
-        assert err == ""
-        return status, json.loads(out)
-    return run
+COMMAND = "convert"
 
 
 @pytest.fixture

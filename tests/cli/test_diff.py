@@ -1,6 +1,4 @@
 """``mindresume diff``: what it says of two checkpoints, and its exit status."""
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +6,6 @@ import pytest
 from folders import save
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
-from mindresume import cli
 from mindresume.strategy import write_strategy
 
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
@@ -22,25 +19,7 @@ ONE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "step_num": np.array(7
 ALL = f"{len(TENSORS) + len(COUNTERS)} tensors"
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mindresume", "diff", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-    return run
-
-
-@pytest.fixture
-def read(call):
-    """(exit status, JSON document); numbers that JSON does not know are an error."""
-    def run(*arguments):
-        status, out, err = call(*arguments, "--json")
-        assert err == ""
-        return status, json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    return run
+COMMAND = "diff"
 
 
 @pytest.fixture

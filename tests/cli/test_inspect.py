@@ -10,7 +10,6 @@ import pytest
 from folders import RUN, STORAGE, save
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
 
-from mindresume import cli
 from mindresume.cli.inspect import Row, cut_text, folded, is_strategy, ranges_text
 from mindresume.layout import TensorLayout
 from mindresume.strategy import write_strategy
@@ -26,18 +25,7 @@ TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mindresume", "inspect", *map(str, arguments)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as ended:
-            status = ended.code or 0
-        return status, *capsys.readouterr()
-    return run
+COMMAND = "inspect"
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 import json
 import os
 import re
-import sys
 
 import pytest
 from folders import STORAGE, flip_bit, path_of
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded, shard_file
 
-from mindresume import cli
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.complete import HYPER, MAP, read_complete
 from mindresume.reshard.conversion import CONVERSION
@@ -26,25 +24,7 @@ def no_flush(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs a command in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments, command="merge"):
-        monkeypatch.setattr(sys, "argv", ["mindresume", command, *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-    return run
-
-
-@pytest.fixture
-def read(call):
-    """(exit status, JSON document)"""
-    def run(*arguments):
-        status, out, err = call(*arguments, "--json")
-        assert err == ""
-        return status, json.loads(out)
-    return run
+COMMAND = "merge"
 
 
 @pytest.fixture

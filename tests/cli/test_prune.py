@@ -10,7 +10,6 @@ import folders
 import pytest
 from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
-from mindresume import cli
 from mindresume.formats.rank_folders import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name
 from mindresume.store import claim
@@ -18,19 +17,12 @@ from mindresume.store import claim
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mindresume", "prune", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as ended:
-            status = ended.code or 0
-        return status, *capsys.readouterr()
-    return run
+COMMAND = "prune"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
