@@ -1,6 +1,7 @@
 """The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no Trainer. CPU, one process."""
 import importlib
 import shutil
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -394,6 +395,48 @@ def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dty
     found = {p.name: p.asnumpy() for p in net.get_parameters()}
     assert np.array_equal(found["weight"], expected.parameters_dict()["weight"].asnumpy())
     assert found["global_step"].tolist() == [3]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
+    saved_network(tmp_path, network(1.7))
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    net, reading, seen, read = network(0.0), threading.Event(), [], hooks.read_shard
+
+    def read_and_tell(*arguments):
+        reading.set()
+        return read(*arguments)
+    monkeypatch.setattr(hooks, "read_shard", read_and_tell)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    monkeypatch.setattr(adapter, "wanted_of", lambda net: {p.name: (p.shape, "float32") for p in net.get_parameters()
+                                                           if p.name == "weight"})
+    monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(20 if beside else 0)))
+    hooks.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True), SimpleNamespace(_train_network=net), None,
+                      current, STORAGE)
+    assert seen == [beside] and float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == np.float32(1.7)
+
+
+def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path, current, monkeypatch):
+    saved_network(tmp_path, network(1.0))
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
+    with pytest.raises(LoadError, match="changed after it was checked"):
+        hooks.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
+                          SimpleNamespace(_train_network=network(5.0)), None, current, STORAGE)
+
+
+def test_regions_into_a_real_network(tmp_path, current):
+    """Weights and moments, through auto_trans_ckpt, of a checkpoint of one rank."""
+    source = network(1.7)
+    saved_network(tmp_path / "checkpoint", source)
+    config = config_of(tmp_path / "checkpoint", auto_trans_ckpt=True, output_dir=str(tmp_path / "output"), use_parallel=False)
+    hooks.choose_checkpoint(config, current)
+    current.global_step = 3
+    net = network(0.0)
+    hooks.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
+    found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
+    assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
+    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in wanted.items()}
 
 
 @pytest.mark.parametrize("name", ["weight", "moment1.weight"])
