@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,11 +26,12 @@ from mindresume.formats.rank_folders import ranks_count
 from mindresume.manifest import FileRecord
 from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, session
-from mindresume.reshard.conversion import Conversion, Job, read_conversion, to_complete, to_ranks
+from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
+from mindresume.reshard.made import checksums
 from mindresume.reshard.source import Source, counted, open_complete, state_of
 from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate
@@ -58,11 +58,9 @@ def choose_complete(storage: Storage, path: str, current: session.Session) -> Ch
     source = open_complete(storage, path)
 
     def check() -> Any:
-        made = read_conversion(storage, source.weights.name) if current.settings.verify == "full" else None
-        if made is not None:
-            checked = replace(source.weights, checksum=lambda rank, name: made["tensors"].get(name))
-            mine = sorted(source.weights.tensors)[current.group.rank::current.group.size]
-            check_tensors(checked, mine)
+        mine = sorted(source.weights.tensors)[current.group.rank::current.group.size]
+        if current.settings.verify == "full" and checksums(storage, source.weights.name):
+            check_tensors(source.weights, mine)
         return source.state.to_json() if source.state else None
     told = report(current.group, check)[0]
     if told is None:

@@ -28,6 +28,7 @@ from mindresume.manifest import FOLDER as RECORDS
 from mindresume.manifest import Details, FileRecord, Record, TensorRecord, attempt_name, record_name, run_name, seal, unseal
 from mindresume.reshard.direct import TargetFile
 from mindresume.reshard.geometry import shape_of
+from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion
 from mindresume.reshard.source import Source
 from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, rank_files
 from mindresume.reshard.weights import Weights
@@ -35,9 +36,7 @@ from mindresume.store.commit import Committer, Place
 from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json
 from mindresume.strategy import Strategy
 
-CONVERSION = "conversion.json"      # in the target: what it was made from
 LOCK = ".lock"                      # behind the name of the work folder
-_LIMIT = 256 << 20                  # bytes of that file: checksums of all tensors
 _SPARE = 1 << 20                    # bytes of room for the small files
 
 Writer = Callable[[Weights, Storage, Sequence[TargetFile]], list[Checksums]]
@@ -212,7 +211,7 @@ class Conversion:
         """What a group is known to consist of; None if it has to be written."""
         try:
             with self.storage.open(self._mark(number)) as file:
-                rows = unseal(file, "group", _LIMIT)[0]["files"]
+                rows = unseal(file, "group", LIMIT)[0]["files"]
         except (FileNotFoundError, RecordError):
             return None
         if [row[0] for row in rows] != [self.job.files[i].path for i in self.job.groups[number]]:
@@ -243,7 +242,7 @@ class Conversion:
             self.storage.make_folder(os.path.dirname(self._mark(number)))
             publish(self.storage, self._mark(number), [seal(
                 {"version": 1, "kind": "group", "files": [[self.job.files[i].path, s.size, s.file, s.tensors] for i, s in
-                                                          zip(self.job.groups[number], found, strict=True)]}, _LIMIT)],
+                                                          zip(self.job.groups[number], found, strict=True)]}, LIMIT)],
                     self.job.run)
 
     def _mark(self, number: int) -> str:
@@ -268,7 +267,7 @@ class Conversion:
                  "files": rows}
         if not self.job.ranks:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
-        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, _LIMIT)], self.job.run)
+        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, LIMIT)], self.job.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
         if self.storage.status(self.scratch) is not None:
             remove_tree(self.storage, self.scratch)
@@ -318,16 +317,6 @@ class Conversion:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def read_conversion(storage: Storage, folder: str) -> dict[str, Any] | None:
-    """What a folder was converted from: fingerprint, what, files [path, size, checksum], of complete weights tensors {name:
-    checksum}. None if it was not, or the file is damaged."""
-    try:
-        with storage.open(os.path.join(folder, CONVERSION)) as file:
-            return unseal(file, "conversion", _LIMIT)[0]
-    except (OSError, RecordError):
-        return None
 
 
 def remove_tree(storage: Storage, folder: str) -> None:

@@ -23,6 +23,7 @@ from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, folder_rank, parse_name
 from mindresume.formats.rank_folders import no_step, ranks_count
 from mindresume.reshard.geometry import whole
+from mindresume.reshard.made import checksums
 from mindresume.reshard.strategies import identity_of, stamp, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.resume.prove import prove
@@ -112,7 +113,8 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> Sourc
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
-    return Source(of_complete(storage, found), state, None, [stamp(storage, p) for p in paths],
+    weights, sums = of_complete(storage, found), checksums(storage, found.root) if found.kind != FILE else {}
+    return Source(replace(weights, checksum=lambda rank, name: sums.get(name)), state, None, [stamp(storage, p) for p in paths],
                   f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes)
 

@@ -30,8 +30,9 @@ from reshard.plans import (
 from mindresume.files import read_header, read_tensor
 from mindresume.files.model import DTYPES
 from mindresume.formats.rank_folders import scan
-from mindresume.reshard.conversion import CONVERSION, LOCK, Conversion, to_ranks
+from mindresume.reshard.conversion import LOCK, Conversion, to_ranks
 from mindresume.reshard.engine import writer
+from mindresume.reshard.made import CONVERSION
 from mindresume.reshard.source import open_source
 from mindresume.store.storage import TEMPORARY, PosixStorage
 from mindresume.strategy import Strategy, write_strategy

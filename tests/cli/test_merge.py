@@ -9,7 +9,7 @@ from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, r
 
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.complete import HYPER, MAP, read_complete
-from mindresume.reshard.conversion import CONVERSION
+from mindresume.reshard.made import CONVERSION
 from mindresume.store import storage
 from mindresume.strategy import write_strategy
 
@@ -240,3 +240,13 @@ def test_ctrl_c_and_errors_while_writing(source, tmp_path, call, monkeypatch, op
     assert snapshot(tmp_path) == before
     assert call(source, tmp_path / "new", "--part-size", "700")[0] == 0
     assert bits(read_all(tmp_path / "new")[0]) == bits(EVERYTHING)
+
+
+def test_a_flipped_bit_in_merged_weights_is_found_when_they_are_read_again(source, tmp_path, call):
+    assert call(source, tmp_path / "merged")[0] == 0
+    path = next((tmp_path / "merged").glob("part0.safetensors"))
+    flip_bit(path)
+    status, _, err = call(tmp_path / "merged", tmp_path / "new", "--to", "dp=2", command="convert")
+    assert status == 2 and f"{path}: " in err and "is not what was written: checksum" in err and not (tmp_path / "new").exists()
+    (tmp_path / "merged" / CONVERSION).unlink()         # whoever changed it on purpose
+    assert call(tmp_path / "merged", tmp_path / "new", "--to", "dp=2", command="convert")[0] == 0

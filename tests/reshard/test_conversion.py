@@ -31,8 +31,9 @@ from mindresume.formats.rank_folders import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, read_details, run_sequence
 from mindresume.reshard import conversion as module
-from mindresume.reshard.conversion import CONVERSION, LOCK, Conversion, read_conversion, remove_tree, to_complete, to_ranks
+from mindresume.reshard.conversion import LOCK, Conversion, remove_tree, to_complete, to_ranks
 from mindresume.reshard.engine import writer
+from mindresume.reshard.made import CONVERSION, read_conversion
 from mindresume.reshard.source import open_source
 from mindresume.resume.select import select
 from mindresume.strategy import Strategy, write_strategy
