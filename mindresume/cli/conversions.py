@@ -1,7 +1,6 @@
 """What ``convert`` and ``merge`` share: options, the plan of a dry run, carrying out, and what is said afterwards."""
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -11,7 +10,6 @@ import typer
 
 from mindresume.cli.common import locate, print_json, progress_bar, size_text
 from mindresume.errors import ConfigError, EngineError
-from mindresume.files.model import DTYPES
 from mindresume.reshard.conversion import Conversion, Job
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
@@ -64,11 +62,11 @@ def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str 
     tile = tile_for(bytes_of(memory, "--memory-limit") if memory else None, workers)
     chosen = engine_for(checked_engine(engine), fmt)
     plan = {"source": job.source.what, "target": os.path.abspath(target), "engine": chosen, "files": len(job.files),
-            **numbers(job), "memory_bytes": BUFFERS * workers * tile}
+            **numbers(job), "memory_bytes": BUFFERS * workers * tile, "notes": notes,
+            "refused": [refusal.to_json() for refusal in job.source.refused]}
     finished = conversion.finished()
     if dry_run or finished:
-        _show(plan | {"dry_run": dry_run, "finished": finished, "notes": notes,
-                      "refused": [refusal.to_json() for refusal in job.source.refused]}, json)
+        _show(plan | {"dry_run": dry_run, "finished": finished}, json)
         return
     traffic, started = Traffic(), time.monotonic()
     try:
@@ -90,17 +88,15 @@ def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str 
         raise
     seconds = time.monotonic() - started
     _show(plan | {"dry_run": False, "finished": True, "bytes_read": traffic.read, "bytes_written": traffic.written,
-                  "bytes_verified": traffic.verified, "seconds": round(seconds, 3), "notes": notes,
-                  "refused": [refusal.to_json() for refusal in job.source.refused]}, json)
+                  "bytes_verified": traffic.verified, "seconds": round(seconds, 3)}, json)
 
 
 def numbers(job: Job) -> dict[str, Any]:
     """Bytes of tensors: needed (each once), to be read (once in every group of files that needs them), and to be written."""
     tensors = job.source.weights.tensors
-    sizes = {name: math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize for name, tensor in tensors.items()}
     groups = [{name for i in group for name in job.files[i].holds} for group in job.groups]
-    read = sum(sizes[name] for names in groups for name in names)
-    needed = sum(sizes[name] for name in set().union(*groups))
+    read = sum(tensors[name].nbytes for names in groups for name in names)
+    needed = sum(tensors[name].nbytes for name in set().union(*groups))
     written = sum(sum(count for rows in file.blueprint(tensors).tensors.values() for _, _, count in rows) for file in job.files)
     return {"tensors": len(set().union(*groups)), "bytes_needed": needed, "bytes_to_read": read, "bytes_to_write": written,
             "over_read": round(read / needed, 4) if needed else 1.0}

@@ -37,11 +37,10 @@ def convert(src: Src, dst: Dst,
     not what the model does, give strategy files. Tensors are copied bit for bit. The result has records and layouts of its own.
     """
     source = opened(src, step, strategy)
-    fmt = fmt or next(header.format for header in source.weights.headers.values() if header)
+    fmt = fmt or source.weights.format
     if fmt not in FORMATS:
         raise ConfigError(f"--format is {fmt!r}; choose one of {', '.join(FORMATS)}")
-    was = next(header.format for header in source.weights.headers.values() if header)
-    run(to_ranks(source, target_of(to, source), fmt), dst, was, engine, workers, memory, dry_run, json)
+    run(to_ranks(source, target_of(to, source), fmt), dst, source.weights.format, engine, workers, memory, dry_run, json)
 
 
 def target_of(to: str, source: Source) -> Strategy:

@@ -19,7 +19,6 @@ from mindresume.files import Header
 from mindresume.formats.complete import is_complete
 from mindresume.formats.rank_folders import is_root, ranks_count
 from mindresume.layout import TensorLayout
-from mindresume.reshard.compare import bytes_of
 from mindresume.reshard.geometry import Region, held, shape_of, whole
 from mindresume.reshard.source import Source, open_source
 from mindresume.reshard.weights import Tensor
@@ -197,7 +196,7 @@ class _Checkpoint:
         found = [status.size for status in parallel(storage, storage.status, paths) if status is not None]
         counts, total = Counter(tensor.dtype for tensor in tensors), Counter[str]()
         for tensor in tensors:
-            total[tensor.dtype] += bytes_of(tensor)
+            total[tensor.dtype] += tensor.nbytes
         step = candidate.step if candidate else source.state.step if source.state else None
         self.summary = {
             "path": self.weights.name, "kind": "checkpoint" if candidate else "complete weights", "what": source.what,

@@ -33,5 +33,4 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
     """
     source = opened(src, step, strategy)
     job = to_complete(source, HUGGINGFACE if hf else MINDSPORE, bytes_of(part, "--part-size"), tuple(drop or ()))
-    was = next(header.format for header in source.weights.headers.values() if header)
-    run(job, dst, was, engine, workers, memory, dry_run, json)
+    run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)

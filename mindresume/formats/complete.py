@@ -21,7 +21,7 @@ from mindresume.errors import ConfigError, DamagedFileError
 from mindresume.files import FORMATS, Header, read_scalar
 from mindresume.files.model import MAX_HEADER, parse_object
 from mindresume.formats.names import folder_rank
-from mindresume.formats.rank_folders import SCALARS, header_of, is_root
+from mindresume.formats.rank_folders import SCALARS, header_of, is_root, listed
 from mindresume.manifest import FileRecord
 from mindresume.store.storage import Storage, parallel
 
@@ -82,15 +82,15 @@ def read_complete(storage: Storage, path: str) -> CompleteWeights:
     index, kind, notes = _index_of(storage, path, names)
     files = _tensor_files(names)
     if index is not None:
-        listed = {*index.files.values(), *({HYPER} & set(files))}
-        if ignored := [name for name in files if name not in listed]:
-            notes.append(f"{path}: {_some(ignored)} not named by {os.path.basename(index.path)}; ignored")
+        named = {*index.files.values(), *({HYPER} & set(files))}
+        if ignored := [name for name in files if name not in named]:
+            notes.append(f"{path}: {listed(ignored, 1)} not named by {os.path.basename(index.path)}; ignored")
         present = set(names)
         for tensor, file in index.files.items():
             if file not in present:
                 raise DamagedFileError(os.path.join(path, file), f"the file is missing; {os.path.basename(index.path)} says that "
                                                                  f"it holds tensor {tensor}", tensor=tensor)
-        files = sorted(listed)
+        files = sorted(named)
     if not files:
         raise ConfigError(f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected complete weights")
     return _read(storage, path, files, index, kind, notes)
@@ -114,11 +114,11 @@ def _read(storage: Storage, root: str, files: list[str], index: _Index | None, k
     if index is not None:
         found, unlisted = _by_index(root, found, index)
         if unlisted:
-            notes.append(f"{root}: {_some(unlisted)} not named by {os.path.basename(index.path)}; ignored")
+            notes.append(f"{root}: {listed(unlisted, 1)} not named by {os.path.basename(index.path)}; ignored")
     if not found:
-        raise ConfigError(f"{root}: no tensor in {_some(files)}")
+        raise ConfigError(f"{root}: no tensor in {listed(files, 1)}")
     if cut := [tensor for tensor, file in found.items() if file == HYPER and tensor.startswith(_ACCUMULATED)]:
-        notes.append(f"{os.path.join(root, HYPER)}: {_some(cut)} as MindSpore left them there: rank 0's part, not merged")
+        notes.append(f"{os.path.join(root, HYPER)}: {listed(cut, 1)} as MindSpore left them there: rank 0's part, not merged")
     return CompleteWeights(root, tuple(files), found, headers, _scalars(storage, root, found, headers), kind, tuple(notes))
 
 
@@ -200,11 +200,6 @@ def _part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
 def _tensor_files(names: Iterable[str]) -> list[str]:
     """Hidden ones are half-written, or of the file system."""
     return [name for name in names if not name.startswith(".") and name.endswith(tuple(f".{fmt}" for fmt in FORMATS))]
-
-
-def _some(names: list[str]) -> str:
-    """'a and 3 more'"""
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 # ---- writing: names and contents -----------------------------------------------------------------------------------

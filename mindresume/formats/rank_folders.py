@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindresume.errors import DamagedFileError, RecordError
@@ -158,7 +158,7 @@ def _from_records(storage: Storage, path: str, step: int, run: str, content: lis
     if problem is None and not complete:
         done = f"{world - len(missing)} of {world} ranks" if records else "no rank"
         problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
-                          + (f", missing: rank {ranks_text(missing)}" if missing else ""),
+                          + (f", missing: rank {listed(missing)}" if missing else ""),
                           rank=missing[0] if missing else None)
     first = records.get(0) or next(iter(records.values()), None)
     return Candidate(step, OURS, first.file.format if first else "", {rank: r.file for rank, r in records.items()}, world,
@@ -168,10 +168,10 @@ def _from_records(storage: Storage, path: str, step: int, run: str, content: lis
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else ())
 
 
-def ranks_text(ranks: list[int], most: int = 8) -> str:
+def listed(items: Sequence[object], most: int = 8) -> str:
     """'1, 2, 5 and 3 more'"""
-    text = ", ".join(map(str, ranks[:most]))
-    return text + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    text = ", ".join(map(str, items[:most]))
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def ranks_count(count: int) -> str:

@@ -21,7 +21,6 @@ from mindresume.agree import Group, decide, report
 from mindresume.errors import ConfigError, EngineError, MissingCheckpointError, StrategyError
 from mindresume.formats import MINDFORMERS, OURS, Candidate
 from mindresume.formats.complete import MINDSPORE, is_complete
-from mindresume.formats.names import parse_name
 from mindresume.formats.rank_folders import ranks_count
 from mindresume.manifest import FileRecord
 from mindresume.network import layouts as network_layouts
@@ -32,9 +31,9 @@ from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
 from mindresume.reshard.made import checksums
-from mindresume.reshard.source import Source, counted, open_complete, state_of
+from mindresume.reshard.source import Source, counted, open_complete, source_of
 from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
-from mindresume.reshard.weights import Weights, of_candidate
+from mindresume.reshard.weights import Weights
 from mindresume.resume.select import Choice, select
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
@@ -111,11 +110,9 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ra
 
 def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> Source:
     """What was chosen, as weights. Its bytes were proven at the choice."""
-    root, candidate = choice.root, counted(choice.root, choice.chosen, strategy)
-    name = parse_name(os.path.basename(candidate.files[min(candidate.files)].path))
-    state = candidate.state or state_of(choice.shards[0].scalars, name)
-    return Source(of_candidate(storage, root, candidate, strategy), state, name, identity,
-                  f"{root}, step {candidate.step}, {ranks_count(candidate.world_size)}", root, candidate)
+    candidate = counted(choice.root, choice.chosen, strategy)
+    scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have had none to prove
+    return source_of(storage, choice.root, candidate, strategy, identity, scalars)
 
 
 # ---- at the load ---------------------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
         if engine == "mindspore":
             source = open_complete(storage, folder)
     if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(current, source.weights, regions):
-        folder = transform_files(config, current, storage)
+        folder = transform_files(config, current, storage, source)
         log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
         current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
         return None
@@ -187,10 +184,10 @@ def unify(config: Any, current: session.Session, storage: Storage, source: Sourc
     return _by_all_ranks(storage, job, folder, current, current.group.size)
 
 
-def transform_files(config: Any, current: session.Session, storage: Storage) -> str:
+def transform_files(config: Any, current: session.Session, storage: Storage, source: Source) -> str:
     """ckpt files for the ranks of this job, written to disk. Returns their folder. ConfigError, StrategyError; AgreementError on
     all ranks."""
-    log, group, source = adapter.logger(), current.group, current.open_source()
+    log, group = adapter.logger(), current.group
     processes = config.get("transform_process_num") or 1
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
         raise ConfigError(f"transform_process_num is {processes!r}; expected a number that divides the {group.size} ranks of the "
@@ -221,8 +218,8 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
 
 def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int) -> dict[str, str]:
     """Rank 0 alone, with worker processes of its own: {"folder"}, or {"refused"} where MindSpore's engine is not able to."""
-    conversion = _free(storage, job, folder)
-    if not conversion.finished():
+    conversion, finished = _free(storage, job, folder)
+    if not finished:
         try:
             conversion.prepare()
             conversion.write(writer("mindspore", conversion, processes, log=conversion.log))
@@ -240,9 +237,13 @@ def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Sess
     """The direct engine on ``processes`` ranks, spread over all. Returns the folder. AgreementError on all ranks if one fails;
     then nothing of it stays."""
     group, step = current.group, max(current.group.size // processes, 1)
-    target = decide(group, lambda: (lambda found: [found.target, found.finished()])(_free(storage, job, folder)))
-    conversion = Conversion(storage, job, target[0], _log)
-    if target[1]:
+
+    def look() -> list[Any]:
+        found, finished = _free(storage, job, folder)
+        return [found.target, finished]
+    target, finished = decide(group, look)
+    conversion = Conversion(storage, job, target, _log)
+    if finished:
         _log(f"{conversion.target} is there already, from an earlier start")
         return conversion.target
     mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
@@ -257,21 +258,16 @@ def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Sess
     return conversion.target
 
 
-def _free(storage: Storage, job: Job, folder: str) -> Conversion:
-    """Where the conversion goes: what lies in ``folder`` and is not this conversion is left alone. ConfigError if the place
-    beside it is taken too."""
-    step = job.source.state.step if job.source.state else 0
-    last = f"{folder}_step_{step}_{job.fingerprint[:8]}"
-    for target in (folder, last):
-        conversion = Conversion(storage, job, target, _log)
-        try:
-            conversion.finished()
-        except ConfigError:
-            if target == last:
-                raise
-            continue
-        return conversion
-    raise AssertionError("unreachable")
+def _free(storage: Storage, job: Job, folder: str) -> tuple[Conversion, bool]:
+    """Where the conversion goes, and whether it is there already: what lies in ``folder`` and is not this conversion is left
+    alone. ConfigError if the place beside it is taken too."""
+    first = Conversion(storage, job, folder, _log)
+    try:
+        return first, first.finished()
+    except ConfigError:
+        step = job.source.state.step if job.source.state else 0
+        beside = Conversion(storage, job, f"{folder}_step_{step}_{job.fingerprint[:8]}", _log)
+        return beside, beside.finished()
 
 
 def _log(text: str) -> None:

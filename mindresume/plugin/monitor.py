@@ -23,7 +23,7 @@ from mindresume import network as live
 from mindresume.agree import Group, decide, report
 from mindresume.errors import FolderInUseError, SaveError
 from mindresume.formats.names import FileName, free_suffix, parse_name, stem
-from mindresume.formats.rank_folders import ranks_text, scan_records
+from mindresume.formats.rank_folders import listed, scan_records
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
@@ -134,7 +134,7 @@ class CheckpointMonitor(BuiltIn):
         blind = blind_ranks(self._place, group)
         if blind:
             log.error("mindresume: rank %s cannot see what rank 0 writes to %s: the folder is not shared. Saves will not be "
-                      "committed and cannot be resumed; put output_dir on a disk that all nodes share", ranks_text(blind), root)
+                      "committed and cannot be resumed; put output_dir on a disk that all nodes share", listed(blind), root)
         try:
             for name in clean_own_folder(self._place):
                 log.info("mindresume: removed %s, left half-written by an earlier run", name)

@@ -75,14 +75,9 @@ def compare(a: Weights, b: Weights, names: Collection[str] | None = None, worker
 
 def comparable(a: Weights, b: Weights, names: Collection[str] | None = None) -> tuple[int, int]:
     """Of how many tensors, and how many bytes of each side, ``compare`` looks at the values."""
-    sizes = [bytes_of(a.tensors[name]) for name in _names(a, b, names)
+    sizes = [a.tensors[name].nbytes for name in _names(a, b, names)
              if _kind(a.tensors.get(name), b.tensors.get(name)) == VALUES]
     return len(sizes), sum(sizes)
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Of the whole tensor."""
-    return elements(whole(tensor.shape)) * DTYPES[tensor.dtype].itemsize
 
 
 def _names(a: Weights, b: Weights, names: Collection[str] | None) -> list[str]:

@@ -60,14 +60,15 @@ class Job:
         """Of the records of the target."""
         return run_name(1, self.fingerprint[:8])
 
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.blueprint(self.source.weights.tensors).size for file in self.files)
+    def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
+        """Bytes of the files of these groups, default of all."""
+        tensors = self.source.weights.tensors
+        return sum(self.files[i].blueprint(tensors).size for group in (self.groups if groups is None else groups) for i in group)
 
 
 def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> Job:
     """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
-    pipeline stage, whose ranks need the same bytes. StrategyError, ValueError: see ``rank_files``."""
+    pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
     target = strategy.to_json() | {"source": ""} if strategy else None
     fingerprint = _fingerprint(source, ["ranks", target, fmt])
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
@@ -168,8 +169,7 @@ class Conversion:
         self._take_lock()
         self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.job.groups) if self.done(number) is None]
-        tensors = self.job.source.weights.tensors
-        needed = _SPARE + sum(self.job.files[i].blueprint(tensors).size for group in missing for i in group)
+        needed = _SPARE + self.job.size(missing)
         room = self.storage.room(self.work)
         if room < needed:
             if len(missing) == len(self.job.groups):

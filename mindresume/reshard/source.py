@@ -20,7 +20,7 @@ from mindresume.errors import (
 )
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import FILE, is_complete, read_complete
-from mindresume.formats.names import FileName, folder_rank, parse_name
+from mindresume.formats.names import FileName, parse_name
 from mindresume.formats.rank_folders import no_step, ranks_count
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.made import checksums
@@ -85,13 +85,19 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     for proof in proofs:
         if isinstance(proof, Refusal):
             raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
-    weights = of_candidate(storage, root, candidate, layouts)
-    cover(weights)
-    first = os.path.basename(candidate.files[min(candidate.files)].path)
-    name = parse_name(first)
-    state = candidate.state or state_of(proofs[0].scalars, name)
+    source = source_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
+    cover(source.weights)
+    return source
+
+
+def source_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
+              scalars: Mapping[str, Any]) -> Source:
+    """A candidate of ``counted`` ranks that somebody has proven. ``scalars``: counters of its first file, for one without
+    records. StrategyError and LoadError: see ``of_candidate``."""
+    name = parse_name(os.path.basename(candidate.files[min(candidate.files)].path))
+    state = candidate.state or state_of(scalars, name)
     what = f"{root}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(candidate.world_size)}"
-    return Source(weights, state, name, identity, what, root, candidate)
+    return Source(of_candidate(storage, root, candidate, strategy), state, name, identity, what, root, candidate)
 
 
 def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
@@ -142,9 +148,3 @@ def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState
     batch, scale = scalars.get("global_batch_size"), scalars.get("loss_scale")
     return TrainingState(step, max(per_epoch, 1), int(scalars.get("global_step") or step), int(batch) if batch else None,
                          float(scale) if scale is not None else None)
-
-
-def is_checkpoint(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is something ``open_source`` may understand, and no strategy."""
-    return is_complete(storage, path) or folder_rank(os.path.basename(path)) is not None or any(
-        folder_rank(name) is not None for name in storage.list(path))

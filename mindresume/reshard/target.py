@@ -11,9 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mindresume.errors import ConfigError, StrategyError
-from mindresume.files.model import DTYPES
 from mindresume.formats.complete import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
-from mindresume.formats.rank_folders import SCALARS
+from mindresume.formats.rank_folders import SCALARS, listed
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.names import missing
@@ -57,20 +56,16 @@ def check_names(weights: Weights, strategy: Strategy) -> None:
     lost = [name for name, tensor in weights.tensors.items() if name not in named and not is_counter(tensor)]
     if lost:
         raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
-                            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {_some(lost)}. Is it "
-                            f"the strategy of the same model, with all its stages?")
+                            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {listed(lost, 3)}. Is "
+                            f"it the strategy of the same model, with all its stages?")
     absent = missing(named, weights.tensors)
     if absent:
         raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
-                            f"example {_some(absent)}. Is it the strategy of the same model?")
+                            f"example {listed(absent, 3)}. Is it the strategy of the same model?")
 
 
 def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
     return name in SCALARS or (not layout_known and elements == 1 and "." not in name)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def rank_files(weights: Weights, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
@@ -97,7 +92,7 @@ def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, dr
     if not names:
         raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
                           + (f" after {', '.join(drop)}" if drop else ""))
-    sizes = {name: math.prod(tensors[name].shape) * DTYPES[tensors[name].dtype].itemsize for name in names}
+    sizes = {name: tensors[name].nbytes for name in names}
     parts = split(sizes, part_bytes)
     paths = [part_name(i, len(parts), kind) for i in range(len(parts))]
     weight_map = {name: path for path, part in zip(paths, parts, strict=True) for name in part}

@@ -22,7 +22,7 @@ from mindresume.files import Header, TensorEntry, read_header
 from mindresume.files.model import DTYPES
 from mindresume.formats import Candidate
 from mindresume.formats.complete import CompleteWeights
-from mindresume.formats.rank_folders import ranks_text
+from mindresume.formats.rank_folders import listed
 from mindresume.layout import TensorLayout
 from mindresume.manifest import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
@@ -45,6 +45,11 @@ class Tensor:
     layout: TensorLayout | None = None
     first: int = 0
     copies: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
         found = cuts(self.layout, self.shape, region)
@@ -73,6 +78,11 @@ class Weights:
     headers: dict[str, Header | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def format(self) -> str:
+        """Of its files."""
+        return next(header.format for header in self.headers.values() if header)
+
     def place(self, name: str, cut: Cut) -> Place:
         """Where a piece lies. DamagedFileError if the file holds another dtype or shape than it should; LoadError if none of its
         holders has it."""
@@ -93,21 +103,26 @@ class Weights:
                                              f"that of these weights, or the file is of another job", tensor=name)
             return Place(rank, path, entry, self.checksum(rank, name))
         raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
-                        f"{ranks_text(asked)}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
+                        f"{listed(asked)}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
 
     def header(self, path: str) -> Header | None:
         """None if there is no such file. Read once."""
         with self._lock:
             if path in self.headers:
                 return self.headers[path]
-        try:
-            with self.storage.open(path) as file:
-                found = read_header(file, path)
-        except FileNotFoundError:
-            found = None
+        found = _read(self.storage, path)
         with self._lock:
             self.headers[path] = found
         return found
+
+
+def _read(storage: Storage, path: str) -> Header | None:
+    """None if there is no such file."""
+    try:
+        with storage.open(path) as file:
+            return read_header(file, path)
+    except FileNotFoundError:
+        return None
 
 
 def of_complete(storage: Storage, weights: CompleteWeights) -> Weights:
@@ -152,11 +167,7 @@ class _RankFolders:
         if path is None:
             return None
         if path not in self.headers:
-            try:
-                with self.storage.open(path) as file:
-                    self.headers[path] = read_header(file, path)
-            except FileNotFoundError:
-                self.headers[path] = None
+            self.headers[path] = _read(self.storage, path)
         return self.headers[path]
 
     def details(self, rank: int) -> Details | None:

@@ -16,7 +16,7 @@ from mindresume.files import Header
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import LABEL, parse_label
-from mindresume.formats.rank_folders import header_of, ranks_text, scalars_of, sizes
+from mindresume.formats.rank_folders import header_of, listed, scalars_of, sizes
 from mindresume.manifest import (
     FOLDER,
     Details,
@@ -94,7 +94,7 @@ def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal |
     missing = [rank for rank in range(world_size) if rank not in candidate.files]
     if missing:
         name = next(iter(candidate.files.values())).path
-        return candidate.refuse(f"no file of rank {ranks_text(missing)} for this step of this run (others have {name})",
+        return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name})",
                                 rank=missing[0])
     more = [rank for rank in candidate.files if rank >= world_size]
     if more:

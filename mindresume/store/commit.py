@@ -23,7 +23,7 @@ from mindresume.errors import NoRoomError, RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
 from mindresume.formats.names import META, FileName, folder_name, label, meta_json, parse_name
-from mindresume.formats.rank_folders import ranks_count, ranks_text, scan_records
+from mindresume.formats.rank_folders import listed, ranks_count, scan_records
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     FOLDER,
@@ -228,7 +228,7 @@ class Committer:
             self.sleep(pause)
         left = {step: self._missing(step) for step in self.pending}
         for step, ranks in left.items():
-            reason = f"no record of rank {ranks_text(ranks)}" if ranks else self._reasons.get(step, "it was given up")
+            reason = f"no record of rank {listed(ranks)}" if ranks else self._reasons.get(step, "it was given up")
             self.log(f"step {step} is not committed: {reason} within {deadline:.0f} s. A resume will take an older step")
         return left
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.names import FileName, folder_name, folder_rank, free_suffix, meta_json, name_for_rank, parse_name, stem
-from mindresume.formats.rank_folders import is_root, ranks_text, scan
+from mindresume.formats.rank_folders import is_root, listed, scan
 from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
 
 NEXT_RUN = run_name(2, "0000bbbb")
@@ -83,7 +83,7 @@ def test_small_helpers():
     assert stem("net", 3, 0) == "net_rank_3" and stem("net", 3, 2) == "net_rank_3_2"
     assert folder_rank(folder_name(12)) == 12
     assert [folder_rank(name) for name in ("rank_", "rank_x", "rank_1.bak", "my_rank_1", "Rank_1")] == [None] * 5
-    assert ranks_text([1, 2]) == "1, 2" and ranks_text(list(range(11))) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+    assert listed([1, 2]) == "1, 2" and listed(list(range(11))) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
 
 
 def test_a_root_is_a_folder_of_rank_folders_or_records(tmp_path):

@@ -20,7 +20,7 @@ from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER
 from mindresume.reshard.direct import whole_tensors
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import identity_of, is_checkpoint, open_source
+from mindresume.reshard.source import identity_of, open_source
 from mindresume.reshard.source import state_of as state_from
 from mindresume.strategy import Strategy, write_strategy
 
@@ -415,17 +415,6 @@ def test_the_state_that_counters_tell(values, name, expected):
 @pytest.mark.parametrize("step, epoch", [(15, 2), (20, 2), (30, 3)])
 def test_the_epoch_without_a_name(step, epoch):
     assert state_from({"step_num": step, "epoch_num": epoch}, None).epoch == epoch
-
-
-def test_what_may_be_a_checkpoint(tmp_path):
-    recorded(tmp_path / "a", PLAN, TENSORS)
-    complete(tmp_path / "b", TENSORS)
-    put(tmp_path / "c.ckpt", TENSORS)
-    (tmp_path / "empty").mkdir()
-    strategy_in(tmp_path / "strategy", fmt="json")
-    found = {name: is_checkpoint(STORAGE, str(tmp_path / name)) for name in (
-        "a", "a/rank_0", "b", "c.ckpt", "empty", "missing", "strategy")}
-    assert found == {"a": True, "a/rank_0": True, "b": True, "c.ckpt": True, "empty": False, "missing": False, "strategy": False}
 
 
 def test_nothing_is_written(tmp_path):
