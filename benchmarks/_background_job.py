@@ -26,9 +26,9 @@ from mindresume.formats.names import FileName
 from mindresume.network import deferred
 from mindresume.state import TrainingState
 from mindresume.store.background import Background
-from mindresume.store.commit import Place, Shard
 from mindresume.store.retention import KeepLast
 from mindresume.store.saver import Save
+from mindresume.store.shard import Place, rank_shard
 from mindresume.store.storage import PosixStorage
 
 KINDS = ("thread", "process")
@@ -42,7 +42,7 @@ def place_in(root: str) -> Place:
 
 
 def save_of(tensors: Mapping[str, Any], step: int, fmt: str) -> Save:
-    return Save(Shard(FileName("bench", 0, 0, 1, step, fmt), TrainingState(step, 1_000_000, step), tensors))
+    return Save(rank_shard(FileName("bench", 0, 0, 1, step, fmt), TrainingState(step, 1_000_000, step), tensors))
 
 
 def built_in(live: list[tuple[str, Any]], path: str, kind: str | bool, fmt: str) -> None:

@@ -25,11 +25,11 @@ import _measure as measure
 
 from mindresume.files import FORMATS
 from mindresume.formats.names import FileName
-from mindresume.formats.rank_folders import scan_records
+from mindresume.formats.records import scan_records
 from mindresume.network import deferred
 from mindresume.resume.prove import ProvenShard, prove
 from mindresume.state import TrainingState
-from mindresume.store.commit import Place, Shard, write_shard
+from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 TARGET = 1.15
@@ -86,7 +86,7 @@ class Bench:
         root = os.path.join(self.folder, fmt)
         place = Place(PosixStorage(), root, "0001-00000000", 0, 1)
         os.makedirs(root)
-        shard = Shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
+        shard = rank_shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
         self.timed(f"ours {fmt}", lambda: write_shard(place, shard))
         candidate = scan_records(place.storage, root)[0][0]
         found = self.rounds.timed(f"proof {fmt}", lambda: prove(place.storage, root, candidate, 0))

@@ -4,9 +4,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mindresume.errors import AgreementError
+
+Result = TypeVar("Result")
 
 
 class Group(Protocol):
@@ -50,6 +52,14 @@ def report(group: Group, work: Callable[[], Any]) -> list[Any]:
         if "error" in reply:
             raise AgreementError(f"rank {rank}: {reply['error']}")
     return [reply["value"] for reply in replies]
+
+
+def agreed(group: Group, work: Callable[[], Result]) -> Result:
+    """The result of ``work``, which stays on its rank. AgreementError on all ranks if it fails on one: none goes on without the
+    others."""
+    found: list[Result] = []
+    report(group, lambda: found.append(work()))
+    return found[0]
 
 
 def _attempt(work: Callable[[], Any]) -> dict[str, Any]:

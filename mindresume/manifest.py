@@ -18,7 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import xxhash
@@ -35,6 +35,7 @@ TRASH = "trash-"                       # an attempt folder under this name is no
 # Bytes of a line. A head is some hundred bytes; a manifest about 200 a rank, and there is room for 600 of each of MAX_RANKS; the
 # details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
+MAX_FILES = 16                         # of weights, of one rank
 MAX_NAME = 255                         # bytes of a file name, on every file system we know
 MAX_SEQUENCE = 10**18 - 1              # of runs
 MAX_TIME = 10**11                      # seconds since 1970, in the year 5138: more is no time that can be shown
@@ -106,36 +107,54 @@ class FileRecord:
 
     @classmethod
     def of_rank(cls, value: Any, rank: int) -> FileRecord:
-        """What a record or manifest may name as the file of ``rank``: exactly one file in the folder of that rank, so that no
-        reader looks elsewhere, no two ranks share a file, and whoever removes the checkpoint removes nothing else."""
+        """What a record or manifest may name as a file of weights of ``rank``: one in the folder of that rank, or right where the
+        records are, so that no reader looks elsewhere and whoever removes the checkpoint removes nothing else."""
         file = cls.from_json(value)
-        folder, _, name = file.path.partition("/")
-        if folder != f"rank_{rank}" or not _NAME.fullmatch(name):
-            raise RecordError(f"file path {file.path!r}"[:200] + f" is not that of a file in the folder rank_{rank}")
+        folder, _, name = file.path.rpartition("/")
+        if folder not in (f"rank_{rank}", "") or not _NAME.fullmatch(name):
+            raise RecordError(f"file path {file.path!r}"[:200] + f" is not that of a file in the folder rank_{rank}, or of one "
+                              f"without a folder")
         if len(name.encode()) > MAX_NAME:
             raise RecordError(f"file path {file.path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes")
         if file.format not in FORMATS or not name.endswith(f".{file.format}"):
             raise RecordError(f"file path {file.path!r}"[:200] + f" has the format {file.format!r}"[:200] + f", expected "
                               f"{' or '.join(FORMATS)} and a name that ends so")
-        if not is_count(file.size):
-            raise RecordError(f"the size of {file.path} is {file.size!r}"[:400] + ", expected a number of bytes")
-        _check_checksum(file.checksum, file.path)
-        return file
+        return file._checked()
+
+    @classmethod
+    def small(cls, value: Any) -> FileRecord:
+        """What a manifest may name beside the weights: a JSON file right where the records are."""
+        file = cls.from_json(value)
+        if not _NAME.fullmatch(file.path) or file.format != "json":
+            raise RecordError(f"file path {file.path!r}"[:200] + " is not that of a small file of a checkpoint")
+        return file._checked()
+
+    def _checked(self) -> FileRecord:
+        if not is_count(self.size):
+            raise RecordError(f"the size of {self.path} is {self.size!r}"[:400] + ", expected a number of bytes")
+        _check_checksum(self.checksum, self.path)
+        return self
+
+    def below(self, folder: str) -> FileRecord:
+        """With a path relative to the folder that holds ``folder``."""
+        return replace(self, path=f"{folder}/{self.path}") if folder else self
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor as it lies in the file of one rank. ``layout``: how the global tensor is cut, None outside the strategy."""
+    """One tensor as it lies in a file of one rank. ``layout``: how the global tensor is cut, None outside the strategy. ``file``:
+    index into the files of the record."""
     dtype: str
     shape: tuple[int, ...]
     checksum: str
     layout: TensorLayout | None = None
     global_shape: tuple[int, ...] | None = None
+    file: int = 0
 
 
 @dataclass(frozen=True)
 class Details:
-    """The long part of a record: every tensor of the file, and the state of the random generators of this rank."""
+    """The long part of a record: every tensor of the files, and the state of the random generators of this rank."""
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     random: Mapping[str, Any] = field(default_factory=dict)
 
@@ -144,7 +163,7 @@ class Details:
         rows = {}
         for name, tensor in self.tensors.items():
             index = None if tensor.layout is None else layouts.setdefault(tensor.layout, len(layouts))
-            rows[name] = [tensor.dtype, tensor.shape, tensor.checksum, index, tensor.global_shape]
+            rows[name] = [tensor.dtype, tensor.shape, tensor.checksum, index, tensor.global_shape, tensor.file]
         return {"tensors": rows, "layouts": [layout.to_json() for layout in layouts], "random": dict(self.random)}
 
     @classmethod
@@ -154,7 +173,9 @@ class Details:
         fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors, but few kinds of them
         tensors = {}
         for name, row in value["tensors"].items():
-            dtype, shape, checksum, index, whole = _row(row, 5, name)
+            dtype, shape, checksum, index, whole, file = _row(row, 6, name)
+            if not is_count(file, 0, MAX_FILES - 1):
+                raise RecordError(f"tensor {name}: the file is {file!r}"[:400] + f", expected a number below {MAX_FILES}")
             if not isinstance(dtype, str):
                 raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a text")
             _check_checksum(checksum, f"tensor {name}")
@@ -167,7 +188,7 @@ class Details:
                     fits[index, whole] = layouts[index].local_shape(whole)
                 if fits[index, whole] != shape:
                     raise RecordError(f"tensor {name} of shape {shape}: its layout cuts {whole} into {fits[index, whole]}"[:400])
-            tensors[name] = TensorRecord(dtype, shape, checksum, None if index is None else layouts[index], whole)
+            tensors[name] = TensorRecord(dtype, shape, checksum, None if index is None else layouts[index], whole, file)
         if not isinstance(value["random"], dict):
             raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
         return cls(tensors, value["random"])
@@ -175,13 +196,15 @@ class Details:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank wrote for one step of one run. ``saved_at``: seconds since 1970, for people only."""
+    """What one rank wrote for one step of one run. ``saved_at``: seconds since 1970, for people only. ``deduplicated``: of the
+    pieces that several ranks hold, it wrote its share (``remove_redundancy``)."""
     run: str
     rank: int
     world_size: int
     state: TrainingState
     saved_at: float
-    file: FileRecord
+    files: tuple[FileRecord, ...]
+    deduplicated: bool = False
 
     @property
     def step(self) -> int:
@@ -190,8 +213,8 @@ class Record:
     def encode(self, details: Details) -> bytes:
         tail = _dump(details.to_json(), DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
-                "state": self.state.to_json(), "saved_at": self.saved_at, "file": self.file.to_json(),
-                "details": xxhash.xxh3_128_hexdigest(tail)}
+                "state": self.state.to_json(), "saved_at": self.saved_at, "files": [file.to_json() for file in self.files],
+                "deduplicated": self.deduplicated, "details": xxhash.xxh3_128_hexdigest(tail)}
         return seal(head) + tail + b"\n"
 
     @classmethod
@@ -201,7 +224,7 @@ class Record:
             world_size = _counted(head, "world_size", 1, MAX_RANKS)
             rank = _counted(head, "rank", 0, world_size - 1)
             return cls(head["run"], rank, world_size, TrainingState.from_json(head["state"]), _time(head["saved_at"]),
-                       FileRecord.of_rank(head["file"], rank))
+                       _files(head["files"], rank), _flag(head, "deduplicated"))
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
@@ -217,17 +240,23 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
     if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
         raise RecordError("the list of tensors is cut short or altered")
     with field_errors("record"):
-        return Record.decode(head), Details.from_json(_parse(tail, "record"))
+        record, details = Record.decode(head), Details.from_json(_parse(tail, "record"))
+        beyond = next((name for name, row in details.tensors.items() if row.file >= len(record.files)), None)
+        if beyond is not None:
+            raise RecordError(f"tensor {beyond} is in file {details.tensors[beyond].file} of {len(record.files)}")
+        return record, details
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The commit of one checkpoint: the files of all ranks in order of rank, and the checksum of each rank's record."""
+    """The commit of one checkpoint: the files of each rank in order of rank, and the checksum of each rank's record. ``small``:
+    what rank 0 wrote beside them, such as ``metadata.json``."""
     run: str
     state: TrainingState
     saved_at: float
-    files: tuple[FileRecord, ...]
+    files: tuple[tuple[FileRecord, ...], ...]
     records: tuple[str, ...]
+    small: tuple[FileRecord, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -240,7 +269,8 @@ class Manifest:
     def encode(self) -> bytes:
         return seal({"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
                      "state": self.state.to_json(), "saved_at": self.saved_at,
-                     "files": [file.to_json() for file in self.files], "records": list(self.records)}, MANIFEST_LIMIT)
+                     "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
+                     "small": [file.to_json() for file in self.small]}, MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
@@ -252,10 +282,14 @@ class Manifest:
             rows, records = _row(head["files"], None, "files"), _row(head["records"], None, "records")
             if not len(rows) == len(records) == world_size:
                 raise RecordError(f"manifest: {len(rows)} files and {len(records)} records for {world_size} ranks")
-            files = tuple(FileRecord.of_rank(row, rank) for rank, row in enumerate(rows))
+            files = tuple(_files(row, rank) for rank, row in enumerate(rows))
+            small = tuple(FileRecord.small(row) for row in _row(head["small"], None, "small"))
+            paths = [file.path for group in (*files, small) for file in group]
+            if len(set(paths)) < len(paths):
+                raise RecordError(f"manifest: {Counter(paths).most_common(1)[0][0]} is named twice")
             for rank, checksum in enumerate(records):
                 _check_checksum(checksum, record_name(rank))
-            return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records))
+            return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records), small)
 
 
 def seal(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
@@ -328,9 +362,24 @@ def _row(value: Any, length: int | None, what: str) -> list[Any]:
     return value
 
 
+def _files(value: Any, rank: int) -> tuple[FileRecord, ...]:
+    """Of one rank: at least one, and no two with the same path."""
+    files = tuple(FileRecord.of_rank(row, rank) for row in _row(value, None, "files"))
+    if not 1 <= len({file.path for file in files}) == len(files) <= MAX_FILES:
+        raise RecordError(f"rank {rank} has {len(files)} files: {', '.join(file.path for file in files)}"[:400] + f"; expected "
+                          f"1 to {MAX_FILES} different ones")
+    return files
+
+
 def _counted(head: Mapping[str, Any], field: str, least: int, most: int) -> int:
     if not is_count(head[field], least, most):
         raise RecordError(f"{field} is {head[field]!r}"[:200] + f", expected a whole number from {least} to {most}")
+    return head[field]
+
+
+def _flag(head: Mapping[str, Any], field: str) -> bool:
+    if not isinstance(head[field], bool):
+        raise RecordError(f"{field} is {head[field]!r}"[:200] + ", expected true or false")
     return head[field]
 
 

@@ -13,6 +13,8 @@ from mindresume.errors import LoadError, SaveError
 from mindresume.files.model import DTYPES
 from mindresume.layout import TensorLayout
 from mindresume.state import is_transient
+from mindresume.store.share import shares
+from mindresume.strategy_file import normal
 
 
 def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
@@ -100,6 +102,66 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
             continue
         found[name] = (layout, full)
     return found
+
+
+def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None]
+                     ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """As ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name: [Layout, dtype,
+    global shape]}. The optimizer shard is in the tensor map there."""
+    found = {}
+    for name, (layout, _, full) in (table or {}).items():
+        if name not in shapes:
+            continue
+        row, full = layout.to_dict(), tuple(full)
+        try:
+            if row.get("interleaved_parallel"):
+                raise ValueError("interleaved_parallel: which rank holds which part is not known")
+            known = normal(TensorLayout(tuple(row["device_matrix"]), tuple(tuple(m) if isinstance(m, (list, tuple)) else m
+                                                                          for m in row["tensor_map"])))
+            held = known.local_shape(full)
+        except ValueError as error:
+            warn(f"{name}: its layout is not recorded: {error}")
+            continue
+        if held != shapes[name]:
+            warn(f"{name}: its layout is not recorded: it says {held}, the parameter is {shapes[name]}")
+            continue
+        found[name] = (known, full)
+    return found
+
+
+def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
+                ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """{name: (layout, global shape)} of the parameters of this rank, by what MindSpore says of a compiled network: its strategy
+    metadata, and where that is silent its ``parameter_layout_dict``. In a job that cuts nothing (data parallel) every parameter
+    of more than one element is whole on every rank."""
+    if world_size == 1:
+        return {}
+    from mindspore import context
+    if context.get_auto_parallel_context("parallel_mode") not in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel"):
+        return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
+                if math.prod(shape) > 1}
+    rest = layouts(getattr(network, "parameter_layout_dict", None), shapes, warn)
+    return {**rest, **strategy_layouts(_strategy_metadata(network), shapes, warn)}
+
+
+def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
+    """None where this MindSpore has none, or the network was not compiled with ``enable_save_strategy_online``."""
+    try:
+        from mindspore.parallel.strategy import get_current_strategy_metadata
+        found = get_current_strategy_metadata(network)
+    except (ImportError, AttributeError, ValueError, RuntimeError):
+        return None
+    return next(iter(found.values()), None) if found else None
+
+
+def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int
+              ) -> frozenset[str]:
+    """With redundancy removal: which of the tensors that have a layout this rank writes."""
+    if not tables:
+        return frozenset()
+    size = next(iter(tables.values()))[0].stage_size
+    held = {name: (layout, full, tensors[name].dtype.itemsize) for name, (layout, full) in tables.items()}
+    return shares(held, size)[rank % size]
 
 
 def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],

@@ -14,6 +14,9 @@
       keep_best_mode: min        # the smallest are the best; or max
       transform_engine: auto     # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
                                  # first), or auto: mindspore for ckpt, direct for safetensors
+      allow_missing: []          # Checkpoint 2.0: patterns (lora_*) of parameters that a checkpoint need not have; they stay as
+      they
+                                 # are initialised. In the environment separated by commas
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
@@ -47,6 +50,7 @@ class Settings:
     keep_best_mode: str = "min"
     transform_engine: str = "auto"
     unified_checkpoint: int = 0
+    allow_missing: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
@@ -68,6 +72,11 @@ def _value(name: str, kind: type, value: Any) -> Any:
         if value not in _CHOICES[name]:
             raise ConfigError(f"mindresume.{name} is {value!r}; choose one of {', '.join(_CHOICES[name])}")
         return value
+    if kind is tuple:
+        rows = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) and row.strip() for row in rows):
+            raise ConfigError(f"mindresume.{name} is {value!r}; expected a list of patterns such as ['lora_*']")
+        return tuple(rows)
     if kind is str:
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(f"mindresume.{name} is {value!r}; expected a text that is not empty")

@@ -13,7 +13,7 @@ from mindresume.errors import RecordError
 
 MAX_COUNT = 2**63 - 1       # of steps, samples, bytes: what a file system, MindSpore and a message can hold
 _COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # needed, and their least value
-_OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1))    # or null
+_OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0))    # or null
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class TrainingState:
     ``global_step``: the optimizer's own counter (it may lag behind ``step`` after skipped overflow steps).
     ``global_batch_size``: samples per step over all ranks. ``loss_scale`` None: not used.
     ``metrics``: (name, finite number) of what was measured when it was saved: the loss of the step, what the user reported.
+    ``health``: 0 healthy, 1 not (``ckpt_status`` of mindformers' health monitor), None not known.
     """
     step: int
     steps_per_epoch: int
@@ -34,6 +35,7 @@ class TrainingState:
     sink_size: int | None = None
     dataset_size: int | None = None
     metrics: tuple[tuple[str, float], ...] = ()
+    health: int | None = None
 
     @property
     def epoch(self) -> int:

@@ -74,12 +74,12 @@ def records(run: Run, life: int | None = None) -> dict[int, Record]:
 
 def names(run: Run, life: int | None = None) -> dict[int, str]:
     """{step: file name of rank 0} of everything that is committed."""
-    return {step: Path(record.file.path).name for step, record in records(run, life).items()}
+    return {step: Path(record.files[0].path).name for step, record in records(run, life).items()}
 
 
 def weights(run: Run, step: int) -> Path:
     """The file of rank 0 of a committed step."""
-    return run.checkpoints / records(run)[step].file.path
+    return run.checkpoints / records(run)[step].files[0].path
 
 
 def counter(path: Path, name: str) -> int | float | None:

@@ -16,8 +16,9 @@ import numpy as np
 
 from mindresume.formats.names import FileName
 from mindresume.state import TrainingState
-from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
+from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
+from mindresume.store.shard import Place, clean_own_folder, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 PREFIX, PER_EPOCH, KEPT = "net", 10, 2
@@ -65,7 +66,7 @@ def save_for_ever(place: Place, suffix: int, first_step: int) -> None:
         wait_for_others(meeting, place.rank, place.world_size, step)
         if committer:
             committer.poll()
-        write_shard(place, Shard(name_of(step, place.rank, suffix), state_of(step), tensors_of(step, place.rank),
+        write_shard(place, rank_shard(name_of(step, place.rank, suffix), state_of(step), tensors_of(step, place.rank),
                                  random={"rank": place.rank}))
         if committer:
             committer.saved(step)

@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
 from mindresume.drill.stories import RUNS, shard  # noqa: E402
 from mindresume.store.background import Background, work_for  # noqa: E402
-from mindresume.store.commit import Place, Shard  # noqa: E402
 from mindresume.store.retention import KeepLast  # noqa: E402
 from mindresume.store.saver import Foreground, Save, Saver  # noqa: E402
+from mindresume.store.shard import Place, Shard  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved

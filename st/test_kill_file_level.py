@@ -139,7 +139,7 @@ class Story:
             if path.parent.parent.name == FOLDER and record_rank(path.name) is not None:
                 with open(path, "rb") as file:
                     record = read_record(file)[0]
-                records[record.file.path] = record.file
+                records[record.files[0].path] = record.files[0]
         for path in self.files():
             if path.suffix not in WEIGHTS or path.name.startswith("."):
                 continue

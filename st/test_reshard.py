@@ -187,7 +187,7 @@ def pieces(run: Run, step: int) -> list[tuple[int, Path, Mapping[str, TensorReco
     for path in sorted(folder.glob("rank_*.json")):
         with open(path, "rb") as file:
             record, details = read_details(file)
-        found.append((record.rank, run.checkpoints / record.file.path, details.tensors))
+        found.append((record.rank, run.checkpoints / record.files[0].path, details.tensors))
     return found
 
 

@@ -12,8 +12,9 @@ from mindresume.files import encode
 from mindresume.formats.names import FileName, folder_name, meta_json
 from mindresume.manifest import run_name
 from mindresume.state import TrainingState
-from mindresume.store.commit import Committer, Place, Shard, write_shard
+from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
+from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 STORAGE = PosixStorage()
@@ -50,7 +51,7 @@ def place_of(root: Path, rank: int, world: int, run: str = RUN) -> Place:
 
 def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt: str = "safetensors", suffix: int = 0,
                replicas: int = 2, at: float = 1000.0) -> None:
-    shard = Shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
+    shard = rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
                   random={"python": f"of rank {rank}"}, metadata={"format": "ms", "remove_redundancy": "False"})
     write_shard(place_of(root, rank, world, run), shard, clock=lambda: at + step)
 

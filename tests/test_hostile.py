@@ -21,7 +21,7 @@ from mindresume.agree import Solo
 from mindresume.errors import DamagedFileError, RecordError, UnusableError
 from mindresume.files import encode, read_header, read_scalar
 from mindresume.formats.names import label
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.layout import MAX_RANKS, TensorLayout
 from mindresume.manifest import (
     DETAILS_LIMIT,
@@ -102,7 +102,7 @@ def deleting(*keys):
 # ---- readers ---------------------------------------------------------------------------------------------------------
 
 LAYOUT = TensorLayout((2, 2), (0, -1))
-FILES = tuple(FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safetensors", 100, "ab" * 16) for rank in range(2))
+FILES = tuple((FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safetensors", 100, "ab" * 16),) for rank in range(2))
 RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(Details(
     {"w": TensorRecord("float32", (4, 4), "cd" * 16, LAYOUT, (8, 4)), "b": TensorRecord("float32", (5,), "ef" * 16)},
     {"python": "of rank 1"}))
@@ -110,7 +110,7 @@ COMMIT = Manifest(RUN, state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16)).enc
 
 NO_COUNT = [None, True, "8", 8.0, 1e18, -1, 2**63, float("nan"), [], {}, DEEP]
 NO_PATH = ["/etc/passwd", "../x.safetensors", "rank_1/../../x.safetensors", "rank_1/../rank_1/x.safetensors", "rank_1/..",
-           "rank_1/", "rank_1", "x.safetensors", "./rank_1/x.safetensors", "rank_1//x.safetensors", "rank_1/./x.safetensors",
+           "rank_1/", "rank_1", "./rank_1/x.safetensors", "rank_1//x.safetensors", "rank_1/./x.safetensors",
            ".mindresume/x.safetensors", "rank_1/a/x.safetensors", "rank_0/x.safetensors", "rank_01/x.safetensors",
            "rank_11/x.safetensors", "rank_1\\x.safetensors", "rank_1/..\\x.safetensors", "rank_1/a\0.safetensors",
            "rank_1/a\n.safetensors", "rank_1/" + "x" * 300 + ".safetensors", "rank_1/x.ckpt", "rank_1/x.txt", "rank_1/x",
@@ -132,14 +132,15 @@ common_cases += [(("version",), value, "version") for value in
                  (None, True, "1", 1.0, 0, -1, VERSION + 1, 10**400, [], {}, float("nan"))]
 common_cases += [(("kind",), value, "expected a") for value in (None, 1, [], "Record", "x" * 5000)]
 record_cases = common_cases + [(("rank",), value, "rank") for value in [*NO_COUNT, 2, 10**15]]
-record_cases += [(("file", 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
-record_cases += [(("file", 1), value, "format") for value in (None, 1, [], "pkl", "ckpt", "SAFETENSORS", "")]
-record_cases += [(("file", 2), value, "size") for value in NO_COUNT]
-record_cases += [(("file", 3), value, "checksum") for value in (None, 1, "", "ab", "zz" * 16, "AB" * 16, "ab" * 17, ["ab" * 16])]
-record_cases += [(("file",), value, "file") for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])]
+record_cases += [(("files", 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
+record_cases += [(("files", 0, 1), value, "format") for value in (None, 1, [], "pkl", "ckpt", "SAFETENSORS", "")]
+record_cases += [(("files", 0, 2), value, "size") for value in NO_COUNT]
+record_cases += [(("files", 0, 3), value, "checksum") for value in
+                 (None, 1, "", "ab", "zz" * 16, "AB" * 16, "ab" * 17, ["ab" * 16])]
+record_cases += [(("files", 0), value, "file") for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])]
 record_cases += [(("details",), value, "list of tensors") for value in (None, 1, "", "00" * 16, [])]
-manifest_cases = common_cases + [(("files", 1, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
-manifest_cases += [(("files",), value, "files") for value in (None, [], {}, "ab", 2, [FILES[0].to_json()])]
+manifest_cases = common_cases + [(("files", 1, 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
+manifest_cases += [(("files",), value, "files") for value in (None, [], {}, "ab", 2, [[FILES[0][0].to_json()]])]
 manifest_cases += [(("records",), value, "records") for value in (None, [], {}, "ab", 2, ["01" * 16])]
 manifest_cases += [(("records", 1), value, r"rank_00001.json: the checksum") for value in (None, 1, [], "", "ab" * 15, "é" * 32)]
 details_cases = [(("tensors", "w"), value, "w") for value in (None, [], "abcde", {}, ["float32", [4, 4], "cd" * 16, 0])]
@@ -251,14 +252,15 @@ def test_a_tensor_that_occurs_twice_is_refused_by_name():
 
 
 def test_the_largest_job_that_is_allowed_can_be_read_back():
-    files = tuple(FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16) for rank in range(MAX_RANKS // 10))
+    files = tuple((FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16),)
+                  for rank in range(MAX_RANKS // 10))
     manifest = Manifest(RUN, state_of(NEW), 1000.0, files, ("01" * 16,) * len(files))
     assert len(manifest.encode()) * 10 < MANIFEST_LIMIT / 2
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 
 
 def test_what_could_not_be_read_back_is_not_written():
-    record = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16))
+    record = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, (FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16),))
     with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
         record.encode(Details())
 
@@ -338,7 +340,7 @@ def alter(root, rank=1, change=None, change_details=None, manifest="matching"):
         def match(head):
             head["records"][rank] = path.read_bytes().split(b"\n")[0].decode()
             if manifest == "matching":
-                head["files"][rank] = altered.get("file")
+                head["files"][rank] = altered.get("files")
         commit.write_bytes(resealed(commit.read_bytes(), match))
 
 
@@ -348,7 +350,7 @@ def put_file(root, content, rank=1, name=None, details=None):
     path.write_bytes(content)
 
     def change(head):
-        head["file"] = [os.path.relpath(path, root), path.suffix[1:], len(content), xxhash.xxh3_128_hexdigest(content)]
+        head["files"] = [[os.path.relpath(path, root), path.suffix[1:], len(content), xxhash.xxh3_128_hexdigest(content)]]
     alter(root, rank, change, details)
 
 
@@ -372,10 +374,10 @@ folder_cases = [
     ("global_batch_size", setting("state", "global_batch_size", value="8")),
     ("steps_per_epoch", setting("state", "steps_per_epoch", value=10**400)), ("JSON", setting("more", value=DEEP)),
     ("JSON", setting("more", value=DIGITS)), ("version 2", setting("version", value=2)),
-    ("rank_1/../../x.ckpt", setting("file", 0, value="rank_1/../../x.ckpt")),
-    ("/etc/passwd", setting("file", 0, value="/etc/passwd")),
-    ("rank_0/net", setting("file", 0, value="rank_0/net_rank_0-1_10.safetensors")),
-    ("xxx", setting("file", 0, value="rank_1/" + "x" * 300)),
+    ("rank_1/../../x.ckpt", setting("files", 0, 0, value="rank_1/../../x.ckpt")),
+    ("/etc/passwd", setting("files", 0, 0, value="/etc/passwd")),
+    ("rank_0/net", setting("files", 0, 0, value="rank_0/net_rank_0-1_10.safetensors")),
+    ("xxx", setting("files", 0, 0, value="rank_1/" + "x" * 300)),
 ]
 
 
@@ -412,7 +414,7 @@ def test_hostile_details(root, details, says, lost):
 @pytest.mark.parametrize("change", [
     setting("world_size", value=10**15), setting("files", value=[]), setting("state", "step", value=OLD),
     setting("run", value="0009-0000ffff"), setting("version", value=2), setting("more", value=DEEP), deleting("records"),
-    setting("files", 1, 0, value="/etc/passwd"), setting("files", 1, 0, value="rank_0/net_rank_0-1_10.safetensors"),
+    setting("files", 1, 0, 0, value="/etc/passwd"), setting("files", 1, 0, 0, value="rank_0/net_rank_0-1_10.safetensors"),
 ])
 def test_a_hostile_manifest_is_no_commit_and_the_records_decide(root, change):
     path = attempt(root) / MANIFEST
@@ -543,8 +545,8 @@ def test_details_that_lack_a_tensor_of_the_file(root):
 @pytest.mark.parametrize("manifest", ["matching", "records only", "none"])
 def test_a_record_that_names_the_file_of_another_step(root, manifest):
     """The older weights must never be loaded as those of the newer step."""
-    older = json.loads(record_path(root, 1, OLD).read_bytes().split(b"\n")[1])["file"]
-    alter(root, 1, setting("file", value=older), manifest=manifest)
+    older = json.loads(record_path(root, 1, OLD).read_bytes().split(b"\n")[1])["files"]
+    alter(root, 1, setting("files", value=older), manifest=manifest)
     assert_falls_back(root, "rank 1")
 
 
@@ -553,7 +555,7 @@ def test_a_record_that_the_manifest_does_not_agree_with(root):
     other = "rank_1/net_rank_1_7-1_10.safetensors"
     content = path_of(root, NEW, 1).read_bytes()
     (root / other).write_bytes(content)
-    alter(root, 1, setting("file", 0, value=other), manifest="records only")
+    alter(root, 1, setting("files", 0, 0, value=other), manifest="records only")
     assert_falls_back(root, "rank 1")
 
 
@@ -647,7 +649,7 @@ def test_prune_removes_no_file_that_a_hostile_record_names(root, name):
         path.write_bytes(b"not yours")
     for rank in range(WORLD):
         path = record_path(root, rank, OLD)
-        path.write_bytes(resealed(path.read_bytes(), setting("file", 0, value=name)))
+        path.write_bytes(resealed(path.read_bytes(), setting("files", 0, 0, value=name)))
     before = files_below(root.parent)
     prune(root)
     gone = before - files_below(root.parent)
@@ -722,7 +724,8 @@ def test_any_altered_record_is_read_or_refused(change, change_details, part):
         except RecordError as error:
             assert len(str(error)) < 1200
         else:
-            assert record.file.path.split("/")[0] == f"rank_{record.rank}" and 0 <= record.rank < record.world_size <= MAX_RANKS
+            assert record.files[0].path.split("/")[0] == f"rank_{record.rank}"
+            assert 0 <= record.rank < record.world_size <= MAX_RANKS
             json.dumps(record.state.to_json(), allow_nan=False)
 
 
@@ -734,7 +737,7 @@ def test_any_altered_manifest_is_read_or_refused(change):
     except RecordError as error:
         assert len(str(error)) < 1200
     else:
-        assert [file.path.split("/")[0] for file in manifest.files] == [f"rank_{rank}" for rank in range(manifest.world_size)]
+        assert [file.path.split("/")[0] for (file,) in manifest.files] == [f"rank_{rank}" for rank in range(manifest.world_size)]
         assert len(manifest.records) == len(manifest.files) > 0
 
 
@@ -754,7 +757,7 @@ def test_whatever_is_altered_a_checkpoint_is_chosen(good, change, also, part, wo
         except UnusableError as error:
             pytest.fail(f"the older one is good: {error}")
         assert chosen is not None and chosen.step in (OLD, NEW)
-        assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.files.values())
+        assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.every_file)
     finally:
         for path, content in kept.items():
             path.write_bytes(content)

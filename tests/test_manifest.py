@@ -33,11 +33,11 @@ from mindresume.state import TrainingState
 RUN = run_name(7, "1f3a9c04")
 STATE = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
 FILE = FileRecord("rank_1/net_rank_1-2_5.safetensors", "safetensors", 1234, "ab" * 16)
-RECORD = Record(RUN, 1, 2, STATE, 1700000000.5, FILE)
+RECORD = Record(RUN, 1, 2, STATE, 1700000000.5, (FILE,))
 DETAILS = Details({"w": TensorRecord("bfloat16", (1, 2), "cd" * 16, TensorLayout((2, 2, 2), ((2, 0), -1), -1), (8, 2)),
                    "bias": TensorRecord("float32", (), "ef" * 16)}, {"python": {"gauss": None}})
 OTHER = FileRecord("rank_0/net_rank_0-2_5.safetensors", "safetensors", 1234, "ab" * 16)
-MANIFEST = Manifest(RUN, STATE, 1700000000.5, (OTHER, FILE), ("01" * 16, "23" * 16))
+MANIFEST = Manifest(RUN, STATE, 1700000000.5, ((OTHER,), (FILE,)), ("01" * 16, "23" * 16))
 
 
 def read_back(content):
@@ -99,7 +99,7 @@ def test_details_come_back_as_they_were(tensors, random):
                  st.none() | st.integers(1, 2**20), st.none() | st.integers(1, 2**40)),
        st.lists(file_names, min_size=1, max_size=6))
 def test_records_and_manifests_come_back_as_they_were(state, names):
-    files = tuple(FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16) for rank, name in enumerate(names))
+    files = tuple((FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16),) for rank, name in enumerate(names))
     manifest = Manifest(RUN, state, 1.5, files, tuple("11" * 16 for _ in files))
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
     for rank, file in enumerate(files):
@@ -224,7 +224,7 @@ def test_a_path_that_leaves_the_folder_is_refused(kind, path):
     content, read = READERS[kind]
 
     def change(head):
-        (head["file"] if kind == "record" else head["files"][1])[0] = path
+        (head["files"] if kind == "record" else head["files"][1])[0][0] = path
     with pytest.raises(RecordError, match="leaves the checkpoint folder"):
         read(changed(content, change))
 
@@ -233,7 +233,7 @@ def test_a_path_that_leaves_the_folder_is_refused(kind, path):
                                    {"a": 1, "b": 2, "c": 3, "d": 4}])
 def test_a_file_row_of_another_length_is_refused(value):
     with pytest.raises(RecordError):
-        read_back(changed(RECORD.encode(DETAILS), lambda head: head.update(file=value)))
+        read_back(changed(RECORD.encode(DETAILS), lambda head: head.update(files=[value])))
 
 
 def test_two_dots_within_a_name_are_a_name():

@@ -26,16 +26,17 @@ from mindresume.drill.ranks import Turns
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import META, FileName, folder_name, free_suffix, parse_name
-from mindresume.formats.rank_folders import scan_records
+from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.resume.select import Choice, select
 from mindresume.state import TrainingState
 from mindresume.store.background import Background
 from mindresume.store.claim import Owner, ended, holds, occupy
-from mindresume.store.commit import Committer, Place, Shard, clean_own_folder
+from mindresume.store.commit import Committer
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
 from mindresume.store.saver import Foreground, Save, Work
+from mindresume.store.shard import Place, Shard, clean_own_folder, rank_shard
 from mindresume.store.storage import PosixStorage
 
 STORAGE = PosixStorage()
@@ -238,7 +239,7 @@ class Training(RuleBasedStateMachine):
     def _shard(self, entry: Entry, rank: int) -> Shard:
         state = TrainingState(entry.step, PER_EPOCH, entry.step, 8)
         name = os.path.basename(entry.path(self.root, rank))
-        return Shard(parse_name(name), state, tensors(entry.life, entry.step, rank), metadata={"format": "ms"})
+        return rank_shard(parse_name(name), state, tensors(entry.life, entry.step, rank), metadata={"format": "ms"})
 
     def _saved(self, entry: Entry, said: set[int], before: Entry | None) -> None:
         """Reads off the disk what became of a save."""

@@ -14,6 +14,7 @@ app = typer.Typer(
          "[bold]mindresume drill --dir /shared[/bold]       proves on your file system that no crash loses a checkpoint\n\n"
          "[bold]mindresume convert output/checkpoint new --to dp=4[/bold]  cuts a checkpoint for another parallel strategy\n\n"
          "[bold]mindresume merge output/checkpoint merged[/bold]  puts the slices of all ranks together\n\n"
+         "[bold]mindresume export-hf output/checkpoint hf --config config.json[/bold]  writes a Hugging Face folder\n\n"
          "[bold]mindresume inspect output/checkpoint[/bold]  every tensor: whole shape, how it is cut, which rank holds what\n\n"
          "[bold]mindresume diff output/checkpoint merged[/bold]  compares two checkpoints of any layout, bit by bit\n\n"
          "Folders written by mindformers alone are understood too. --json prints one JSON document for programs.")
@@ -27,6 +28,7 @@ def main() -> None:
         convert,
         diff,
         drill,
+        export_hf,
         inspect,
         ls,
         merge,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.rank_folders import is_root
+from mindresume.formats.scan import is_root
 from mindresume.store.storage import PosixStorage
 
 Folder = Annotated[str, typer.Argument(

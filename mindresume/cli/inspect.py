@@ -15,9 +15,9 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, origin_text, print_json, size_text
 from mindresume.errors import ConfigError
-from mindresume.files import Header
 from mindresume.formats.complete import is_complete
-from mindresume.formats.rank_folders import is_root, ranks_count
+from mindresume.formats.records import ranks_count
+from mindresume.formats.scan import is_root
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import Region, held, shape_of, whole
 from mindresume.reshard.source import Source, open_source
@@ -192,7 +192,8 @@ class _Checkpoint:
         sizes = {tensor.layout.stage_size for tensor in tensors if tensor.layout}
         self.world_size, self.stage_size = self.weights.world_size, sizes.pop() if len(sizes) == 1 else None
         self.rows = [self._row(tensor) for tensor in tensors]
-        paths = list(self.weights.headers) if candidate is None else [self.weights.file_of(rank) for rank in candidate.files]
+        paths = list(self.weights.headers) if candidate is None else [
+            path for rank in candidate.files for path in self.weights.paths(rank)]
         found = [status.size for status in parallel(storage, storage.status, paths) if status is not None]
         counts, total = Counter(tensor.dtype for tensor in tensors), Counter[str]()
         for tensor in tensors:
@@ -226,8 +227,8 @@ class _Checkpoint:
         if row.file is not None:
             return [Part(row.name, whole(row.shape), row.shape, ())]
         found: dict[Region | None, tuple[list[int], list[int]]] = {}
-        for rank, header in zip(ranks, self._headers(ranks), strict=True):
-            region, entry = whole(row.shape), header.tensors.get(row.name) if header else None
+        for rank, entries in zip(ranks, parallel(self.storage, self.weights.entries, ranks), strict=True):
+            region, entry = whole(row.shape), entries.get(row.name) if entries else None
             if row.layout is not None:
                 region = held(row.layout, rank % row.layout.stage_size, row.shape)
             if entry is not None:
@@ -236,10 +237,6 @@ class _Checkpoint:
                 found.setdefault(region, ([], []))[1].append(rank)
         return sorted((Part(row.name, region, row.shape, tuple(there), tuple(absent))
                        for region, (there, absent) in found.items()), key=lambda part: (part.region is None, part.region))
-
-    def _headers(self, ranks: Sequence[int]) -> list[Header | None]:
-        paths = [self.weights.file_of(rank) for rank in ranks]
-        return parallel(self.storage, lambda path: self.weights.header(path) if path is not None else None, paths)
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

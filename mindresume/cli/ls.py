@@ -45,7 +45,7 @@ def _row(root: str, candidate: Candidate, problem: Refusal | None) -> dict[str, 
     return {"step": candidate.step, "epoch": candidate.epoch, "format": candidate.format, "ranks": candidate.world_size,
             "origin": candidate.origin, "run": candidate.run, "committed": candidate.committed, "usable": problem is None,
             "problem": problem.reason if problem else None, "saved_at": candidate.saved_at,
-            "files": [os.path.join(root, file.path) for file in candidate.files.values()]}
+            "files": [os.path.join(root, file.path) for file in candidate.every_file]}
 
 
 def _print(storage: PosixStorage, root: str, rows: list[tuple[Candidate, Refusal | None]]) -> None:
@@ -58,7 +58,7 @@ def _print(storage: PosixStorage, root: str, rows: list[tuple[Candidate, Refusal
     for name in ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"):
         table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)
     for candidate, problem in rows:
-        sizes = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
+        sizes = [storage.status(os.path.join(root, file.path)) for file in candidate.every_file]
         table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
                       size_text(sum(status.size for status in sizes if status)), candidate.format,
                       str(run_sequence(candidate.run)) if candidate.run else "-",

@@ -13,9 +13,9 @@ from mindresume.cli.common import AsJson, locate, print_json, size_text, time_te
 from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
 from mindresume.formats.names import folder_rank
-from mindresume.formats.rank_folders import sizes
+from mindresume.formats.records import sizes
 from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_sequence
-from mindresume.store.removal import Plan, carry_out, folder_of, plan, weights_of
+from mindresume.store.removal import Plan, carry_out, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -67,12 +67,12 @@ def prune(folder: Root, json: AsJson = False,
     made = plan(storage, root, policy, held, ended=ended)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and name.removeprefix(TRASH) not in held]
     going = [*made.victims, *made.debris]
-    size = {folder_of(c): _size(storage, root, folder_of(c)) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
+    size = {c.name: _size(storage, root, c.name) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
     left = {name: _size(storage, root, name) for name in begun}
     removed = going if dry_run else carry_out(storage, root, made, claim.Holds(storage, root))
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
     groups = _groups(made, going, removed, size)
-    freed = sum(size[folder_of(c)] for c in removed) + sum(left.values())
+    freed = sum(size[c.name] for c in removed) + sum(left.values())
     if json:
         print_json({"root": root, "dry_run": dry_run, **groups, "freed_bytes": freed})
         return
@@ -107,7 +107,7 @@ def _size(storage: Storage, root: str, attempt: str) -> int:
 def _groups(made: Plan, going: list[Candidate], removed: list[Candidate], size: dict[str, int]) -> dict[str, list[Row]]:
     """Rows of what stays, goes and is held; what was to go and did not was held, or removed by somebody else, meanwhile."""
     def row(candidate: Candidate, why: str | None = None) -> Row:
-        name = folder_of(candidate)
+        name = candidate.name
         return {"step": candidate.step, "run": candidate.run, "saved_at": candidate.saved_at, "size": size[name],
                 "committed": candidate.committed, "why": why or made.reasons[name]}
     stayed = [row(c, "held since a moment ago, or removed by somebody else") for c in going if c not in removed]

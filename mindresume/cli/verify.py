@@ -22,8 +22,8 @@ from mindresume.cli.common import (
 )
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.rank_folders import ranks_count
-from mindresume.resume.prove import prove, quick, read_size
+from mindresume.formats.records import ranks_count
+from mindresume.resume.prove import damaged_small, prove, quick, read_size
 from mindresume.resume.select import assumption, candidates_for
 from mindresume.store.storage import PosixStorage
 
@@ -57,9 +57,10 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
                                                    for rank in candidate.files]
             bad = [proof if isinstance(proof, Refusal) else candidate.refuse(
                 f"the file of rank {proof.rank} is missing; other ranks hold every tensor of it, so a resume would go on",
-                candidate.files[proof.rank].path, proof.rank)
+                candidate.files[proof.rank][0].path, proof.rank)
                    for proof in proofs if isinstance(proof, Refusal) or
-                   proof.sources[0].file.path != candidate.files[proof.rank].path]
+                   {source.file.path for source in proof.sources} != {file.path for file in candidate.files[proof.rank]}]
+            bad += [candidate.refuse(text) for text in damaged_small(storage, found.root, candidate)]
             results.append((candidate, bad or ([problem] if problem else [])))
     seconds = time.monotonic() - started
     damaged = any(bad for candidate, bad in results if candidate.existed)

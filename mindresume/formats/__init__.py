@@ -4,6 +4,7 @@ Candidate: something that looks like one saved step, of one run. Whether it can 
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,15 +35,17 @@ class Refusal:
 class Candidate:
     """One saved step as a scan found it.
 
-    ``origin``: OURS or MINDFORMERS (written without records). ``run``: None for the latter. ``world_size``: ranks that
-    saved it; for MINDFORMERS the number of ranks that have its file. ``attempt``: path of the folder of records.
+    ``origin``: OURS or MINDFORMERS (written without records). ``run``: None for the latter. ``files``: those of each rank, paths
+    relative to the root of the scan. ``world_size``: ranks that saved it; for MINDFORMERS in rank folders the number of ranks
+    that have its file. ``attempt``: path of the folder of records. ``base``: the iteration folder relative to the root, empty
+    for rank folders; paths in records are relative to it. ``small``: files beside the weights that the manifest names.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
     step: int | None
     origin: str
     format: str
-    files: Mapping[int, FileRecord]
+    files: Mapping[int, tuple[FileRecord, ...]]
     world_size: int
     order: tuple[float, ...]
     state: TrainingState | None = None
@@ -54,6 +57,31 @@ class Candidate:
     saved_at: float | None = None
     epoch: int | None = None
     records: tuple[str, ...] = ()
+    base: str = ""
+    small: tuple[FileRecord, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of its folder of records: the identity of a save of ours, wherever that folder lies."""
+        return os.path.basename(self.attempt or "")
+
+    @property
+    def box(self) -> str:
+        """The folder whose renaming makes it no checkpoint any more: the iteration folder, else the folder of records. Empty for
+        what has no records."""
+        if self.attempt is None:
+            return ""
+        return os.path.dirname(os.path.dirname(self.attempt)) if self.base else self.attempt
+
+    @property
+    def every_file(self) -> list[FileRecord]:
+        """Weights of all ranks, in order of rank."""
+        return [file for files in self.files.values() for file in files]
+
+    @property
+    def first(self) -> FileRecord | None:
+        """One of its files, to call it by."""
+        return next(iter(self.every_file), None)
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -20,8 +20,11 @@ from typing import Any
 from mindresume.errors import ConfigError, DamagedFileError
 from mindresume.files import FORMATS, Header, read_scalar
 from mindresume.files.model import MAX_HEADER, parse_object
+from mindresume.formats.iteration_files import parse_weight_file
+from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_rank
-from mindresume.formats.rank_folders import SCALARS, header_of, is_root, listed
+from mindresume.formats.records import SCALARS, header_of, listed
+from mindresume.formats.scan import is_root
 from mindresume.manifest import FileRecord
 from mindresume.store.storage import Storage, parallel
 
@@ -191,10 +194,12 @@ def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
 
 
 def _part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
-    """Whether it is a folder of ranks, that of one rank, or a file in one."""
+    """Whether it is a folder of ranks, that of one rank, an iteration folder, or a file in one of these."""
     here = os.path.abspath(path)
     own = here if is_folder else os.path.dirname(here)
-    return folder_rank(os.path.basename(own)) is not None or is_folder and is_root(storage, path)
+    if folder_rank(os.path.basename(own)) is not None or is_folder and is_root(storage, path):
+        return True
+    return (is_folder or parse_weight_file(os.path.basename(here)) is not None) and is_iteration(storage, own)
 
 
 def _tensor_files(names: Iterable[str]) -> list[str]:

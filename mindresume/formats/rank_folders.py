@@ -2,7 +2,7 @@
 
     {root}/rank_{R}/{prefix}_rank_{R}[_{n}]-{epoch}_{step in epoch}.{ckpt|safetensors}
     {root}/rank_{R}/meta.json            {"last_epoch", "last_step", "last_ckpt_file"}: written by rank 0 after a commit, a hint
-    {root}/.mindresume/step-...-run-.../ records of all ranks and the manifest (``mindresume.manifest``)
+    {root}/.mindresume/step-...-run-.../ records of all ranks and the manifest (``mindresume.formats.records``)
 
 Names are for people and for mindformers; what a file is, its records or its content tell. Names and ``meta.json`` follow
 document 001 and mindformers ``core/callback/callback.py`` (CheckpointMonitor), ``tools/resume_ckpt.py``.
@@ -12,68 +12,51 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mindresume.errors import DamagedFileError, RecordError
-from mindresume.files import FORMATS, Header, read_header, read_scalar
-from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, Scan
+from mindresume.errors import DamagedFileError
+from mindresume.files import FORMATS
+from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import META, folder_name, folder_rank, parse_label, parse_name
+from mindresume.formats.records import header_of, no_step, scalars_of
 from mindresume.layout import MAX_RANKS
-from mindresume.manifest import (
-    FOLDER,
-    MANIFEST,
-    TRASH,
-    FileRecord,
-    Manifest,
-    Record,
-    attempts,
-    read_record,
-    record_name,
-    record_rank,
-    run_sequence,
-)
+from mindresume.manifest import TRASH, FileRecord, attempts, run_sequence
 from mindresume.state import is_count
 from mindresume.store.storage import Storage, parallel
 
-SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
 
-def is_root(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is a folder of rank folders, or of their records."""
-    return any(folder_rank(name) is not None or name == FOLDER for name in storage.list(path))
+def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate], known: set[str]
+                  ) -> tuple[list[Candidate], list[str]]:
+    """Everything in the rank folders that looks like a saved step, newest first, and notes. ``top``: what lies in ``root``;
+    ``attempted``: what lies in its folder of records; ``ours``, ``known``: candidates with records, and the files they name.
 
-
-# ---- scanning ------------------------------------------------------------------------------------------------------
-
-def scan(storage: Storage, root: str) -> Scan:
-    """Everything under ``root`` that looks like a saved step, newest first. Reads names, manifests and one header per
-    group of files without records; sizes and contents are checked later, only for the candidates that matter.
-
-    Where something is committed, the rank folders are listed only if the first of them holds files without records: what
-    mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
-    names = storage.list(root)
-    status = storage.status(root)
-    ranks = sorted(rank for rank in map(folder_rank, names) if rank is not None)
-    attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in names else []
-    ours, known, notes = scan_records(storage, root, attempted, brief=True)
-    tried = _attempted(attempted)
+    Names are read, and one header per group of files without records; sizes and contents are checked later, only for the
+    candidates that matter. Where something is committed, the rank folders are listed only if the first of them holds files
+    without records: what mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
+    ranks, tried = ranks_of(top), _attempted(attempted)
 
     def look(ranks: list[int]) -> tuple[list[Candidate], list[str], int]:
         listings = parallel(storage, lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks)
         return _scan_names(storage, root, dict(zip(ranks, listings, strict=True)), known, tried)
     committed = any(candidate.committed for candidate in ours)
-    foreign, more, metas = look(ranks[:1] if committed else ranks)
+    foreign, notes, metas = look(ranks[:1] if committed else ranks)
     if committed and foreign:
-        foreign, more, metas = look(ranks)
-    candidates = sorted(ours + _order_foreign(storage, root, ours, foreign, metas), key=lambda c: c.order, reverse=True)
-    expected, source = _expected_ranks(storage, root, ranks)
-    return Scan(root, tuple(candidates), tuple(notes + more), status is not None, expected, source)
+        foreign, notes, metas = look(ranks)
+    return sorted(ours + _order_foreign(storage, root, ours, foreign, metas), key=lambda c: c.order, reverse=True), notes
 
 
-def _expected_ranks(storage: Storage, root: str, ranks: list[int]) -> tuple[int | None, str]:
+def ranks_of(top: Iterable[str]) -> list[int]:
+    """Ranks that have a folder."""
+    return sorted(rank for rank in map(folder_rank, top) if rank is not None)
+
+
+def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | None, str]:
+    """How many ranks a job had that left no manifest, and what says so: a guess."""
+    ranks = ranks_of(top)
     folder = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
     found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, storage.list(folder)) if match]
     found = [rank for rank in found if rank < MAX_RANKS]
@@ -86,97 +69,6 @@ def _attempted(names: list[str]) -> set[tuple[str, int]] | None:
     """(run, step) of every attempt there is a folder of, those that are being removed included; None without records.
     ``names``: what lies in the folder of records."""
     return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])} if names else None
-
-
-def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False
-                 ) -> tuple[list[Candidate], set[str], list[str]]:
-    """Candidates from records and manifests alone (no rank folder is listed), newest first, the paths of all files they name,
-    and notes. ``names``: what lies in the folder of records, if the caller has listed it. ``brief``: of a save that is certain
-    not to be complete only one record is read; its candidate then names the file of one rank."""
-    folder = os.path.join(root, FOLDER)
-    candidates, known, notes = [], set(), []
-    for name, step, run in attempts(storage.list(folder) if names is None else names):
-        path = os.path.join(folder, name)
-        content = storage.list(path)
-        candidate = None
-        if MANIFEST in content:
-            try:
-                with storage.open(os.path.join(path, MANIFEST)) as file:
-                    manifest = Manifest.read(file)
-                if (manifest.run, manifest.step) != (run, step):
-                    raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
-                candidate = _from_manifest(manifest, path, content)
-            except (RecordError, OSError) as error:
-                notes.append(f"{FOLDER}/{name}/{MANIFEST}: {error}; judged by the records of the ranks instead")
-        if candidate is None:
-            candidate = _from_records(storage, path, step, run, content, brief)
-        candidates.append(candidate)
-        known.update(file.path for file in candidate.files.values())
-    return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
-
-
-def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
-    candidate = Candidate(
-        manifest.step, OURS, manifest.files[0].format if manifest.files else "", dict(enumerate(manifest.files)),
-        manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
-        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records)
-    there = set(content)
-    for rank in range(manifest.world_size):
-        if record_name(rank) not in there:
-            return replace(candidate, problem=candidate.refuse(
-                f"the record of rank {rank} is missing: {os.path.join(path, record_name(rank))}", rank=rank))
-    return candidate
-
-
-def _from_records(storage: Storage, path: str, step: int, run: str, content: list[str], brief: bool = False) -> Candidate:
-    """A save without (readable) manifest: complete if the records of all its ranks are there and agree."""
-    records: dict[int, Record] = {}
-    checksums: dict[int, str] = {}
-    problem = None
-    named = set(map(record_rank, content)) - {None}
-    for rank in sorted(named):
-        try:
-            with storage.open(os.path.join(path, record_name(rank))) as file:
-                records[rank], checksums[rank] = read_record(file)
-        except (RecordError, OSError) as error:
-            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {error}", rank=rank)
-            continue
-        if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
-            problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
-        first = records[min(records)]
-        if records[rank].world_size != first.world_size:
-            problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
-                                               f"of rank {first.rank} of {first.world_size}", rank=rank)
-        if brief and len(named) < first.world_size:         # it never completed, whatever the others say
-            break
-    world = max((record.world_size for record in records.values()), default=0)
-    missing = [rank for rank in range(world) if rank not in named]
-    complete = bool(records) and not missing and problem is None
-    # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
-    # absent one makes it certain that the save never completed.
-    certain = not named or bool(missing)
-    if problem is None and not complete:
-        done = f"{world - len(missing)} of {world} ranks" if records else "no rank"
-        problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
-                          + (f", missing: rank {listed(missing)}" if missing else ""),
-                          rank=missing[0] if missing else None)
-    first = records.get(0) or next(iter(records.values()), None)
-    return Candidate(step, OURS, first.file.format if first else "", {rank: r.file for rank, r in records.items()}, world,
-                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=not certain or
-                     MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
-                     epoch=first.state.epoch if first else None,
-                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else ())
-
-
-def listed(items: Sequence[object], most: int = 8) -> str:
-    """'1, 2, 5 and 3 more'"""
-    text = ", ".join(map(str, items[:most]))
-    return text + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
-def ranks_count(count: int) -> str:
-    """'1 rank', '4 ranks'"""
-    return f"{count} rank" + ("" if count == 1 else "s")
 
 
 # ---- files without records -----------------------------------------------------------------------------------------
@@ -243,10 +135,10 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
 
 def _from_group(storage: Storage, root: str, group: _Group,
                 attempted: set[tuple[str, int]] | None) -> Candidate | None:
-    files = {rank: FileRecord(path, group.format) for rank, path in sorted(group.files.items())}
+    files = {rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())}
     base = Candidate(None, MINDFORMERS, group.format, files, len(files), (0.0,), epoch=group.epoch)
     header, problem, scalars = None, None, {}
-    for rank, file in files.items():
+    for rank, (file,) in files.items():
         try:
             header = header_of(storage, root, file)
             scalars = scalars_of(storage, root, file, header)
@@ -263,19 +155,13 @@ def _from_group(storage: Storage, root: str, group: _Group,
         run, step = written
         return replace(base, step=step, origin=OURS, run=run, existed=False, order=(run_sequence(run), step, 0.0),
                        problem=Refusal(step, "the save never completed: no record of it was written",
-                                       next(iter(files.values())).path))
+                                       base.first.path))
     step = scalars.get("step_num")
     if not is_count(step):
-        first = next(iter(files.values())).path
-        return replace(base, problem=no_step(first))
+        return replace(base, problem=no_step(base.first.path))
     samples = scalars.get("global_batch_size")
     position = float(step * samples) if is_count(samples) else float(step)
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
-
-
-def no_step(path: str) -> Refusal:
-    """For weights without the counters of a training, such as those of checkpoint_network."""
-    return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)
 
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate],
@@ -284,7 +170,7 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
     its prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours. Other prefixes go by time (a
     hint), and so does everything where no ``meta.json`` exists at all (document 001). Within a run: by samples seen."""
     def mtime(candidate: Candidate) -> float:
-        found = [storage.status(os.path.join(root, file.path)) for file in candidate.files.values()]
+        found = [storage.status(os.path.join(root, file.path)) for file in candidate.every_file]
         return max((status.mtime for status in found if status), default=0.0)
 
     there = [candidate for candidate in ours if candidate.existed]
@@ -314,27 +200,8 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
 
 def _life(candidate: Candidate) -> tuple[str, int]:
     """(prefix, suffix) of the names of a candidate's files; a life of its own for names of another form."""
-    parsed = parse_name(os.path.basename(next(iter(candidate.files.values())).path)) if candidate.files else None
+    parsed = parse_name(os.path.basename(candidate.first.path)) if candidate.first else None
     return (parsed.prefix, parsed.suffix) if parsed else ("", 0)
-
-
-def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """DamagedFileError if the file is missing, cut short or malformed."""
-    path = os.path.join(root, file.path)
-    try:
-        with storage.open(path) as opened:
-            return read_header(opened, path)
-    except FileNotFoundError as error:
-        raise DamagedFileError(path, "the file is missing") from error
-    except OSError as error:
-        raise DamagedFileError(path, f"cannot be read: {error}") from error
-
-
-def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
-    """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
-    with storage.open(os.path.join(root, file.path)) as opened:
-        found = {name: read_scalar(opened, header, name) for name in SCALARS}
-    return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
 
 
 def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str]:
@@ -354,13 +221,3 @@ def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str
     return found
 
 
-def sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
-    """Bytes of each file as it lies there now, None for one that is missing."""
-    found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
-    return [status.size if status else None for status in found]
-
-
-def whole(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
-    """Whether all files are there with the recorded sizes (any but 0 where none was recorded). Contents are not read."""
-    files = list(files)
-    return all(size and file.size in (None, size) for file, size in zip(files, sizes(storage, root, files), strict=True))

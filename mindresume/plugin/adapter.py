@@ -120,6 +120,12 @@ def compile_for_load(config: Any, model: Any, dataset: Any) -> None:
     barrier()
 
 
+def core_network(network: Any) -> Any:
+    """The model itself, within the cells that a trainer puts around it."""
+    from mindformers.checkpoint.utils import get_core_network
+    return get_core_network(network)
+
+
 def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
     """Hands the arrays to the parameters, without a copy; ``arrays`` is emptied on the way. With ``remove_redundancy`` replicas
     receive what other ranks loaded. Returns the names of parameters of the network that got nothing."""

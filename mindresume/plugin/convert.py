@@ -13,15 +13,15 @@ Sources are only read. Outputs appear by a rename, and one that is there already
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from mindresume.agree import Group, decide, report
+from mindresume.agree import agreed, decide, report
 from mindresume.errors import ConfigError, EngineError, MissingCheckpointError, StrategyError
 from mindresume.formats import MINDFORMERS, OURS, Candidate
 from mindresume.formats.complete import MINDSPORE, is_complete
-from mindresume.formats.rank_folders import ranks_count
+from mindresume.formats.records import ranks_count
 from mindresume.manifest import FileRecord
 from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, session
@@ -39,21 +39,19 @@ from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
-Result = TypeVar("Result")
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
 
 
 # ---- at the choice -------------------------------------------------------------------------------------------------
 
-def is_complete_resume(storage: Storage, config: Any) -> bool:
-    """Whether ``load_checkpoint`` holds complete weights: a folder of them, or with auto_trans_ckpt one file."""
-    path = str(config.load_checkpoint)
-    return is_complete(storage, path) and (os.path.isdir(path) or bool(config.auto_trans_ckpt))
+def is_complete_resume(storage: Storage, path: str, converts: bool) -> bool:
+    """Whether ``path`` holds complete weights: a folder of them, or where any layout may be loaded one file."""
+    return is_complete(storage, path) and (os.path.isdir(path) or converts)
 
 
-def choose_complete(storage: Storage, path: str, current: session.Session) -> Choice:
-    """Complete weights as the choice of a resume. Every rank reads its share of the bytes, where checksums were recorded.
-    MissingCheckpointError if they do not say at which step the training was; AgreementError on all ranks if one finds damage."""
+def choose_complete(storage: Storage, path: str, current: session.Session, resume: bool = True) -> Choice:
+    """Complete weights as the choice. Every rank reads its share of the bytes, where checksums were recorded. AgreementError on
+    all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the training was."""
     source = open_complete(storage, path)
 
     def check() -> Any:
@@ -62,12 +60,14 @@ def choose_complete(storage: Storage, path: str, current: session.Session) -> Ch
             check_tensors(source.weights, mine)
         return source.state.to_json() if source.state else None
     told = report(current.group, check)[0]
-    if told is None:
+    if told is None and resume:
         raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
                                      f"With resume_training: False they are loaded as weights only")
-    state, (name, header) = TrainingState.from_json(told), next(iter(source.weights.headers.items()))
-    chosen = Candidate(state.step, MINDFORMERS, header.format, {0: FileRecord(os.path.basename(name), header.format)}, 1, (0.0,),
-                       state, epoch=state.epoch)
+    state = TrainingState.from_json(told) if told else None
+    name, header = next(iter(source.weights.headers.items()))
+    chosen = Candidate(state.step if state else None, MINDFORMERS, header.format,
+                       {0: (FileRecord(os.path.basename(name), header.format),)}, 1, (0.0,), state,
+                       epoch=state.epoch if state else None)
     current.open_source = lambda: source
     return Choice(chosen, (), source.notes, False, (), source.weights.name, current.settings.verify == "full")
 
@@ -89,6 +89,8 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ra
     """Rank 0: the strategy of what was chosen. Records know their layouts. A strategy that is given besides must agree with them,
     unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in the folder."""
     candidate, notes, strategy, identity = choice.chosen, [], None, None
+    if candidate.base:                                      # an iteration folder knows its layouts
+        return {"strategy": None, "notes": notes, "identity": identity_of(storage, choice.root, candidate)}
     if ranks:
         identity = identity_of(storage, choice.root, candidate)
         try:
@@ -120,11 +122,11 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 def arrays_for(config: Any, network: Any, current: session.Session, storage: Storage) -> dict[str, Any] | None:
     """After the compilation: {name: array} of everything this rank loads, read from the source. None if ckpt files were
     transformed on disk: ``current.choice`` then names the new ones. Whatever fails on one rank is AgreementError on all."""
-    log, source, shapes = adapter.logger(), _agreed(current.group, current.open_source), adapter.wanted_of(network)
+    log, source, shapes = adapter.logger(), agreed(current.group, current.open_source), adapter.wanted_of(network)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
                               lambda text: log.warning("mindresume: %s", text))
-    regions = _agreed(current.group, partial(wanted_regions, source.weights, shapes, layouts, current.group.rank))
+    regions = agreed(current.group, partial(wanted_regions, source.weights, shapes, layouts, current.group.rank))
     engine = current.settings.transform_engine
     if source.candidate is not None and (current.settings.unified_checkpoint or (
             engine == "mindspore" and source.candidate.format == "safetensors")):
@@ -137,19 +139,11 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
         current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
         return None
     traffic = Traffic()
-    arrays = _agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic))
+    arrays = agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic))
     needed = sum(array.nbytes for array in arrays.values())
     log.info("mindresume: rank %d reads %d tensors, %.1f MiB, of %s: %.1f MiB read", current.group.rank, len(regions),
              needed / 2**20, source.what, traffic.read / 2**20)
     return arrays
-
-
-def _agreed(group: Group, work: Callable[[], Result]) -> Result:
-    """The result of ``work``, which stays on its rank. AgreementError on all ranks if it fails on one: none trains without the
-    others."""
-    found: list[Result] = []
-    report(group, lambda: found.append(work()))
-    return found[0]
 
 
 def _needs_files(current: session.Session, weights: Weights, regions: Mapping[str, Region]) -> bool:
@@ -158,7 +152,7 @@ def _needs_files(current: session.Session, weights: Weights, regions: Mapping[st
 
 
 def _as_it_is(rank: int, size: int, weights: Weights, regions: Mapping[str, Region]) -> bool:
-    path = weights.file_of(rank)
+    path = weights.file_of(rank, next(iter(regions), ""))
     header = weights.header(path) if path and size == weights.world_size else None
     return header is not None and all(name in header.tensors and _held_by(rank, weights, name) == region
                                       for name, region in regions.items())

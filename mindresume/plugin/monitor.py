@@ -2,11 +2,13 @@
 
     step_end ─▶ what became of the saves so far ─▶ a multiple of save_checkpoint_steps crossed? ─▶ snapshot ─▶ saver
     end      ─▶ the last step, if it is not saved yet ─▶ the saver waits (with a deadline) until all ranks are committed
-    saver    Foreground, or with async_save Background: write_shard ─▶ rank 0: commit, meta.json, prune
+    saver    Foreground, or with async_save Background: write_shard ─▶ rank 0: commit, pointers, prune
+
+Both formats: rank folders, or with ``use_legacy_format: False`` iteration folders. Only what a shard consists of differs.
 
 A subclass of the built-in, because mindformers and MindSpore look for its class and reach into it: ``_append_dict``,
 ``_append_step_num``, ``_last_triggered_step``, ``_prefix``, ``_save_ckpt`` (mindspore train/model.py, mindformers
-trainer/base_trainer.py). Checkpoint 2.0, encryption and the emergency saves of MindIO TTP are left to the built-in.
+trainer/base_trainer.py). Encryption and the emergency saves of MindIO TTP are left to the built-in.
 """
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ import atexit
 import json
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,19 +24,20 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
 from mindresume.agree import Group, decide, report
-from mindresume.errors import FolderInUseError, SaveError
+from mindresume.errors import ConfigError, FolderInUseError, SaveError
+from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import FileName, free_suffix, parse_name, stem
-from mindresume.formats.rank_folders import listed, scan_records
+from mindresume.formats.records import listed, scan_records
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
 from mindresume.state import TrainingState, crosses_multiple, is_transient
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
-from mindresume.store.commit import Place, Shard, blind_ranks, clean_own_folder
 from mindresume.store.probe import examine
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.saver import Extra, Foreground, Outcome, Save, Saver
+from mindresume.store.shard import Place, Shard, blind_ranks, clean_own_folder, iteration_shard, rank_shard
 from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
 
 _CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
@@ -49,12 +53,14 @@ class CheckpointMonitor(BuiltIn):
     def __init__(self, *args: Any, **kwargs: Any):
         self._asked = checked(BuiltIn.__init__, args, kwargs)
         super().__init__(**self._asked)
-        self._ours = bool(self.use_legacy_format) and not self._asked["enc_key"]
+        self._iterations = not self.use_legacy_format
+        self._ours = self._iterations or not self._asked["enc_key"]
         self._group: Group | None = None
         self._place: Place | None = None
         self._saver: Saver | None = None
         self._claim: Claim | None = None
         self._suffix = 0
+        self._share: frozenset[str] | None = None           # with redundancy removal: what this rank writes of what has a layout
         self._saved: set[int] = set()
         self._warned: set[str] = set()
         self._failed_in_a_row = 0
@@ -81,6 +87,16 @@ class CheckpointMonitor(BuiltIn):
             self._learn(self._saver.poll())
         self._save_ckpt(run_context.original_args())
         return None
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().on_train_step_begin(run_context)
+        return super(BuiltIn, self).on_train_step_begin(run_context)    # the built-in polls its own writer here
+
+    def on_train_end(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().on_train_end(run_context)
+        return super(BuiltIn, self).on_train_end(run_context)           # and here it would save by itself
 
     def end(self, run_context: Any) -> None:
         if not self._ours:
@@ -122,16 +138,21 @@ class CheckpointMonitor(BuiltIn):
 
     def _start(self, current: session.Session) -> None:
         """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
-        group, root, log = group_of_job(), os.path.dirname(self._directory), adapter.logger()
+        group, root, log = group_of_job(), self._root(), adapter.logger()
         policy = self._policy()                         # on every rank: keys that contradict each other stop all of them
         run, used = decide(group, lambda: self._occupy(root, group))
         suffixes = report(group, lambda: free_suffix(self.storage.list(self._directory), self.origin_prefix, group.rank))
         current.release()                               # every rank has loaded before it comes here
-        self._suffix = max(used, *suffixes)
-        self._prefix = stem(self.origin_prefix, group.rank, self._suffix)
-        self._group, self._place = group, Place(self.storage, root, run, group.rank, group.size)
+        self._group, self._place = group, Place(self.storage, root, run, group.rank, group.size, self._iterations)
+        if not self._iterations:
+            self._suffix = max(used, *suffixes)
+            self._prefix = stem(self.origin_prefix, group.rank, self._suffix)
         self._seen = self._append_step_num
         blind = blind_ranks(self._place, group)
+        if blind and self._iterations:
+            raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
+                              f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk "
+                              f"that all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
         if blind:
             log.error("mindresume: rank %s cannot see what rank 0 writes to %s: the folder is not shared. Saves will not be "
                       "committed and cannot be resumed; put output_dir on a disk that all nodes share", listed(blind), root)
@@ -146,7 +167,12 @@ class CheckpointMonitor(BuiltIn):
             restored = live.restore_random(details.random) if details and details.random else []
             log.info("mindresume: random state %s", f"restored ({', '.join(restored)})" if restored else
                      "not in the checkpoint: the seeds of the configuration apply")
-        log.info("mindresume: run %s saves to %s as %s-...", run, root, self._prefix)
+        log.info("mindresume: run %s saves to %s as %s-...", run, root, self.origin_prefix if self._iterations else self._prefix)
+
+    def _root(self) -> str:
+        if not self._iterations:
+            return os.path.dirname(self._directory)
+        return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
 
     def _occupy(self, root: str, group: Group) -> tuple[str, int]:
         """Rank 0 claims the folder for this job. Returns the name of the run, and the smallest suffix that no record knows: rank
@@ -156,7 +182,7 @@ class CheckpointMonitor(BuiltIn):
             _CLAIMS.pop(root).leave()
         examine(self.storage, root)
         claim = occupy(self.storage, root, owner_of_this_process(SAVING, group.size), beat,
-                       lambda text: adapter.logger().info("mindresume: %s", text))
+                       lambda text: adapter.logger().info("mindresume: %s", text), traced=self._iterations)
         self._claim = claim.start(beat) if beat else claim
         _CLAIMS[root] = self._claim
         atexit.register(self._leave)
@@ -243,24 +269,50 @@ class CheckpointMonitor(BuiltIn):
             return super().save_checkpoint(cb_params)
         started = time.monotonic()
         state = self._state(cb_params)
-        name = FileName(self.origin_prefix, self._place.rank, self._suffix, state.epoch, state.step_in_epoch,
-                        self._config.format)
-        if self.use_checkpoint_health_monitor:
-            self._record_health(cb_params, str(name))
-        net = self._config.saved_network if self._config.saved_network is not None else cb_params.train_network
-        tensors: dict[str, Any] = live.deferred(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
-        tables = live.layouts(getattr(net, "parameter_layout_dict", None),
-                              {key: tuple(array.shape) for key, array in tensors.items()},
-                              self._warn_once)
-        tensors.update(live.snapshot(self._counters(cb_params, state)))
-        shard = Shard(name, state, tensors, tables, live.capture_random(), self._metadata())
+        if self._iterations:
+            name, save = iteration_name(state.step), Save(self._iteration(cb_params, state))
+        else:
+            named = FileName(self.origin_prefix, self._place.rank, self._suffix, state.epoch, state.step_in_epoch,
+                             self._config.format)
+            name, save = str(named), Save(self._rank_file(cb_params, state, named), tuple(self._extras(cb_params, state)))
+            if self.use_checkpoint_health_monitor:
+                self._record_health(cb_params, name)
         self._saved.add(state.step)
-        self._saver.save(Save(shard, tuple(self._extras(cb_params, state))))
-        self._latest_ckpt_file_name = os.path.join(self._directory, str(name))
+        self._saver.save(save)
+        self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
         if not isinstance(self._saver, Foreground):
             adapter.logger().info("mindresume: step %d is being saved as %s; training stopped for %.3f s", state.step, name,
                                   time.monotonic() - started)
         return None
+
+    def _rank_file(self, cb_params: Any, state: TrainingState, name: FileName) -> Shard:
+        net = self._config.saved_network if self._config.saved_network is not None else cb_params.train_network
+        tensors: dict[str, Any] = live.deferred(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
+        tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
+        tensors.update(live.snapshot(self._counters(cb_params, state)))
+        return rank_shard(name, state, tensors, tables, live.capture_random(), self._metadata())
+
+    def _iteration(self, cb_params: Any, state: TrainingState) -> Shard:
+        """Two files: what the network has, and what only the optimizer and the train step have; without save_optimizer the
+        first."""
+        net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
+        rows = adapter.parameters_to_save(net, False, lambda name: not is_transient(name) and (
+            self.save_optimizer or name in model))
+        tensors: dict[str, Any] = live.deferred(rows)
+        tables = live.job_layouts(net, _shapes(tensors), self._place.world_size, self._warn_once)
+        if self._deduplicates():
+            if self._share is None:
+                self._share = live.own_share(tensors, tables, self._place.rank)
+            tensors = {name: array for name, array in tensors.items() if name not in tables or name in self._share}
+        parts = [{name: array for name, array in tensors.items() if (name in model) is wanted} for wanted in (True, False)]
+        return iteration_shard(self.origin_prefix, self._place, state, parts[0], parts[1] if self.save_optimizer else None,
+                               tables, live.capture_random(), self._deduplicates())
+
+    @staticmethod
+    def _model(cb_params: Any) -> Any:
+        """The network without optimizer and train step."""
+        net = cb_params.network
+        return net.network if getattr(net, "optimizer", None) is not None else net
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -274,9 +326,12 @@ class CheckpointMonitor(BuiltIn):
             scale = outputs[2]
         step = self._append_step_num + cb_params.cur_step_num
         current = session.current()
+        health = None
+        if self._iterations and self.use_checkpoint_health_monitor:
+            health = int(self.get_checkpoint_health_info(cb_params) != 0)
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
-                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()))
+                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()), health)
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
         """What mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
@@ -306,9 +361,7 @@ class CheckpointMonitor(BuiltIn):
         """``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
         if not self.save_trainable_params and not self.save_network_params:
             return []
-        net = cb_params.network
-        if getattr(net, "optimizer", None) is not None:
-            net = net.network
+        net = self._model(cb_params)
         rows = adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(cb_params.train_network))
         trainable = {parameter.name for parameter in net.trainable_params()}
         found = []
@@ -332,6 +385,10 @@ class CheckpointMonitor(BuiltIn):
             publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
         except (OSError, ValueError) as error:
             raise SaveError(f"the health of {name} was not recorded in {path}: {error}") from error
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in tensors.items()}
 
 
 def _number(value: Any, kind: type) -> Any:

@@ -21,6 +21,19 @@ from mindresume.store.claim import Claim
 
 
 @dataclass
+class Online:
+    """Loading in Checkpoint 2.0. ``resume``: with optimizer and counters, else weights alone. ``folder``: what mindformers is
+    shown. ``common``: what it reads as ``common.json`` there, once. ``model``: mindspore's, as soon as it is made."""
+    resume: bool
+    balanced: bool
+    folder: str
+    pretrained: bool = False
+    config: Any = None
+    model: Any = None
+    common: dict[str, Any] | None = None
+
+
+@dataclass
 class Session:
     """``choice`` with a chosen candidate: this training resumes, and ``shard`` is what this rank proved and loads."""
     settings: Settings = field(default_factory=Settings)
@@ -32,7 +45,8 @@ class Session:
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
     hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
-    open_source: Callable[[], Source] | None = None     # with auto_trans_ckpt: the chosen checkpoint as weights of any layout
+    open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
+    online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
 
     @property
     def shard(self) -> ProvenShard | None:
@@ -49,7 +63,8 @@ class Session:
 
     @property
     def resumes(self) -> bool:
-        return self.choice is not None and self.choice.chosen is not None
+        """Counters and optimizer too; weights alone are no resume."""
+        return self.choice is not None and self.choice.chosen is not None and (self.online is None or self.online.resume)
 
 
 _current = [Session()]

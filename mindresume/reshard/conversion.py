@@ -32,8 +32,9 @@ from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion
 from mindresume.reshard.source import Source
 from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, rank_files
 from mindresume.reshard.weights import Weights
-from mindresume.store.commit import Committer, Place
-from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json
+from mindresume.store.commit import Committer
+from mindresume.store.shard import Place
+from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, remove_tree
 from mindresume.strategy import Strategy
 
 LOCK = ".lock"                      # behind the name of the work folder
@@ -289,7 +290,7 @@ class Conversion:
                 rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[rank].tensors[name], layout,
                                           tensor.shape if layout else None)
             record = Record(job.run, rank, len(job.files), state, self.clock(),
-                            FileRecord(file.path, file.format, sums[rank].size, sums[rank].file))
+                            (FileRecord(file.path, file.format, sums[rank].size, sums[rank].file),))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], job.run)
         left = Committer(Place(self.storage, self.work, job.run, 0, len(job.files)), log=self.log).try_commit(state.step)
         if left:
@@ -317,15 +318,3 @@ class Conversion:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def remove_tree(storage: Storage, folder: str) -> None:
-    """A folder and everything in it; links are removed, not followed."""
-    for name in storage.list(folder):
-        path = os.path.join(folder, name)
-        found = storage.status(path)
-        if found is not None and found.is_folder and not found.is_link:
-            remove_tree(storage, path)
-        else:
-            storage.remove(path)
-    storage.remove(folder)

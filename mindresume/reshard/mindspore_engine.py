@@ -190,14 +190,15 @@ def _write_strategy(weights: Weights, strategy: Strategy | None, path: str) -> s
 def _files(weights: Weights, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
     """{rank: path}, and whether every rank has everything that it should hold."""
     if source is None:
-        path = weights.file_of(0)
-        places = {path} if weights.found_in is None else set(weights.found_in.values())
+        places = set(weights.paths(0) if weights.found_in is None else weights.found_in.values())
         if len(places) == 1 and (path := places.pop()) and set(_header(weights, 0, path).tensors) == set(weights.tensors):
             return {0: path}, True
         merged = os.path.join(work, "merged.safetensors")           # of several files MindSpore would take the last one
         transform(weights, PosixStorage(), [TargetFile(merged, "safetensors", whole_tensors(weights.tensors), METADATA)])
         return {0: merged}, True
-    paths = {rank: weights.file_of(rank) for rank in range(source.world_size)}
+    paths = {rank: next(iter(weights.paths(rank)), None) for rank in range(source.world_size)}
+    if any(len(weights.paths(rank)) > 1 for rank in paths):
+        raise _refusal(weights, "a rank of it has several files (Checkpoint 2.0), and MindSpore takes one")
     headers = parallel(weights.storage, lambda rank: _header(weights, rank, paths[rank]), list(paths))
     redundant = True
     for rank, header in enumerate(headers):
@@ -268,15 +269,15 @@ def _collect_ranks(task: Task) -> Weights:
     headers = parallel(storage, checked, list(range(len(task.held))))
     name, known = f"{task.weights.name}, rewritten by MindSpore", {path(rank): header for rank, header in enumerate(headers)}
     if task.target is None:
-        return Weights(storage, name, _uncut(task), lambda rank: None, found_in=dict.fromkeys(task.held[0], path(0)),
-                       headers=dict(known))
+        return Weights(storage, name, _uncut(task), lambda rank, tensor: path(0), headers=dict(known),
+                       found_in=dict.fromkeys(task.held[0], path(0)))
     size, tensors = task.target.stage_size, {}
     for tensor in task.weights.tensors.values():
         stage = task.target.stage_of(tensor.name)
         layout = None if stage is None else task.target.stages[stage][tensor.name]
         tensors[tensor.name] = Tensor(tensor.name, tensor.dtype, tensor.shape, layout, (stage or 0) * size)
-    return Weights(storage, name, tensors, lambda rank: path(rank) if 0 <= rank < len(task.held) else None,
-                   world_size=len(task.held), headers=dict(known))
+    return Weights(storage, name, tensors, lambda rank, tensor: path(rank) if 0 <= rank < len(task.held) else None,
+                   world_size=len(task.held), headers=dict(known), paths=lambda rank: (path(rank),))
 
 
 def _collect_unified(task: Task) -> Weights:
@@ -286,8 +287,8 @@ def _collect_unified(task: Task) -> Weights:
     found = {name: path for path, header in headers.items() for name in header.tensors}
     entries = {name: headers[path].tensors[name] for name, path in found.items()}
     _compare(task, 0, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
-    return Weights(PosixStorage(), f"{task.weights.name}, rewritten by MindSpore", _uncut(task), lambda rank: None,
-                   found_in=found, headers=dict(headers))
+    return Weights(PosixStorage(), f"{task.weights.name}, rewritten by MindSpore", _uncut(task),
+                   lambda rank, tensor: found[tensor], found_in=found, headers=dict(headers))
 
 
 def _uncut(task: Task) -> dict[str, Tensor]:

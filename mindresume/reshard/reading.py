@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import BinaryIO
+from itertools import chain
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import DamagedFileError, LoadError
 from mindresume.files import TensorEntry
 from mindresume.files.model import DTYPES
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
@@ -26,8 +27,26 @@ from mindresume.store.storage import Storage
 MOST_OPEN = 256             # files at once: a checkpoint may have thousands, a process may often open 1,024
 SHORT_RUN = 256             # bytes: runs so short cost more as calls than the bytes in between that are read in vain, ...
 MOST_SPAN = 4               # ... unless these are more than so many times the bytes that are needed
+SHORT_ROW = 64 << 10        # bytes: the same within matrices that are taken apart, where short runs come by the thousand
+WOVEN = 2 * MOST_SPAN + 3   # most memory for a part of these, as a multiple of it: with what is read in vain, then without, in
+                            # twice the bytes an element, and then converted
+_CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")}
 
 Seen = Callable[[str, Place, int, memoryview], None]
+
+
+class Woven(NamedTuple):
+    """Like a ``Cut``, of weights whose tensors are put together from others: a part of a wanted region that lies in one piece of
+    the tensor ``source``, of ``dtype``. Of that ``piece``, counted from its first element, it is ``local`` (indices of each
+    dimension; only those of the first may have gaps), with the two dimensions exchanged if ``transposed``; of the region it is
+    ``target``. Its values are converted (``cast``) if the wanted tensor has another dtype."""
+    piece: Region
+    holders: Sequence[int]
+    source: str
+    dtype: str
+    local: tuple[range, ...]
+    target: tuple[slice, ...]
+    transposed: bool = False
 
 
 class OpenFiles:
@@ -89,10 +108,14 @@ def gather(weights: Weights, files: OpenFiles, name: str, region: Region, out: n
            seen: Seen | None = None) -> None:
     """Reads ``region`` of a tensor into ``out``, of its shape and of ``plain`` dtype. ``staging``: bytes, at least as many as
     ``out`` has. ``seen(tensor, place, first byte of the piece, bytes)`` is shown what was read of a piece if that is one
-    contiguous range of it, in memory that stays as it is until the next ``gather`` with the same ``out`` and ``staging``."""
+    contiguous range of it, in memory that stays as it is until the next ``gather`` with the same ``out`` and ``staging``; nothing
+    is shown of ``Woven`` parts."""
     used = 0
     for cut in weights.tensors[name].cuts(region):
         place = weights.place(name, cut)
+        if isinstance(cut, Woven):
+            _weave(files, place, cut, out, weights.tensors[name].dtype)
+            continue
         part = view(out, within(cut.part, region))
         local, shape = within(cut.part, cut.piece), shape_of(cut.piece)
         direct = part.flags.c_contiguous
@@ -122,13 +145,60 @@ def _span(local: Region, shape: tuple[int, ...]) -> int:
     return offset(tuple((stop - 1, stop) for _, stop in local), shape) + 1 - offset(local, shape)
 
 
-def _spanned(files: OpenFiles, place: Place, local: Region, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A region of short runs, cut out of the whole range from its first to its last element."""
+def _spanned(files: OpenFiles, place: Place, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
+             ) -> np.ndarray:
+    """A region of short runs, of its rows every ``step``-th, cut out of the whole range from its first to its last element."""
     raw = np.empty(_span(local, shape) * dtype.itemsize, np.uint8)
     read_range(files, place.path, place.entry, offset(local, shape) * dtype.itemsize, memoryview(raw))
-    strides = np.cumprod([dtype.itemsize, *reversed(shape[1:])])[::-1]
-    found = np.lib.stride_tricks.as_strided(raw.view(dtype), shape_of(local), tuple(strides), writeable=False)
+    rows, *others = np.cumprod([dtype.itemsize, *reversed(shape[1:])])[::-1]
+    count, *sizes = shape_of(local)
+    found = np.lib.stride_tricks.as_strided(raw.view(dtype), (-(-count // step), *sizes), (rows * step, *others),
+                                            writeable=False)
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+
+
+def _weave(files: OpenFiles, place: Place, cut: Woven, out: np.ndarray, dtype: str) -> None:
+    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``. Takes ``WOVEN`` times the memory of ``out`` at most."""
+    stored, shape = plain(cut.dtype), shape_of(cut.piece)
+    sizes = tuple(map(len, cut.local))
+    step = cut.local[0].step
+    local = tuple((indices[0], indices[-1] + 1) for indices in cut.local)
+    count = int(np.prod(sizes)) * stored.itemsize
+    if step == 1:
+        length, starts = runs(local, shape)
+    else:
+        rows = [runs(((i, i + 1), *local[1:]), shape) for i in cut.local[0]]
+        length, starts = rows[0][0], chain.from_iterable(row[1] for row in rows)
+    length *= stored.itemsize
+    if length < min(SHORT_ROW, count) and _span(local, shape) * stored.itemsize <= MOST_SPAN * count:
+        flat = _spanned(files, place, local, shape, stored, step)
+    else:
+        flat = np.empty(count, np.uint8)
+        done = memoryview(flat)
+        for start in starts:
+            read_range(files, place.path, place.entry, start * stored.itemsize, done[:length])
+            done = done[length:]
+    found = flat.view(stored).reshape(sizes)
+    if cut.dtype != dtype:
+        found = cast(found.view(DTYPES[cut.dtype]), dtype).view(plain(dtype))
+    out[cut.target] = found.T if cut.transposed else found
+
+
+def cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Values in another dtype: bfloat16 and float16 to float32, which is exact, and float32 to bfloat16, to the nearest, ties to
+    even. The same array if it has that dtype. LoadError for anything else."""
+    if array.dtype.name == dtype:
+        return array
+    if not castable(array.dtype.name, dtype):
+        raise LoadError(f"{array.dtype.name} is not converted to {dtype}; what can be is "
+                        + ", ".join(f"{a} to {b}" for a, b in sorted(_CASTS)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(DTYPES[dtype])
+
+
+def castable(stored: str, wanted: str) -> bool:
+    """Whether ``cast`` does it."""
+    return stored == wanted or (stored, wanted) in _CASTS
 
 
 def read_range(files: OpenFiles, path: str, entry: TensorEntry, start: int, out: memoryview) -> None:

@@ -21,8 +21,9 @@ from mindresume.errors import (
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
-from mindresume.formats.rank_folders import no_step, ranks_count
+from mindresume.formats.records import no_step, ranks_count, state_of_counters
 from mindresume.reshard.geometry import whole
+from mindresume.reshard.iteration import of_iteration
 from mindresume.reshard.made import checksums
 from mindresume.reshard.strategies import identity_of, stamp, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
@@ -79,7 +80,9 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     if candidate.problem is not None and not _weights_only(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
     identity = identity_of(storage, root, candidate)
-    layouts = strategy_for(storage, root, candidate, strategy, identity)
+    if candidate.base and strategy is not None:
+        raise ConfigError(f"{os.path.join(root, candidate.base)} knows its layouts; leave {strategy} away")
+    layouts = None if candidate.base else strategy_for(storage, root, candidate, strategy, identity)
     candidate = counted(root, candidate, layouts)
     proofs = parallel(storage, lambda rank: prove(storage, root, candidate, rank, full=False), sorted(candidate.files))
     for proof in proofs:
@@ -94,10 +97,11 @@ def source_of(storage: Storage, root: str, candidate: Candidate, strategy: Strat
               scalars: Mapping[str, Any]) -> Source:
     """A candidate of ``counted`` ranks that somebody has proven. ``scalars``: counters of its first file, for one without
     records. StrategyError and LoadError: see ``of_candidate``."""
-    name = parse_name(os.path.basename(candidate.files[min(candidate.files)].path))
+    name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
-    what = f"{root}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(candidate.world_size)}"
-    return Source(of_candidate(storage, root, candidate, strategy), state, name, identity, what, root, candidate)
+    weights = of_iteration(storage, root, candidate) if candidate.base else of_candidate(storage, root, candidate, strategy)
+    what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
+    return Source(weights, state, name, identity, what, root, candidate)
 
 
 def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
@@ -107,7 +111,7 @@ def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candi
         return candidate
     beyond = [rank for rank in candidate.files if rank >= strategy.world_size]
     if beyond:
-        raise StrategyError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]].path} is of rank {beyond[0]}, the "
+        raise StrategyError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]][0].path} is of rank {beyond[0]}, the "
                             f"strategy {strategy.source} is of {ranks_count(strategy.world_size)}")
     return replace(candidate, world_size=strategy.world_size)
 
@@ -127,7 +131,7 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> Sourc
 
 def _weights_only(candidate: Candidate) -> bool:
     """Nothing is wrong but that no step is in it: no training can be resumed from it, but it can be converted."""
-    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.files.values())
+    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
 
 
 def cover(weights: Weights) -> None:
@@ -143,8 +147,6 @@ def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState
     if not isinstance(step, int) or step < 1:
         return None
     epoch = name.epoch if name else int(scalars.get("epoch_num") or 1)
-    in_epoch = name.step if name else 0
-    per_epoch = (step - in_epoch) // (epoch - 1) if epoch > 1 and name else -(-step // max(epoch, 1))
     batch, scale = scalars.get("global_batch_size"), scalars.get("loss_scale")
-    return TrainingState(step, max(per_epoch, 1), int(scalars.get("global_step") or step), int(batch) if batch else None,
-                         float(scale) if scale is not None else None)
+    return state_of_counters(step, epoch, int(scalars.get("global_step") or step), int(batch) if batch else None,
+                             float(scale) if scale is not None else None, name.step if name else 0)

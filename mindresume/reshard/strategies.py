@@ -25,7 +25,7 @@ def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
     """A value for JSON that tells one saved step from another: its records, or names, sizes and times of its files."""
     if candidate.records:
         return [candidate.run, candidate.step, *candidate.records]
-    return [stamp(storage, os.path.join(root, file.path)) for _, file in sorted(candidate.files.items())]
+    return [stamp(storage, os.path.join(root, file.path)) for _, files in sorted(candidate.files.items()) for file in files]
 
 
 def stamp(storage: Storage, path: str) -> list[Any]:

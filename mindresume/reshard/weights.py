@@ -22,7 +22,7 @@ from mindresume.files import Header, TensorEntry, read_header
 from mindresume.files.model import DTYPES
 from mindresume.formats import Candidate
 from mindresume.formats.complete import CompleteWeights
-from mindresume.formats.rank_folders import listed
+from mindresume.formats.records import listed
 from mindresume.layout import TensorLayout
 from mindresume.manifest import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
@@ -66,14 +66,16 @@ class Place(NamedTuple):
 
 @dataclass
 class Weights:
-    """``tensors`` by name. ``file_of(rank)``: its path, None if there is none. ``checksum(rank, tensor)``: the recorded one.
-    ``name``: for messages. ``found_in``: {tensor: path} instead of ``file_of``, for complete weights of several files."""
+    """``tensors`` by name. ``file_of(rank, tensor)``: path of the file in which a rank's piece of a tensor lies, None if there is
+    none. ``checksum(rank, tensor)``: the recorded one. ``name``: for messages. ``found_in``: {tensor: path} of complete weights.
+    ``paths(rank)``: of all files of a rank; several in an iteration folder."""
     storage: Storage
     name: str
     tensors: Mapping[str, Tensor]
-    file_of: Callable[[int], str | None]
+    file_of: Callable[[int, str], str | None]
     checksum: Callable[[int, str], str | None] = lambda rank, name: None
     found_in: Mapping[str, str] | None = None
+    paths: Callable[[int], tuple[str, ...]] = lambda rank: ()
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,7 +92,7 @@ class Weights:
         asked = []
         for holder in cut.holders:
             rank = tensor.first + holder
-            path = self.found_in[name] if self.found_in is not None else self.file_of(rank)
+            path = self.file_of(rank, name)
             header = self.header(path) if path is not None else None
             entry = header.tensors.get(name) if header else None
             if entry is None:
@@ -104,6 +106,11 @@ class Weights:
             return Place(rank, path, entry, self.checksum(rank, name))
         raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
                         f"{listed(asked)}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
+
+    def entries(self, rank: int) -> dict[str, TensorEntry] | None:
+        """Everything in the files of a rank; None if none of them is there."""
+        headers = [header for path in self.paths(rank) if (header := self.header(path))]
+        return {name: entry for header in headers for name, entry in header.tensors.items()} if headers else None
 
     def header(self, path: str) -> Header | None:
         """None if there is no such file. Read once."""
@@ -134,7 +141,7 @@ def of_complete(storage: Storage, weights: CompleteWeights) -> Weights:
         raise LoadError(f"{paths[texts[0]]}: {texts[0]} is a text, not a tensor; it can be part of no other layout")
     tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
     headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
-    return Weights(storage, weights.root, tensors, lambda rank: None, found_in=paths, headers=dict(headers))
+    return Weights(storage, weights.root, tensors, lambda rank, name: paths[name], found_in=paths, headers=dict(headers))
 
 
 def of_candidate(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None = None) -> Weights:
@@ -145,8 +152,9 @@ def of_candidate(storage: Storage, root: str, candidate: Candidate, strategy: St
                             f"{strategy.stage_size}), the checkpoint {root}, step {candidate.step}, is of {candidate.world_size}")
     builder = _RankFolders(storage, root, candidate)
     tensors = builder.tensors(strategy)
-    return Weights(storage, root, tensors, builder.path, builder.checksum, world_size=candidate.world_size,
-                   headers=builder.headers)
+    return Weights(storage, root, tensors, lambda rank, name: builder.path(rank), builder.checksum,
+                   world_size=candidate.world_size, headers=builder.headers,
+                   paths=lambda rank: tuple(filter(None, [builder.path(rank)])))
 
 
 class _RankFolders:
@@ -159,8 +167,8 @@ class _RankFolders:
         self._lock = threading.Lock()
 
     def path(self, rank: int) -> str | None:
-        file = self.candidate.files.get(rank)
-        return os.path.join(self.root, file.path) if file else None
+        files = self.candidate.files.get(rank)
+        return os.path.join(self.root, files[0].path) if files else None
 
     def header(self, rank: int) -> Header | None:
         path = self.path(rank)

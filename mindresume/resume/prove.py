@@ -16,7 +16,7 @@ from mindresume.files import Header
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import LABEL, parse_label
-from mindresume.formats.rank_folders import header_of, listed, scalars_of, sizes
+from mindresume.formats.records import header_of, listed, scalars_of, sizes
 from mindresume.manifest import (
     FOLDER,
     Details,
@@ -59,7 +59,7 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
         return candidate.problem
     if candidate.origin == MINDFORMERS:
         problem = _ranks_of_foreign(candidate, world_size)
-    elif world_size is not None and candidate.world_size != world_size:
+    elif world_size is not None and candidate.world_size != world_size and not candidate.base:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
     else:
@@ -67,10 +67,11 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
     if problem is not None or not files:
         return problem
     try:
-        found = sizes(storage, root, candidate.files.values())
+        found = sizes(storage, root, candidate.every_file)
     except OSError as error:
         return candidate.refuse(f"its files cannot be looked at: {error}")
-    for (rank, file), size in zip(candidate.files.items(), found, strict=True):
+    rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
+    for (rank, file), size in zip(rows, found, strict=True):
         if size is None and candidate.attempt:
             elsewhere = replicas(storage, root, candidate, rank)
             if isinstance(elsewhere, Refusal):
@@ -89,34 +90,39 @@ def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) ->
 
 
 def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal | None:
-    if world_size is None:
+    if world_size is None or candidate.base:
         return None
     missing = [rank for rank in range(world_size) if rank not in candidate.files]
     if missing:
-        name = next(iter(candidate.files.values())).path
+        name = candidate.first.path
         return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name})",
                                 rank=missing[0])
     more = [rank for rank in candidate.files if rank >= world_size]
     if more:
         return candidate.refuse(f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the number "
-                                f"of ranks set auto_trans_ckpt: True", candidate.files[more[0]].path, more[0])
+                                f"of ranks set auto_trans_ckpt: True", candidate.files[more[0]][0].path, more[0])
     return None
 
 
 def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None = None,
           full: bool = True) -> ProvenShard | Refusal:
     """Reads everything that ``rank`` is going to load from this candidate, and checks it. ``full`` False: only the record,
-    the header and the sizes."""
-    file = candidate.files.get(rank)
-    if file is None:
+    the headers and the sizes."""
+    files = candidate.files.get(rank)
+    if not files:
         return candidate.refuse(f"no file of rank {rank}", rank=rank)
+    file = files[0]
     try:
         if candidate.origin == OURS and candidate.attempt:
             return _prove_recorded(storage, root, candidate, rank, progress, full)
-        header = header_of(storage, root, file)
+        headers = [header_of(storage, root, file) for file in files]
+        if candidate.base:                                  # its counters are in common.json, which the scan has read
+            return ProvenShard(rank, tuple(map(Source, files)), candidate.state)
+        header = headers[0]
         scalars = scalars_of(storage, root, file, header)
     except DamagedFileError as error:
-        return candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank)
+        path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
+        return candidate.refuse(f"rank {rank}: {error.reason}", path, rank)
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank}: {error}", file.path, rank)
     written = parse_label(header)
@@ -134,45 +140,61 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
 def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None,
                     full: bool) -> ProvenShard | Refusal:
     record, details, checksum = record_of(storage, candidate, rank)
+    files = candidate.files[rank]
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
         return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} of "
                                 f"{record.world_size}", rank=rank)
-    if record.file != candidate.files[rank]:
-        return candidate.refuse(f"the record of rank {rank} names {record.file.path}, its manifest another file, size or "
-                                f"checksum", candidate.files[rank].path, rank)
+    if tuple(file.below(candidate.base) for file in record.files) != files:
+        return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
+                                f"checksum", files[0].path, rank)
     if candidate.records and candidate.records[rank] != checksum:
         return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
-    path = os.path.join(root, record.file.path)
+    sources: list[Source] = []
+    for index, file in enumerate(files):
+        recorded = {name: row for name, row in details.tensors.items() if row.file == index}
+        found = _prove_file(storage, root, candidate, rank, file, recorded, progress, full)
+        if isinstance(found, Refusal):
+            return found
+        sources += found
+    return ProvenShard(rank, tuple(sources), record.state, details)
+
+
+def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
+                recorded: Mapping[str, TensorRecord], progress: Progress | None, full: bool) -> tuple[Source, ...] | Refusal:
+    """One file of a rank; where it is missing, others that hold all of its tensors."""
+    path = os.path.join(root, file.path)
     status = storage.status(path)
     if status is None:
         found = replicas(storage, root, candidate, rank)
         if isinstance(found, Refusal):
             return found
-        return _prove_replicas(storage, root, candidate, rank, record, details, found, progress)
-    if status.size != record.file.size:
-        return _wrong_size(candidate, rank, record.file, status.size)
-    header = header_of(storage, root, record.file)           # its errors are more telling than "another checksum"
-    problem = _unlike(record, details, header)
-    verdict = candidate.refuse(f"the file of rank {rank} {problem}", record.file.path, rank) if problem else \
-        ProvenShard(rank, (Source(record.file),), record.state, details)
+        sources = tuple(Source(source.file, names) for source in found
+                        if (names := tuple(name for name in source.names or () if name in recorded)))
+        return _prove_replicas(storage, root, candidate, rank, recorded, sources, progress)
+    if status.size != file.size:
+        return _wrong_size(candidate, rank, file, status.size)
+    header = header_of(storage, root, file)                  # its errors are more telling than "another checksum"
+    problem = _unlike(candidate, recorded, header)
+    if problem:
+        return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
     if not full:
-        return verdict
+        return (Source(file),)
     with storage.open(path) as opened:
         checksum, _ = file_checksum(opened, progress)
-        if checksum == record.file.checksum:
-            return verdict
-        wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in details.tensors.items()})
+        if checksum == file.checksum:
+            return (Source(file),)
+        wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in recorded.items()})
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
     return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
-                            f"recorded {record.file.checksum})", record.file.path, rank)
+                            f"recorded {file.checksum})", file.path, rank)
 
 
-def _unlike(record: Record, details: Details, header: Header) -> str:
+def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
     """How a file with the right checksum is still not the one that the record describes; empty if it is."""
-    if parse_label(header) != (record.run, record.step):
-        return f"is not of run {record.run}, step {record.step}: its label is {header.metadata.get(LABEL)!r}"[:300]
-    recorded = {name: (row.dtype, row.shape) for name, row in details.tensors.items()}
+    if parse_label(header) != (candidate.run, candidate.step):
+        return f"is not of run {candidate.run}, step {candidate.step}: its label is {header.metadata.get(LABEL)!r}"[:300]
+    recorded = {name: (row.dtype, row.shape) for name, row in tensors.items()}
     found = {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
     for name in recorded.keys() | found.keys():
         if recorded.get(name) != found.get(name):
@@ -189,25 +211,24 @@ def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record
 
 
 def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[Source, ...] | Refusal:
-    """Where else the tensors of a rank whose file is missing lie, byte for byte: in files of other ranks whose records
+    """Where else the tensors lie of the files of a rank that are missing, byte for byte: in files of other ranks whose records
     hold a tensor of the same name, dtype, shape and checksum. A Refusal if a single one is nowhere."""
-    lost = candidate.files[rank]
+    there = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
+    lost = next(file for index, file in enumerate(candidate.files[rank]) if index not in there)
     try:
-        wanted = dict(record_of(storage, candidate, rank)[1].tensors)
+        wanted = {name: row for name, row in record_of(storage, candidate, rank)[1].tensors.items() if row.file not in there}
         sources = []
         for other in _likely_holders(wanted, rank, candidate.world_size):
-            file = candidate.files[other]
             if not wanted:
                 break
-            if storage.status(os.path.join(root, file.path)) is None:
-                continue
             theirs = record_of(storage, candidate, other)[1].tensors
-            names = tuple(name for name, row in wanted.items() if name in theirs and
-                          (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
-                          (row.dtype, row.shape, row.checksum))
-            if names:
-                sources.append(Source(file, names))
-                wanted = {name: row for name, row in wanted.items() if name not in names}
+            for index, file in enumerate(candidate.files[other]):
+                names = tuple(name for name, row in wanted.items() if name in theirs and theirs[name].file == index and
+                              (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
+                              (row.dtype, row.shape, row.checksum))
+                if names and storage.status(os.path.join(root, file.path)) is not None:
+                    sources.append(Source(file, names))
+                    wanted = {name: row for name, row in wanted.items() if name not in names}
     except (RecordError, OSError) as error:
         return candidate.refuse(f"the file of rank {rank} is missing, and {error}", lost.path, rank)
     if wanted:
@@ -229,21 +250,37 @@ def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, world_size: 
     return others
 
 
-def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, record: Record, details: Details,
-                    sources: tuple[Source, ...], progress: Progress | None) -> ProvenShard | Refusal:
+def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
+                    sources: tuple[Source, ...], progress: Progress | None) -> tuple[Source, ...] | Refusal:
     for source in sources:
         header = header_of(storage, root, source.file)
         with storage.open(os.path.join(root, source.file.path)) as opened:
             for name in source.names or ():
-                if name not in header.tensors or \
-                        tensor_checksum(opened, header.tensors[name]) != details.tensors[name].checksum:
+                if name not in header.tensors or tensor_checksum(opened, header.tensors[name]) != recorded[name].checksum:
                     return candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
                                             source.file.path, rank)
                 if progress:
                     progress(header.tensors[name].nbytes)
-    return ProvenShard(rank, sources, record.state, details)
+    return sources
+
+
+def damaged_small(storage: Storage, root: str, candidate: Candidate) -> list[str]:
+    """Sentences about files beside the weights that are not as they were written. A resume can do without them, as records say
+    the same; mindformers alone cannot."""
+    found = []
+    for file in candidate.small:
+        try:
+            with storage.open(os.path.join(root, file.path)) as opened:
+                checksum, size = file_checksum(opened)
+        except OSError as error:
+            found.append(f"{file.path} cannot be read: {error.strerror or error}")
+            continue
+        if (checksum, size) != (file.checksum, file.size):
+            found.append(f"{file.path} is not what was written: {size} bytes, checksum {checksum}, recorded {file.size} bytes, "
+                         f"{file.checksum}")
+    return found
 
 
 def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
     """Bytes that ``prove`` of these ranks will read, for a progress bar."""
-    return sum(candidate.files[rank].size or 0 for rank in ranks if rank in candidate.files)
+    return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))

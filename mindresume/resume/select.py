@@ -22,8 +22,11 @@ from mindresume.errors import (
 )
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
+from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
-from mindresume.formats.rank_folders import header_of, no_step, ranks_count, scalars_of, scan
+from mindresume.formats.records import header_of, no_step, ranks_count, scalars_of
+from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.state import TrainingState
@@ -45,48 +48,63 @@ class Choice:
 
 def describe(candidate: Candidate, complete: bool = True) -> str:
     """One phrase: who wrote it and what was checked of it."""
-    first = candidate.files[min(candidate.files)].path if candidate.files else "no file"
+    first = candidate.base or (candidate.first.path if candidate.first else "no file")
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte"
     checked = "every byte" if complete else "sizes and headers"
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked"
 
 
-def candidates_for(storage: Storage, path: str, named: str | None = None,
-                   world_size: int | None = None) -> tuple[Scan, bool]:
-    """What ``load_checkpoint: path`` (a root folder, a rank folder or a file) and ``resume_training: named`` offer.
+def candidates_for(storage: Storage, path: str, named: str | None = None, world_size: int | None = None,
+                   legacy: bool | None = None) -> tuple[Scan, bool]:
+    """What ``load_checkpoint: path`` (a root folder, a rank folder, an iteration folder or a file) and ``resume_training: named``
+    (a file, an iteration folder or a step) offer.
 
     Returns the scan, and whether the user insists on its single candidate. ``world_size``: how many ranks read a file that lies
-    outside rank folders. MissingCheckpointError: a named checkpoint is not there at all; ConfigError: a file of another kind.
+    outside rank folders. ``legacy``: as for ``scan``. MissingCheckpointError: a named checkpoint is not there at all;
+    ConfigError: a file of another kind.
     """
     status = storage.status(path)
     if status is not None and not status.is_folder:
         return _of_file(storage, path, world_size), True
     path = path.rstrip("/") or path
+    if is_iteration(storage, path):
+        return scan_one(storage, path), True
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
-    found = scan(storage, root)
+    found = scan(storage, root, legacy)
     if named is None:
         return found, False
-    matching = [c for c in found.candidates if any(
-        os.path.basename(file.path) == name_for_rank(named, rank, c.format) for rank, file in c.files.items())]
+    matching = [c for c in found.candidates if _is_named(c, named)]
     if not matching:
-        offered = sorted({os.path.basename(c.files[min(c.files)].path) for c in found.candidates if c.files})
-        raise MissingCheckpointError(
-            f"resume_training names {named!r}: {os.path.join(root, folder_name(0))} has no such file, nor has the folder of any "
-            f"other rank. There are: {', '.join(offered) or 'no checkpoints'}")
+        offered = sorted({c.base or os.path.basename(c.first.path) for c in found.candidates if c.first})
+        where = os.path.join(root, folder_name(0)) + " has no such file, nor has the folder of any other rank" if any(
+            not c.base for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
+        raise MissingCheckpointError(f"resume_training names {named!r}: {where}. There are: "
+                                     f"{', '.join(offered) or 'no checkpoints'}")
     return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
 
 
+def _is_named(candidate: Candidate, named: str) -> bool:
+    if candidate.base:
+        step = int(named) if named.isascii() and named.isdigit() else parse_iteration(named.rstrip("/"))
+        return candidate.step == step is not None
+    return any(os.path.basename(file.path) == name_for_rank(named, rank, candidate.format)
+               for rank, (file, *_) in candidate.files.items())
+
+
 def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
-    """A single file. In a rank folder it stands for the files of all ranks, else every rank reads this one."""
+    """A single file. In a rank folder it stands for the files of all ranks, in an iteration folder for all of that, else every
+    rank reads this one."""
     folder, name = os.path.split(os.path.abspath(path))
     if folder_rank(os.path.basename(folder)) is not None:
         return candidates_for(storage, os.path.dirname(folder), name)[0]
+    if parse_weight_file(name) is not None and is_iteration(storage, folder):
+        return scan_one(storage, folder)
     if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
         raise ConfigError(f"{path} is no checkpoint: expected a folder, or a file ending in .{' or .'.join(FORMATS)}")
     file = FileRecord(name, format_of(name))
     ranks = world_size or 1
-    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), file), ranks, (0.0,))
+    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks, (0.0,))
     try:
         scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
     except DamagedFileError as error:
@@ -109,18 +127,20 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
-           saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None) -> Choice:
+           saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None, legacy: bool | None = None,
+           healthy: bool = False) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
     manifest, else ``Scan.expected_ranks``.
     ``saved_by(root, candidate)``: of how many ranks was a job that left no manifest, None: not known; asked on rank 0.
-    ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
+    ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums. ``legacy``: as for ``scan``.
+    ``healthy``: one that mindformers' health monitor found to be sick is not taken, unless it is named.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
     checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, saved_by) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, saved_by, legacy, healthy) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
@@ -147,8 +167,10 @@ class _Chooser:
     """Rank 0's side: offers one candidate after the other, and says how it ends."""
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
-                 saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None):
+                 saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None, legacy: bool | None = None,
+                 healthy: bool = False):
         self.storage, self.path, self.world_size, self.named, self.saved_by = storage, path, world_size, named, saved_by
+        self.legacy, self.healthy = legacy, healthy
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -162,13 +184,13 @@ class _Chooser:
 
     def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
         if self.found is None:
-            self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size)
+            self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size, self.legacy)
             self.queue = list(self.found.candidates)
         self.refused += verdicts[:1]
         while self.queue:
             candidate = self.queue.pop(0)
             refusal = quick(self.storage, self.found.root, candidate, self.world_size or self._guess(candidate),
-                            not candidate.committed)
+                            not candidate.committed) or self._sick(candidate)
             if refusal is None:
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
                         "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
@@ -177,6 +199,12 @@ class _Chooser:
         end = "missing" if self.insists else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
                 "notes": self._notes(), "text": self._text(end, self.found.root)}
+
+    def _sick(self, candidate: Candidate) -> Refusal | None:
+        if not self.healthy or self.insists or candidate.state is None or not candidate.state.health:
+            return None
+        return candidate.refuse("it was unhealthy when it was saved (ckpt_status 1: the embedding's local norm was above "
+                                "embedding_local_norm_threshold); name its folder to take it all the same")
 
     def _guess(self, candidate: Candidate) -> int | None:
         if candidate.origin != MINDFORMERS or self.insists:
@@ -213,11 +241,13 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
     # asdict would copy the thousands of rows of files, which are told in another form anyway
     value = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     value.update(problem=None, state=candidate.state.to_json() if candidate.state else None)
-    value["files"] = [[rank, *file.to_json()] for rank, file in candidate.files.items()]
+    value["files"] = [[rank, *(file.to_json() for file in files)] for rank, files in candidate.files.items()]
+    value["small"] = [file.to_json() for file in candidate.small]
     return value
 
 
 def candidate_from_json(value: dict[str, Any]) -> Candidate:
-    return Candidate(**{**value, "files": {rank: FileRecord.from_json(rest) for rank, *rest in value["files"]},
+    return Candidate(**{**value, "files": {rank: tuple(map(FileRecord.from_json, rows)) for rank, *rows in value["files"]},
+                        "small": tuple(map(FileRecord.from_json, value["small"])),
                         "order": tuple(value["order"]), "records": tuple(value["records"]),
                         "state": TrainingState.from_json(value["state"]) if value["state"] else None})

@@ -24,9 +24,10 @@ from typing import Any, Protocol
 
 from mindresume.errors import FolderInUseError, SaveError
 from mindresume.store.claim import Holds, ended
-from mindresume.store.commit import Committer, Place
+from mindresume.store.commit import Committer
 from mindresume.store.retention import Policy
 from mindresume.store.saver import Outcome, Save, Work
+from mindresume.store.shard import Place
 from mindresume.store.staging import Staging
 
 Log = Callable[[str], None]

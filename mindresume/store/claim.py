@@ -32,6 +32,7 @@ SAVING, LOADING = "saving", "loading"
 _READER = 0                     # number in the run of a reader: never later than any job
 _LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
 _PREFIX, _SUFFIX = "claim-", ".json"
+_ENDED = "ended-"               # prefix of the claim of a run that is over and left no other trace of its number
 
 Text = Callable[[str], None]
 
@@ -119,12 +120,12 @@ def _path(root: str, run: str) -> str:
     return os.path.join(root, FOLDER, f"{_PREFIX}{run}{_SUFFIX}")
 
 
-def _claimed(names: Iterable[str]) -> list[str]:
+def _claimed(names: Iterable[str], prefix: str = _PREFIX) -> list[str]:
     """Runs of the claims among ``names``."""
     found = []
     for name in names:
-        if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            run = name[len(_PREFIX):-len(_SUFFIX)]
+        if name.startswith(prefix) and name.endswith(_SUFFIX):
+            run = name[len(prefix):-len(_SUFFIX)]
             with suppress(RecordError):
                 run_sequence(run)
                 found.append(run)
@@ -143,14 +144,15 @@ def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[
 def next_run(names: Iterable[str]) -> str:
     """The name of a run later than every one that left a trace among ``names`` of the folder of records."""
     names = list(names)
-    used = [run for _, _, run in attempts([name.removeprefix(TRASH) for name in names])] + _claimed(names)
+    used = [run for _, _, run in attempts([name.removeprefix(TRASH) for name in names])]
+    used += _claimed(names) + _claimed(names, _ENDED)
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
 
 
 def fence(storage: Storage, root: str, run: str) -> None:
     """FolderInUseError if a later run has claimed this folder or saved into it: then this one was taken for dead."""
     names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
-    later = [other for other in _claimed(names) if (run_sequence(other), other) > mine]
+    later = [other for other in _claimed(names) + _claimed(names, _ENDED) if (run_sequence(other), other) > mine]
     later += [other for _, _, other in attempts(names) if run_sequence(other) > mine[0]]
     if later:
         newest = max(later, key=lambda other: (run_sequence(other), other))
@@ -161,10 +163,12 @@ def fence(storage: Storage, root: str, run: str) -> None:
 
 
 class Claim:
-    """A published claim. ``start`` begins to count up in a thread of its own; a beat that fails is tried again at the next."""
+    """A published claim. ``start`` begins to count up in a thread of its own; a beat that fails is tried again at the next.
+    ``traced``: when it is left its name stays, because nothing else in the folder of records tells the number of the run: a
+    commit moves iteration folders away from there."""
 
-    def __init__(self, storage: Storage, root: str, owner: Owner):
-        self.storage, self.root, self.owner = storage, root, owner
+    def __init__(self, storage: Storage, root: str, owner: Owner, traced: bool = False):
+        self.storage, self.root, self.owner, self.traced = storage, root, owner, traced
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -199,7 +203,11 @@ class Claim:
         self._stop.set()
         if self._lock.acquire(timeout=BEAT):
             try:
-                self.storage.remove(_path(self.root, self.run))
+                path = _path(self.root, self.run)
+                if self.traced:
+                    self.storage.rename(path, os.path.join(os.path.dirname(path), f"{_ENDED}{self.run}{_SUFFIX}"))
+                else:
+                    self.storage.remove(path)
             except OSError:                 # as above
                 return
             finally:
@@ -207,8 +215,10 @@ class Claim:
 
 
 def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: Text = lambda text: None,
-           clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> Claim:
+           clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+           traced: bool = False) -> Claim:
     """Claims ``root`` for a job that saves there, as a run later than all before. FolderInUseError if another one lives.
+    ``traced``: see ``Claim``.
 
     Waits at most ``PATIENCE`` beats, and only if another claim is there whose owner was not seen dead."""
     folder = os.path.join(root, FOLDER)
@@ -217,7 +227,7 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     if living:
         raise FolderInUseError(_in_use(root, living[0], owner))
     names = storage.list(folder)
-    claim = Claim(storage, root, replace(owner, run=owner.run or next_run(names)))
+    claim = Claim(storage, root, replace(owner, run=owner.run or next_run(names)), traced)
     claim.publish()
     known = {other.run for other in dead}
     for other in claims(storage, root):             # two jobs that start at the same moment: the later name stays
@@ -227,6 +237,8 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     for other in dead:
         log(f"{other} ended without a word")
         storage.remove(_path(root, other.run))
+    for run in _claimed(names, _ENDED):             # ours tells the number now
+        storage.remove(os.path.join(folder, f"{_ENDED}{run}{_SUFFIX}"))
     for name in names:                              # half-written small files of those that are gone
         run = name.removesuffix(TEMPORARY).rpartition(".")[2]
         with suppress(RecordError):
@@ -262,15 +274,15 @@ def _watch(storage: Storage, root: str, patience: float, log: Text, clock: Calla
 
 # ---- readers -------------------------------------------------------------------------------------------------------
 
-def hold(storage: Storage, root: str, attempt: str, beat: float = BEAT) -> Claim | None:
-    """Keeps ``attempt`` (the name of its folder) from being removed while it is read. None if it is gone: choose again.
+def hold(storage: Storage, root: str, attempt: str, box: str, beat: float = BEAT) -> Claim | None:
+    """Keeps ``attempt`` (the name of its folder of records) from being removed while it is read. ``box``: the folder whose
+    renaming would remove it. None if it is gone: choose again.
 
     OSError if nothing can be written there."""
-    folder = os.path.join(root, FOLDER)
     owner = replace(owner_of_this_process(LOADING, holds=(attempt,)), run=run_name(_READER, secrets.token_hex(4)))
     claim = Claim(storage, root, owner)
     claim.publish()
-    if storage.status(os.path.join(folder, attempt)) is None:       # retention was faster; it looks for claims after its rename
+    if storage.status(box) is None:       # retention was faster; it looks for claims after its rename
         claim.leave()
         return None
     return claim.start(beat)

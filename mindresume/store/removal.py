@@ -3,8 +3,10 @@
     made = plan(storage, root, policy, holds(), active=run)       # looks, touches nothing
     removed = carry_out(storage, root, made, holds)
 
-    per victim   rename its attempt folder to trash-... ─▶ sync ─▶ held after all? rename it back
+    per victim   rename its box to trash-... ─▶ sync ─▶ held after all? rename it back
     then         weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash folder
+
+The box is the folder of records, or the iteration folder, which holds the weights too: then it is all that has to go.
 
 The rename un-commits: from then on it is no checkpoint, only work left to do, which the next ``carry_out`` of any process
 finishes. The records go last, because they say which files belong to it; and only after the names of the weights are gone for
@@ -18,11 +20,14 @@ from dataclasses import dataclass, field
 
 from mindresume.errors import RecordError
 from mindresume.formats import Candidate
+from mindresume.formats.iteration_files import COMMON, TRACKER, iteration_name, parse_weight_file
+from mindresume.formats.iterations import tracked
 from mindresume.formats.names import folder_name, name_for_rank, parse_name
-from mindresume.formats.rank_folders import labelled_files, scan_records, whole
+from mindresume.formats.rank_folders import labelled_files
+from mindresume.formats.records import attempts_within, scan_records, whole
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, parse_attempt, read_record, record_rank
 from mindresume.store.retention import KeepAny, Policy, surplus
-from mindresume.store.storage import Storage, parallel, temporary_name
+from mindresume.store.storage import Storage, parallel, remove_tree, temporary_name
 
 Holds = Callable[[], Mapping[str, str]]                # name of an attempt folder -> who holds it, asked anew each time
 
@@ -47,11 +52,6 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def folder_of(candidate: Candidate) -> str:
-    """Name of the attempt folder: identity of a candidate with records, in ``Plan`` and for those who hold one."""
-    return os.path.basename(candidate.attempt or "")
-
-
 # ---- deciding ------------------------------------------------------------------------------------------------------
 
 def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
@@ -69,38 +69,42 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     found, _, _ = scan_records(storage, root)
     committed = [c for c in found if c.committed]
     good = next((index for index, c in enumerate(committed)
-                 if c.problem is None and whole(storage, root, c.files.values())), None)
+                 if c.problem is None and whole(storage, root, [*c.every_file, *c.small])), None)
     reasons: dict[str, str] = {}
     going = _policy_says(policy, committed, good, reasons)
+    for candidate in committed if (named := tracked(storage, root)) is not None else ():
+        if candidate.step == named and candidate.base and candidate.name in going:      # somebody set it back by hand
+            going.remove(candidate.name)
+            reasons[candidate.name] = f"{TRACKER} names it"
     # Saves that were complete once and that nobody can commit any more take a place, but remove nothing good.
     over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
     counted = [c for c in found if c.committed or (c.existed and c.run in over)]
     stale = [counted[index] for index in surplus(policy, counted) if not counted[index].committed] if good is not None else []
-    going |= {folder_of(c) for c in stale}
-    reasons.update({folder_of(c): f"not committed, and none of: {policy}" for c in stale})
+    going |= {c.name for c in stale}
+    reasons.update({c.name: f"not committed, and none of: {policy}" for c in stale})
 
     newest = max((c.step or 0 for c in committed if c.run == active), default=0)
     debris = [c for c in found if not c.existed and (c.run in over or (c.run == active and (c.step or 0) < newest))]
-    reasons.update({folder_of(c): "the save never completed" for c in debris})
-    lost = {folder_of(c) for c in debris}
-    unfinished = [c for c in found if not c.existed and folder_of(c) not in lost]
-    reasons.update({folder_of(c): "not complete yet; its run may still go on" for c in unfinished})
+    reasons.update({c.name: "the save never completed" for c in debris})
+    lost = {c.name for c in debris}
+    unfinished = [c for c in found if not c.existed and c.name not in lost]
+    reasons.update({c.name: "not complete yet; its run may still go on" for c in unfinished})
 
-    victims = [c for c in found if folder_of(c) in going]
-    spared = [c for c in victims + debris if folder_of(c) in (held or {})]
-    names = {folder_of(c): (held or {})[folder_of(c)] for c in spared}
+    victims = [c for c in found if c.name in going]
+    spared = [c for c in victims + debris if c.name in (held or {})]
+    names = {c.name: (held or {})[c.name] for c in spared}
     reasons.update({name: f"held: {who}" for name, who in names.items()})
-    kept = [c for c in found if c.existed and folder_of(c) not in going]
+    kept = [c for c in found if c.existed and c.name not in going]
     for candidate in kept:
-        reasons.setdefault(folder_of(candidate), "complete, not committed yet")
-    return Plan(tuple(kept), tuple(c for c in victims if folder_of(c) not in names),
-                tuple(c for c in debris if folder_of(c) not in names), tuple(unfinished), tuple(spared), names, reasons)
+        reasons.setdefault(candidate.name, "complete, not committed yet")
+    return Plan(tuple(kept), tuple(c for c in victims if c.name not in names),
+                tuple(c for c in debris if c.name not in names), tuple(unfinished), tuple(spared), names, reasons)
 
 
 def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | None, reasons: dict[str, str]) -> set[str]:
     """Names of the committed ones (newest first) that go; ``reasons`` gets one for each of them. ``good``: the newest whole."""
     if good is None:
-        reasons.update({folder_of(c): NOTHING_WHOLE for c in committed})
+        reasons.update({c.name: NOTHING_WHOLE for c in committed})
         return set()
     going: set[str] = set()
     # Those newer than the good one are broken: judged among all; the others as if the broken ones were not there.
@@ -109,11 +113,11 @@ def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | Non
         gone = set(surplus(policy, counted))
         for index, candidate in enumerate(judged):
             if index in gone:
-                going.add(folder_of(candidate))
-                reasons[folder_of(candidate)] = f"none of: {policy}"
+                going.add(candidate.name)
+                reasons[candidate.name] = f"none of: {policy}"
             else:
-                reasons[folder_of(candidate)] = ", ".join(keepers.get(index, ())) or "the newest one"
-    best = folder_of(committed[good])
+                reasons[candidate.name] = ", ".join(keepers.get(index, ())) or "the newest one"
+    best = committed[good].name
     reasons[best] = ", ".join([NEWEST_WHOLE, *_keepers(policy, committed[good:]).get(0, ())])
     return going
 
@@ -134,27 +138,28 @@ def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict,
     """Removes victims and debris of a plan, and finishes what an earlier process left. Returns those that are no checkpoints any
     more; one that somebody else removed or that is held by now is not among them. OSError of a file system in trouble: what
     was left is finished by the next call."""
-    removed = [candidate for candidate in (*made.victims, *made.debris) if _uncommit(storage, candidate, holds, log)]
-    empty_trash(storage, root, holds, {folder_of(candidate) for candidate in removed})
+    removed = [candidate for candidate in (*made.victims, *made.debris) if _uncommit(storage, root, candidate, holds, log)]
+    empty_trash(storage, root, holds, {candidate.name for candidate in removed})
     return removed
 
 
-def _uncommit(storage: Storage, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> bool:
+def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> bool:
     """Whoever begins to read publishes its hold and then looks whether the folder is still there; this renames and then looks for
     holds. So at least one of the two sees the other."""
-    if not candidate.attempt:
+    if not candidate.box:
         return False
-    folder, name = os.path.split(candidate.attempt)
-    trash = os.path.join(folder, TRASH + name)
+    records = os.path.join(root, FOLDER)
+    trash = os.path.join(records, TRASH + candidate.name)
     try:
-        storage.rename(candidate.attempt, trash)
+        storage.rename(candidate.box, trash)
     except FileNotFoundError:
         return False                                                    # somebody removed it by hand: fine
-    storage.sync(folder)
-    who = holds().get(name)
+    for folder in dict.fromkeys((os.path.dirname(candidate.box), records)):
+        storage.sync(folder)
+    who = holds().get(candidate.name)
     if who is None:
         return True
-    if _restore(storage, trash, candidate.attempt):
+    if _restore(storage, trash, candidate.box):
         log(f"step {candidate.step} stays for now: {who}")
     return False
 
@@ -184,25 +189,50 @@ def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Colle
         attempt = name.removeprefix(TRASH)
         if attempt in held and attempt not in checked:
             names.remove(name)
-            if _is_whole(storage, root, os.path.join(folder, name)):
-                _restore(storage, os.path.join(folder, name), os.path.join(folder, attempt))
+            manifest, base = _manifest_of(storage, root, os.path.join(folder, name))
+            if manifest is not None:
+                box = os.path.join(root, iteration_name(manifest.step)) if base != root else os.path.join(folder, attempt)
+                if storage.status(box) is None:
+                    _restore(storage, os.path.join(folder, name), box)
     # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
     _, claimed, _ = scan_records(storage, root)
     for name in names:
         _clear(storage, root, os.path.join(folder, name), claimed)
 
 
-def _is_whole(storage: Storage, root: str, trash: str) -> bool:
+def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
+    """If nothing of it is lost yet; and what its paths are relative to."""
+    inner = attempts_within(storage, os.path.dirname(trash), os.path.basename(trash))
+    folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, root)
     try:
-        with storage.open(os.path.join(trash, MANIFEST)) as file:
+        with storage.open(os.path.join(folder, MANIFEST)) as file:
             manifest = Manifest.read(file)
     except (OSError, RecordError):
-        return False
-    there = set(map(record_rank, storage.list(trash)))
-    return there.issuperset(range(manifest.world_size)) and whole(storage, root, manifest.files)
+        return None, base
+    there = set(map(record_rank, storage.list(folder)))
+    files = [*(file for files in manifest.files for file in files), *manifest.small]
+    return manifest if there.issuperset(range(manifest.world_size)) and whole(storage, base, files) else None, base
 
 
 def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) -> None:
+    status = storage.status(trash)
+    if status is not None and not status.is_link:               # what lies behind a link is somebody else's
+        if _holds_weights(storage, trash):
+            remove_tree(storage, trash)
+            return
+        _clear_weights(storage, root, trash, claimed)
+        for entry in storage.list(trash):
+            storage.remove(os.path.join(trash, entry))
+    storage.remove(trash)
+
+
+def _holds_weights(storage: Storage, trash: str) -> bool:
+    """Whether it was an iteration folder: then nothing of it lies elsewhere."""
+    names = storage.list(trash)
+    return FOLDER in names or any(map(parse_weight_file, names)) or COMMON in names
+
+
+def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[str]) -> None:
     spared = {os.path.join(root, path) for path in claimed}
     by_folder: dict[str, list[str]] = {}
     for path in weights_of(storage, root, trash):
@@ -218,11 +248,6 @@ def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) ->
         except FileNotFoundError:
             return                              # this rank never wrote anything, or its folder was removed by hand
     parallel(storage, clear, by_folder.items())
-    status = storage.status(trash)
-    if status is not None and not status.is_link:               # what lies behind a link is somebody else's
-        for entry in storage.list(trash):
-            storage.remove(os.path.join(trash, entry))
-    storage.remove(trash)
 
 
 def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
@@ -241,12 +266,12 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
                 record, _ = read_record(file)
         except (OSError, RecordError):
             continue
-        name = record.file.path.partition("/")[2]
+        name = record.files[0].path.partition("/")[2]
         parsed = parse_name(name)
         if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
                 record.rank, record.state.epoch, record.state.step_in_epoch):
             continue                                            # it may name what is not of this checkpoint
-        paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.file.format))
+        paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.files[0].format))
                  for rank in range(record.world_size)]
         return paths + [temporary_name(path, record.run) for path in paths]
     return labelled_files(storage, root, run, step)

@@ -18,7 +18,8 @@ import numpy as np
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
 from mindresume.files import encode
 from mindresume.formats.names import parse_name
-from mindresume.store.commit import Committer, Place, Shard, write_shard
+from mindresume.store.commit import Committer
+from mindresume.store.shard import Place, Shard, write_shard
 from mindresume.store.storage import Storage, publish
 
 
@@ -103,7 +104,7 @@ class Work:
         except SaveError as error:
             self._make_room(error, save.step)
             return Outcome(save.step, False, error)
-        size = record.file.size or 0
+        size = sum(file.size or 0 for file in record.files)
         try:
             for extra in save.extras:
                 write_extra(self.place.storage, extra, self.place.run)

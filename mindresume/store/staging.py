@@ -103,9 +103,11 @@ def _padded(size: int) -> int:
 
 
 def _tables(save: Save) -> list[Mapping[str, Any]]:
-    return [save.shard.tensors, *(extra.tensors for extra in save.extras)]
+    return [*(file.tensors for file in save.shard.files), *(extra.tensors for extra in save.extras)]
 
 
 def _with_tables(save: Save, tables: list[dict[str, Any]]) -> Save:
-    extras: list[Extra] = [replace(extra, tensors=table) for extra, table in zip(save.extras, tables[1:], strict=True)]
-    return Save(replace(save.shard, tensors=tables[0]), tuple(extras))
+    count = len(save.shard.files)
+    files = [replace(file, tensors=table) for file, table in zip(save.shard.files, tables[:count], strict=True)]
+    extras: list[Extra] = [replace(extra, tensors=table) for extra, table in zip(save.extras, tables[count:], strict=True)]
+    return Save(replace(save.shard, files=tuple(files)), tuple(extras))

@@ -292,3 +292,15 @@ def read_bytes(storage: Storage, path: str) -> bytes:
     """The whole of a small file."""
     with storage.open(path) as file:
         return file.read()
+
+
+def remove_tree(storage: Storage, folder: str) -> None:
+    """A folder and everything in it; links are removed, not followed."""
+    for name in storage.list(folder):
+        path = os.path.join(folder, name)
+        found = storage.status(path)
+        if found is not None and found.is_folder and not found.is_link:
+            remove_tree(storage, path)
+        else:
+            storage.remove(path)
+    storage.remove(folder)

@@ -11,7 +11,7 @@ from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_
 
 from mindresume import cli
 from mindresume.files import read_header
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.store.claim import SAVING, occupy, owner_of_this_process
 

@@ -29,7 +29,7 @@ from reshard.plans import (
 
 from mindresume.files import read_header, read_tensor
 from mindresume.files.model import DTYPES
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.reshard.conversion import LOCK, Conversion, to_ranks
 from mindresume.reshard.engine import writer
 from mindresume.reshard.made import CONVERSION

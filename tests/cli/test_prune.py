@@ -10,7 +10,7 @@ import folders
 import pytest
 from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name
 from mindresume.store import claim
 
@@ -106,7 +106,7 @@ def test_pruning_twice_removes_nothing_more(saved, read):
 
 
 def test_what_a_job_reads_stays(saved, read, call):
-    held = claim.hold(STORAGE, str(saved), attempt_name(10, RUN))
+    held = claim.hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["why"]

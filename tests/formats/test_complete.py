@@ -26,7 +26,7 @@ from mindresume.formats.complete import (
     read_complete,
     split,
 )
-from mindresume.formats.rank_folders import is_root
+from mindresume.formats.scan import is_root
 
 FIXTURE = Path(__file__).parents[2] / "st" / "fixtures" / "mf190_unified_from_dp2tp2"
 STEP = 15

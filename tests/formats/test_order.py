@@ -8,7 +8,7 @@ from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
 
 from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import run_name
 
 
@@ -54,7 +54,7 @@ def test_after_a_fall_back_the_later_run_of_mindformers_is_newer_as_its_meta_jso
         write_foreign(tmp_path, step, world=2)
     write_foreign(tmp_path, 15, world=2, suffix=1)
     newest = scan(STORAGE, str(tmp_path)).candidates[0]
-    name = os.path.basename(newest.files[0].path)
+    name = os.path.basename(newest.files[0][0].path)
     assert name == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == "net_rank_0_1-2_5.safetensors"
 
 

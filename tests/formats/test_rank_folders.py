@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.names import FileName, folder_name, folder_rank, free_suffix, meta_json, name_for_rank, parse_name, stem
-from mindresume.formats.rank_folders import is_root, listed, scan
+from mindresume.formats.records import listed
+from mindresume.formats.scan import is_root, scan
 from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
 
 NEXT_RUN = run_name(2, "0000bbbb")
@@ -108,7 +109,7 @@ def test_a_committed_checkpoint(tmp_path):
     assert (candidate.step, candidate.origin, candidate.format, candidate.world_size, candidate.run, candidate.epoch) == (
         15, OURS, "safetensors", 2, RUN, 2)
     assert candidate.committed and candidate.existed and candidate.problem is None and candidate.saved_at == 1015.0
-    assert [candidate.files[rank].path for rank in range(2)] == [f"rank_{rank}/net_rank_{rank}-2_5.safetensors"
+    assert [candidate.files[rank][0].path for rank in range(2)] == [f"rank_{rank}/net_rank_{rank}-2_5.safetensors"
                                                                  for rank in range(2)]
 
 
@@ -117,7 +118,7 @@ def test_a_file_of_rank_1_in_the_folder_of_rank_0_is_ignored(tmp_path):
     shutil.copy(path_of(tmp_path, 5, 1), tmp_path / "rank_0")
     scanned = found(tmp_path)
     candidate, = scanned.candidates
-    assert [file.path for file in candidate.files.values()] == ["rank_0/net_rank_0-1_5.safetensors",
+    assert [file.path for file in candidate.every_file] == ["rank_0/net_rank_0-1_5.safetensors",
                                                                 "rank_1/net_rank_1-1_5.safetensors"]
     assert "rank_0/net_rank_1-1_5.safetensors: a file of rank 1 in the folder of rank 0; ignored" in scanned.notes
 
@@ -149,7 +150,7 @@ def test_weights_without_counters_and_damaged_files_are_candidates_with_a_proble
     (folder / "net_rank_0-1_5.ckpt").write_bytes(b"".join(bytes(piece) for _, piece in encode("ckpt", weights, {})))
     (folder / "net_rank_0-1_6.ckpt").write_bytes(b"")
     (folder / "net_rank_0-1_7.safetensors").write_bytes(b"\xff" * 64)
-    reasons = {c.files[0].path: c.problem.reason for c in found(tmp_path).candidates}
+    reasons = {c.files[0][0].path: c.problem.reason for c in found(tmp_path).candidates}
     assert "holds no step_num: weights only" in reasons["rank_0/net_rank_0-1_5.ckpt"]
     assert "the file is empty" in reasons["rank_0/net_rank_0-1_6.ckpt"]
     assert "cut short, or no safetensors file" in reasons["rank_0/net_rank_0-1_7.safetensors"]

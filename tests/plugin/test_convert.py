@@ -13,7 +13,7 @@ pytest.importorskip("mindformers")
 from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.errors import AgreementError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
-from mindresume.plugin import adapter, convert, hooks, session  # noqa: E402
+from mindresume.plugin import adapter, convert, hooks, loading, session  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.source import open_source  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
@@ -159,7 +159,8 @@ def test_ckpt_files_go_through_the_disk_and_are_loaded_later_as_they_are(tmp_pat
                 right(plan, rank, found[0])
             else:
                 assert found[0] is None and found[1].choice.root == str(made) and found[1].shard.rank == rank
-                right(plan, rank, {name: array for name, array in hooks.read_shard(STORAGE, str(made), found[1].shard)[0].items()
+                read = loading.read_shard(STORAGE, str(made), found[1].shard)[0]
+                right(plan, rank, {name: array for name, array in read.items()
                                    if name not in COUNTERS or name == "global_step"})
         assert len(list(made.rglob("*.ckpt"))) == 4
         assert not times or times == {file: file.stat().st_mtime_ns for file in made.rglob("*.ckpt")}
@@ -241,7 +242,7 @@ def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):
     chosen = select(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
         rank=0, size=1, broadcast=lambda message: message, gather=lambda message: [message]), None)
     assert chosen.chosen.step == STEP
-    flip_bit(tmp_path / "checkpoint" / chosen.chosen.files[3].path)
+    flip_bit(tmp_path / "checkpoint" / chosen.chosen.files[3][0].path)
     for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan)):
         assert isinstance(error, Exception) and "the file of rank 3 is not what was written" in str(error)
 

@@ -28,15 +28,20 @@ from mindresume.errors import (  # noqa: E402
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
-from mindresume.plugin import adapter, convert, hooks, session  # noqa: E402
+from mindresume.plugin import adapter, convert, hooks, loading, online, session  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
-from mindresume.store.commit import Committer, Shard, write_shard  # noqa: E402
+from mindresume.store.commit import Committer  # noqa: E402
+from mindresume.store.shard import rank_shard, write_shard  # noqa: E402
 
 PLACES = [(adapter.TRAINER, "Trainer.train"), (adapter.TRAINER, "Trainer.finetune"),
           (adapter.TRAINER, "Trainer._check_config_rules"), (adapter.REGISTER, "MindFormerRegister.get_cls"),
           (adapter.TRAINER, "get_resume_checkpoint"), (adapter.TRAINER_UTILS, "is_hf_checkpoint"),
           (adapter.BASE_TRAINER, "load_resume_context_from_checkpoint"), (adapter.BASE_TRAINER, "check_runner_config"),
-          (adapter.BASE_TRAINER, "preload_ckpt"), (adapter.BASE_TRAINER, "transform_and_load_checkpoint")]
+          (adapter.BASE_TRAINER, "preload_ckpt"), (adapter.BASE_TRAINER, "transform_and_load_checkpoint"),
+          (adapter.TRAINER, "get_checkpoint_path"), (adapter.BASE_TRAINER, "get_healthy_checkpoint_path"),
+          (adapter.BASE_TRAINER, "BaseTrainer._train_dataset_postprocess"), (adapter.BASE_TRAINER, "CommonInfo.load_common"),
+          (adapter.BASE_TRAINER, "Model"), (adapter.BASE_TRAINER, "compile_model"), (adapter.BASE_TRAINER, "load_checkpoint"),
+          (adapter.BASE_TRAINER, "load_hf_checkpoint")]
 
 
 def place(module, name):
@@ -143,21 +148,14 @@ def test_what_a_folder_is_taken_for(tmp_path, names, complete):
     for name in names:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
-        assert hooks.applies(config_of(path))
-        assert convert.is_complete_resume(hooks.PosixStorage(), config_of(path)) is complete
+        assert not online.applies(config_of(path))
+        assert convert.is_complete_resume(hooks.PosixStorage(), str(path), False) is complete
 
 
-def test_applies_to_a_rank_folder_a_file_and_a_path_that_is_not_there(tmp_path):
-    (tmp_path / "rank_0").mkdir()
-    file = tmp_path / "rank_0" / "a.ckpt"
-    file.write_bytes(b"")
-    assert all(hooks.applies(config_of(path)) for path in (tmp_path / "rank_0", file, tmp_path / "missing"))
-
-
-@pytest.mark.parametrize("values", [{"use_legacy_format": False}, {"checkpoint": {"load_path": "x"}}, {"load_checkpoint": ""},
-                                    {"load_checkpoint": None}])
-def test_does_not_apply(tmp_path, values):
-    assert hooks.applies(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is False
+@pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
+                                                ({"use_legacy_format": True}, False), ({}, False)])
+def test_which_format_a_job_uses(tmp_path, values, iterations):
+    assert online.applies(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is iterations
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ def test_only_damaged_ones_are_an_error(tmp_path, current):
     assert not current.resumes
 
 
-@pytest.mark.parametrize("values", [{"resume_training": False}, {"use_legacy_format": False}])
+@pytest.mark.parametrize("values", [{"resume_training": False}, {"load_checkpoint": ""}])
 def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
     save(tmp_path, 5, world=1)
     config = config_of(tmp_path, **values)
@@ -211,7 +209,7 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     hooks.choose_checkpoint(config_of(tmp_path), current)
     assert current.choice.chosen.step == 5
     with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
-        hooks.read_shard(STORAGE, current.choice.root, current.shard)
+        loading.read_shard(STORAGE, current.choice.root, current.shard)
 
 
 # ---- a training and what comes after it ------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ class ScaleObject:
 def test_counters_of_the_new_run(tmp_path, current, foreign):
     chosen(tmp_path, current, foreign=foreign)
     config = runner()
-    hooks.set_progress(config, 10, current)
+    loading.set_progress(config, 10, current)
     got = config.runner_config
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (15, 1, 1.0, 15)
     assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
@@ -312,7 +310,7 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
 def test_counters_at_another_global_batch_size(tmp_path, current):
     chosen(tmp_path, current, 20)
     config = runner(batch=16)
-    hooks.set_progress(config, 5, current)
+    loading.set_progress(config, 5, current)
     got = config.runner_config
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (10, 2, 0.5, 10)
 
@@ -320,21 +318,21 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
 def test_a_step_that_does_not_scale_is_an_error(tmp_path, current):
     chosen(tmp_path, current, 15)
     with pytest.raises(ProgressError, match=r"15 \* 8 samples are no multiple of 16"):
-        hooks.set_progress(runner(batch=16), 5, current)
+        loading.set_progress(runner(batch=16), 5, current)
 
 
 @pytest.mark.parametrize("sink_size, epoch", [(5, 3), (-1, 1), (3, 5)])
 def test_counters_in_sink_mode(tmp_path, current, sink_size, epoch):
     chosen(tmp_path, current, 15)
     config = runner(sink_mode=True, sink_size=sink_size)
-    hooks.set_progress(config, 15, current)
+    loading.set_progress(config, 15, current)
     assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (15, epoch)
 
 
 def test_a_sink_is_not_cut(tmp_path, current):
     chosen(tmp_path, current, 15)
     with pytest.raises(ProgressError, match="no multiple of sink_size 2"):
-        hooks.set_progress(runner(sink_mode=True, sink_size=2), 10, current)
+        loading.set_progress(runner(sink_mode=True, sink_size=2), 10, current)
 
 
 def set_scale(current, scale):
@@ -349,7 +347,7 @@ def test_the_loss_scale_goes_where_it_belongs(tmp_path, current, scale, sense, e
     chosen(tmp_path, current, 15)
     set_scale(current, scale)
     config = runner(scale_sense=sense)
-    hooks.set_progress(config, 10, current)
+    loading.set_progress(config, 10, current)
     found = config.runner_wrapper.scale_sense
     assert (found.loss_scale_value if isinstance(sense, dict) else found) == expected
 
@@ -359,14 +357,14 @@ def test_the_loss_scale_of_an_object(tmp_path, current):
     set_scale(current, 4096.0)
     config, sense = runner(), ScaleObject()
     config.runner_wrapper.scale_sense = sense
-    hooks.set_progress(config, 10, current)
+    loading.set_progress(config, 10, current)
     assert config.runner_wrapper.scale_sense is sense and sense.loss_scale_value == 4096.0
 
 
 def test_no_wrapper_no_loss_scale(tmp_path, current):
     chosen(tmp_path, current, 15)
     config = MindFormerConfig(runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1})
-    hooks.set_progress(config, 10, current)
+    loading.set_progress(config, 10, current)
     assert config.get("runner_wrapper") is None
 
 
@@ -380,7 +378,7 @@ def network(value, dtype=ms.float32):
 
 def saved_network(root, net, step=5, drop=()):
     tensors = snapshot([(p.name, p) for p in net.get_parameters() if p.name not in drop])
-    write_shard(place_of(root, 0, 1), Shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
+    write_shard(place_of(root, 0, 1), rank_shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
                                             metadata={"format": "ms", "remove_redundancy": "False"}))
     Committer(place_of(root, 0, 1)).saved(step)
 
@@ -391,7 +389,7 @@ def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dty
     hooks.choose_checkpoint(config_of(tmp_path), current)
     current.global_step = 3
     net, expected = network(0.0, dtype), network(1.7, dtype)
-    hooks.load_shard(net, current, STORAGE)
+    loading.load_shard(net, current, STORAGE)
     found = {p.name: p.asnumpy() for p in net.get_parameters()}
     assert np.array_equal(found["weight"], expected.parameters_dict()["weight"].asnumpy())
     assert found["global_step"].tolist() == [3]
@@ -401,17 +399,17 @@ def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dty
 def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
     saved_network(tmp_path, network(1.7))
     hooks.choose_checkpoint(config_of(tmp_path), current)
-    net, reading, seen, read = network(0.0), threading.Event(), [], hooks.read_shard
+    net, reading, seen, read = network(0.0), threading.Event(), [], loading.read_shard
 
     def read_and_tell(*arguments):
         reading.set()
         return read(*arguments)
-    monkeypatch.setattr(hooks, "read_shard", read_and_tell)
+    monkeypatch.setattr(loading, "read_shard", read_and_tell)
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
     monkeypatch.setattr(adapter, "wanted_of", lambda net: {p.name: (p.shape, "float32") for p in net.get_parameters()
                                                            if p.name == "weight"})
     monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(20 if beside else 0)))
-    hooks.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True), SimpleNamespace(_train_network=net), None,
+    loading.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True), SimpleNamespace(_train_network=net), None,
                       current, STORAGE)
     assert seen == [beside] and float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == np.float32(1.7)
 
@@ -421,7 +419,7 @@ def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path,
     hooks.choose_checkpoint(config_of(tmp_path), current)
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
     with pytest.raises(LoadError, match="changed after it was checked"):
-        hooks.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
+        loading.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
                           SimpleNamespace(_train_network=network(5.0)), None, current, STORAGE)
 
 
@@ -433,7 +431,7 @@ def test_regions_into_a_real_network(tmp_path, current):
     hooks.choose_checkpoint(config, current)
     current.global_step = 3
     net = network(0.0)
-    hooks.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
+    loading.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
     found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
     assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
     assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in wanted.items()}
@@ -445,7 +443,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
     hooks.choose_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
     with pytest.raises(LoadError, match=rf"\(1 tensors\): {name} is not in the checkpoint"):
-        hooks.load_shard(net, current, STORAGE)
+        loading.load_shard(net, current, STORAGE)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
 
 
@@ -455,10 +453,10 @@ def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, curr
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
     with pytest.raises(LoadError, match="changed after it was checked; start the job again"):
-        hooks.load_shard(network(5.0), current, STORAGE)
+        loading.load_shard(network(5.0), current, STORAGE)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedFileError):
-        hooks.load_shard(network(5.0), current, STORAGE)
+        loading.load_shard(network(5.0), current, STORAGE)
 
 
 def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
@@ -466,11 +464,11 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
     choice = select(STORAGE, str(tmp_path), Solo(), 4)
-    arrays, deduplicated = hooks.read_shard(STORAGE, str(tmp_path), choice.shards[0])
+    arrays, deduplicated = loading.read_shard(STORAGE, str(tmp_path), choice.shards[0])
     assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
 
 
 def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
-    assert hooks.counters(current.choice) == {"step_num": 15, "global_step": 15, "global_batch_size": 8, "loss_scale": 1.0}
+    assert loading.counters(current.choice) == {"step_num": 15, "global_step": 15, "global_batch_size": 8, "loss_scale": 1.0}

@@ -24,7 +24,7 @@ import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.errors import ConfigError, FolderInUseError, SaveError  # noqa: E402
 from mindresume.files import read_header  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import run_name  # noqa: E402
 from mindresume.plugin import monitor as module  # noqa: E402
 from mindresume.plugin import session  # noqa: E402
@@ -221,7 +221,7 @@ def test_async_save_holds_the_weights_of_its_step(tmp_path, kind, fmt):
     job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
     assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._failed_in_a_row == 0
     for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
-        found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0].path), format=fmt)
+        found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt)
         assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
     meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
     assert meta["last_ckpt_file"].endswith(f"-3_2.{fmt}")
@@ -422,12 +422,6 @@ def calls(monkeypatch):
     for name in ("on_train_begin", "step_end", "end", "_save_ckpt", "save_checkpoint", "save_checkpoint_network"):
         monkeypatch.setattr(BuiltIn, name, lambda self, *args, name=name: called.append(name), raising=False)
     return called
-
-
-def test_checkpoint_2_goes_to_the_built_in(tmp_path, monkeypatch, calls):
-    monkeypatch.chdir(tmp_path)
-    Job(build(tmp_path, use_legacy_format=False)).steps(2).end()
-    assert calls == ["on_train_begin", "step_end", "step_end", "end"] and files(tmp_path) == []
 
 
 def test_encryption_goes_to_the_built_in(tmp_path, calls):

@@ -22,9 +22,10 @@ from folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_o
 from mindresume.files import encode
 from mindresume.formats import Candidate
 from mindresume.formats.complete import HYPER, index_document, part_name, split
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
-from mindresume.store.commit import Committer, Shard, write_shard
+from mindresume.store.commit import Committer
+from mindresume.store.shard import rank_shard, write_shard
 from mindresume.strategy import Strategy
 
 STEP = PER_EPOCH + 5
@@ -210,7 +211,7 @@ def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors",
     shapes = {name: array.shape for name, array in tensors.items()}
     for rank in range(plan.world_size):
         known = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items() if layouts and name not in unnamed}
-        shard = Shard(name_of(rank, STEP, 0, fmt), state_of(STEP), shard_file(plan, tensors, rank, dedup, extra), known,
+        shard = rank_shard(name_of(rank, STEP, 0, fmt), state_of(STEP), shard_file(plan, tensors, rank, dedup, extra), known,
                       metadata={"format": "ms", "remove_redundancy": str(dedup)})
         write_shard(place_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
     committer = Committer(place_of(root, 0, plan.world_size, RUN))
@@ -239,4 +240,4 @@ def newest(root: Path) -> Candidate:
 
 def lose(root: Path, candidate: Candidate, ranks: Iterable[int]) -> None:
     for rank in ranks:
-        os.remove(root / candidate.files[rank].path)
+        os.remove(root / candidate.files[rank][0].path)

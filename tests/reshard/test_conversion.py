@@ -27,7 +27,7 @@ from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.formats.complete import HUGGINGFACE, MINDSPORE, read_complete
 from mindresume.formats.names import META, parse_label
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, read_details, run_sequence
 from mindresume.reshard import conversion as module

@@ -107,7 +107,7 @@ def test_what_lives_within_a_step_may_be_missing(roots):
 
 @pytest.mark.parametrize("here, there", [((), (1,)), ((1,), ()), ((1, 1), ())])
 def test_a_number_may_have_other_dimensions(here, there):
-    weights = Weights(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)}, lambda rank: None)
+    weights = Weights(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)}, lambda rank, name: None)
     assert wanted_regions(weights, {"global_step": (there, "int32")}, {}, 0) == {"global_step": whole(here)}
     with pytest.raises(LoadError, match="global_step is int32 in the checkpoint, int64 in the network"):
         wanted_regions(weights, {"global_step": (there, "int64")}, {}, 0)
@@ -164,7 +164,7 @@ def test_whole_pieces_are_compared_with_their_checksums(roots):
 def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
     """A recorded checkpoint with one bit of one tensor flipped in the file of a rank."""
     candidate = recorded(tmp_path, plan, tensors, fmt)
-    path = tmp_path / candidate.files[rank].path
+    path = tmp_path / candidate.files[rank][0].path
     with open(path, "rb") as file:
         ranges = read_header(file, str(path)).tensors[name].ranges
     flip_bit(path, ranges[-1][0] + ranges[-1][1] - 1)
@@ -192,7 +192,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
     weights, _ = damaged(tmp_path, plan, "embedding.weight", 3)         # a copy of that of rank 1
     found = read_regions(weights, {"embedding.weight": whole((16, 8))})
     assert found["embedding.weight"].tobytes() == TENSORS["embedding.weight"].tobytes()
-    os.remove(weights.file_of(1))
+    os.remove(weights.paths(1)[0])
     weights.headers.clear()
     with pytest.raises(DamagedFileError, match="embedding.weight of rank 3 is not what was written"):
         read_regions(weights, {"embedding.weight": whole((16, 8))})
@@ -203,7 +203,7 @@ def test_a_file_that_is_cut_short_since(tmp_path):
     weights = of_candidate(STORAGE, str(tmp_path), candidate)
     regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
     read_regions(weights, regions)
-    path = tmp_path / candidate.files[1].path
+    path = tmp_path / candidate.files[1][0].path
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(DamagedFileError, match="the file ends at byte .* cut short since its header was read"):
         read_regions(weights, regions)

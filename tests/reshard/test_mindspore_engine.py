@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parents[2]
 def weights_of(root, plan, tensors=TENSORS, fmt="safetensors", dedup=False, lose=(), strategy=None):
     candidate = foreign(root, plan, tensors, fmt, dedup)
     for rank in lose:
-        os.remove(root / candidate.files[rank].path)
+        os.remove(root / candidate.files[rank][0].path)
     return of_candidate(STORAGE, str(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
 
 
@@ -70,7 +70,7 @@ for path in sys.argv[1:]:
 
 
 def array_of(weights, name, rank):
-    path = weights.found_in[name] if weights.found_in is not None else weights.file_of(rank)
+    path = weights.found_in[name] if weights.found_in is not None else weights.paths(rank)[0]
     with open(path, "rb") as file:
         return read_tensor(file, read_header(file, path).tensors[name])
 
@@ -79,13 +79,13 @@ def array_of(weights, name, rank):
 
 def test_what_mindspore_is_given(tmp_path, work, small):
     """One file in each folder of a rank, whatever else lies beside it, and strategies of both sides."""
-    put(Path(small.weights.file_of(0)).parent / "zzz_rank_0-9_9.safetensors", {"other": np.zeros(3)})
+    put(Path(small.weights.paths(0)[0]).parent / "zzz_rank_0-9_9.safetensors", {"other": np.zeros(3)})
     task = prepare(small.weights, small.target.strategy(), str(work), workers=8)
     job, = [json.loads(Path(path).read_text()) for path in task.jobs]
     assert sorted(path.relative_to(job["source"]).as_posix() for path in Path(job["source"]).glob("*/*")) == [
         "rank_0/weights.safetensors", "rank_1/weights.safetensors"]
     for rank in range(2):
-        assert os.path.samefile(f"{job['source']}/rank_{rank}/weights.safetensors", small.weights.file_of(rank))
+        assert os.path.samefile(f"{job['source']}/rank_{rank}/weights.safetensors", small.weights.paths(rank)[0])
     source, target = (decode_strategy(Path(job[key]).read_bytes(), job[key]) for key in ("source_strategy", "target_strategy"))
     assert source == dict(enumerate(Plan.parse("tp2", SMALL).strategy().stages))
     assert target == dict(enumerate(small.target.strategy().stages))
@@ -204,7 +204,7 @@ def test_a_parameter_of_several_stages(tmp_path, work):
     refused(weights_of(tmp_path / "a", one), two, work, "embedding.weight", "several stages")
     candidate = foreign(tmp_path / "b", alone, TENSORS)
     for rank in (2, 3):
-        put(tmp_path / "b" / candidate.files[rank].path, {**alone.shard(TENSORS, rank), **COUNTERS, "embedding.weight":
+        put(tmp_path / "b" / candidate.files[rank][0].path, {**alone.shard(TENSORS, rank), **COUNTERS, "embedding.weight":
             part_of(TENSORS["embedding.weight"], two.stages[1]["embedding.weight"], rank % 2)})
     weights = of_candidate(STORAGE, str(tmp_path / "b"), candidate, two)
     refused(weights, one.strategy(), work, "embedding.weight", "several stages")
@@ -221,7 +221,7 @@ def test_a_file_is_missing_though_its_copy_is_there(tmp_path, work):
 
 def test_a_file_holds_something_else(tmp_path, work):
     weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", SMALL))
-    path = Path(weights.file_of(3))
+    path = Path(weights.paths(3)[0])
     put(path, {**Plan.parse("dp2tp2", SMALL).shard(TENSORS, 3), **COUNTERS, "embedding.weight": np.zeros((8, 4), np.float32)})
     weights.headers.clear()
     refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 3", "embedding.weight", "(4, 4)", "(8, 4)")
@@ -254,7 +254,7 @@ def test_nan_of_bfloat16(tmp_path, work, fmt, bits, fine):
     if fine:
         assert prepare(weights, Plan.parse("tp4", model).strategy(), str(work))
     else:
-        refused(weights, Plan.parse("tp4", model).strategy(), work, "NaN", weights.file_of(1))
+        refused(weights, Plan.parse("tp4", model).strategy(), work, "NaN", weights.paths(1)[0])
 
 
 # ---- what the processes do -------------------------------------------------------------------------------------------
@@ -272,9 +272,9 @@ def test_all_is_well(tmp_path, work, small):
             tensor = found.tensors[name]
             assert (tensor.layout, tensor.first) == (layout, rank // 2 * 2)
             cut, = tensor.cuts(tuple((part.start, part.stop) for part in layout.slices(rank % 2, tensor.shape)))
-            assert found.place(name, cut).path == found.file_of(rank // 2 * 2)
+            assert found.place(name, cut).path == found.file_of(rank // 2 * 2, name)
             assert array_of(found, name, rank).tobytes() == part_of(TENSORS[name], layout, rank % 2).tobytes()
-    assert found.file_of(4) is None
+    assert found.file_of(4, "embedding.weight") is None
     assert all(found.tensors[name].layout is None for name in COUNTERS)
 
 

@@ -272,7 +272,7 @@ def test_a_file_of_another_job(tmp_path, fmt):
     odd = {1: shard_file(plan_of("dp4"), TENSORS, 1),
            3: {**shard_file(plan, TENSORS, 3), "head.weight": np.ones((4, 8), np.float16)}}
     for rank, arrays in odd.items():
-        put(tmp_path / candidate.files[rank].path, arrays, {})
+        put(tmp_path / candidate.files[rank][0].path, arrays, {})
     weights = weights_of(tmp_path, candidate, plan.strategy())
     for rank in range(4):
         (cut,) = weights.tensors["head.weight"].cuts(((4 * rank, 4 * rank + 1), (0, 8)))
@@ -281,7 +281,7 @@ def test_a_file_of_another_job(tmp_path, fmt):
             continue
         with pytest.raises(DamagedFileError, match=f"rank {rank} holds head.weight as .* the file is of another job") as found:
             weights.place("head.weight", cut)
-        assert found.value.path == str(tmp_path / candidate.files[rank].path) and found.value.tensor == "head.weight"
+        assert found.value.path == str(tmp_path / candidate.files[rank][0].path) and found.value.tensor == "head.weight"
         assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(found.value)
 
 
@@ -297,7 +297,7 @@ def test_a_whole_stage_is_missing(tmp_path, write):
 def test_a_header_that_is_damaged(tmp_path):
     plan = plan_of("tp2")
     candidate = foreign(tmp_path, plan, TENSORS)
-    path = tmp_path / candidate.files[1].path
+    path = tmp_path / candidate.files[1][0].path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedFileError, match="cut short"):
         weights = weights_of(tmp_path, candidate, plan.strategy())

@@ -195,7 +195,7 @@ def test_a_shard_of_another_run_under_the_right_name(saved):
     save(other, 15, run=NEXT_RUN)
     shutil.copy(path_of(other, 15, 1), path_of(saved, 15, 1))
     choice = choose(saved)
-    assert choice.chosen.step == 10 and "not what was written" in choice.refused[0].reason
+    assert choice.chosen.step == 10 and f"is not of run {RUN}, step 15" in choice.refused[0].reason
 
 
 def test_after_a_fall_back_the_new_run_is_newer(saved):

@@ -11,14 +11,14 @@ from folders import STORAGE, name_of, path_of, place_of, save, state_of, tensors
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError
 from mindresume.files import read_header, read_tensor
-from mindresume.formats.rank_folders import scan_records
+from mindresume.formats.records import scan_records
 from mindresume.manifest import run_name
 from mindresume.resume.select import select
 from mindresume.store import background
 from mindresume.store.background import Background
-from mindresume.store.commit import Place, Shard
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Extra, Save
+from mindresume.store.shard import Place, rank_shard
 from mindresume.store.staging import Staging
 from mindresume.store.storage import PosixStorage
 
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 
 def shard(step, rank=0, fmt="safetensors", tensors=None):
-    return Shard(name_of(rank, step, 0, fmt), state_of(step), tensors or tensors_of(rank, step))
+    return rank_shard(name_of(rank, step, 0, fmt), state_of(step), tensors or tensors_of(rank, step))
 
 
 def saver_in(root, kind, world=1, rank=0, policy=KEEP_ALL, **options):
@@ -81,7 +81,7 @@ def test_a_foreign_bfloat16_keeps_its_bits():
     staging = Staging()
     save = Save(shard(5, tensors={"x": bits.view(ml_dtypes.bfloat16)}))
     unpacked = staging.unpack(staging.pack(save))
-    assert unpacked.shard.tensors["x"].view(np.uint16).tolist() == bits.tolist()
+    assert unpacked.shard.files[0].tensors["x"].view(np.uint16).tolist() == bits.tolist()
 
 
 def test_the_buffer_is_made_once_and_grows_only_for_more(tmp_path):

@@ -201,18 +201,20 @@ def test_damaged_claims_say_nothing(tmp_path):
 def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
     save(tmp_path, 5, 1)
     name = next(name for name in os.listdir(tmp_path / FOLDER))
-    claim = hold(STORAGE, str(tmp_path), name)
+    claim = hold(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
     assert set(holds(STORAGE, str(tmp_path))) == {name}
     assert str(os.getpid()) in holds(STORAGE, str(tmp_path))[name]
     claim.leave()
     assert holds(STORAGE, str(tmp_path)) == {}
-    assert hold(STORAGE, str(tmp_path), attempt_name(99, run_name(1, "0000aaaa"))) is None
+    gone = attempt_name(99, run_name(1, "0000aaaa"))
+    assert hold(STORAGE, str(tmp_path), gone, str(tmp_path / FOLDER / gone)) is None
     assert holds(STORAGE, str(tmp_path)) == {}
 
 
 def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
     save(tmp_path, 5, 1)
-    claim = hold(STORAGE, str(tmp_path), os.listdir(tmp_path / FOLDER)[0])
+    name = os.listdir(tmp_path / FOLDER)[0]
+    claim = hold(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
     time = Time()
     job = start(tmp_path, time=time)
     fence(STORAGE, str(tmp_path), job.run)

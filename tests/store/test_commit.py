@@ -6,10 +6,11 @@ from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, te
 
 from mindresume.errors import RecordError, SaveError
 from mindresume.formats import OURS
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
-from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
+from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
+from mindresume.store.shard import Place, clean_own_folder, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
@@ -94,7 +95,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path):
     place = place_of(tmp_path, 0, 1)
     broken = type(place)(FullDisk(), place.root, RUN, 0, 1)
     with pytest.raises(SaveError, match="step 10 was not saved on rank 0: No space left.*saved before are untouched"):
-        write_shard(broken, Shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+        write_shard(broken, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
     assert sorted(os.listdir(tmp_path / "rank_0")) == ["meta.json", "net_rank_0-1_5.safetensors"]
     assert steps(tmp_path) == [5]
 
@@ -204,16 +205,16 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
     small = Small()
     place = Place(small, str(tmp_path), RUN, 0, 1)
     with pytest.raises(SaveError, match="needs 0.0 MiB.*has room for 0.0 MiB.*keep_checkpoint_max"):
-        write_shard(place, Shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+        write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
     assert small.written == 0 and steps(tmp_path) == [5]
     small.left = 1 << 20
-    write_shard(place, Shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+    write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
 
 
 def test_the_manifest_has_what_any_rank_measured_and_rank_0_goes_first(tmp_path):
     """With pipeline stages only the last one knows the loss."""
     for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
-        write_shard(place_of(tmp_path, rank, 2), Shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
+        write_shard(place_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
                                                        tensors_of(rank, 5)))
     Committer(place_of(tmp_path, 0, 2)).saved(5)
     assert scan(STORAGE, str(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}

@@ -5,9 +5,10 @@ import pytest
 from folders import RUN, STORAGE, name_of, path_of, place_of, state_of, tensors_of, write_rank
 
 from mindresume.errors import SaveError
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import record_name
-from mindresume.store.commit import Committer, Place, Shard, write_shard
+from mindresume.store.commit import Committer
+from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 
@@ -37,7 +38,7 @@ class NoRoomForRecords(PosixStorage):
 
 @pytest.mark.parametrize("where", ["write", "rename", "sync"])
 def test_a_file_whose_record_cannot_be_written_goes_and_can_be_written_again(tmp_path, where):
-    shard = Shard(name_of(0, 5), state_of(5), tensors_of(0, 5))
+    shard = rank_shard(name_of(0, 5), state_of(5), tensors_of(0, 5))
     with pytest.raises(SaveError, match="step 5 was not saved on rank 0: No space left"):
         write_shard(Place(NoRoomForRecords(where), str(tmp_path), RUN, 0, 1), shard)
     assert os.listdir(tmp_path / "rank_0") == []                       # the disk has its room back

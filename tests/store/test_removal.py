@@ -9,11 +9,11 @@ import pytest
 from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
 from mindresume.agree import Solo
-from mindresume.formats.rank_folders import scan
+from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
 from mindresume.resume.select import select
 from mindresume.store.commit import Committer
-from mindresume.store.removal import NEWEST_WHOLE, NOTHING_WHOLE, carry_out, folder_of, plan
+from mindresume.store.removal import NEWEST_WHOLE, NOTHING_WHOLE, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
 from mindresume.store.storage import PosixStorage
 
@@ -68,7 +68,7 @@ def test_every_save_is_in_exactly_one_group(saved):
     save(saved, 30, world=2, run=NEXT_RUN, suffix=1)
     made = planned(saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=over)
     groups = [made.kept, made.victims, made.debris, made.unfinished, made.spared]
-    assert sorted(folder_of(c) for group in groups for c in group) == sorted(os.listdir(saved / FOLDER)) == sorted(made.reasons)
+    assert sorted(c.name for group in groups for c in group) == sorted(os.listdir(saved / FOLDER)) == sorted(made.reasons)
 
 
 @pytest.mark.parametrize("ended, active, debris", [(over, None, [25]), (lambda run: False, None, []),

@@ -7,13 +7,14 @@ from folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
 from mindresume.files import read_header
 from mindresume.manifest import run_name
-from mindresume.store.commit import Committer, Place, Shard, write_shard
+from mindresume.store.commit import Committer
 from mindresume.store.saver import Extra, Foreground, Save, Work, write_extra
+from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 
 def shard(step, rank=0, fmt="safetensors", suffix=0):
-    return Shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step))
+    return rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step))
 
 
 def extra(folder, step, keep=0, kind="network"):

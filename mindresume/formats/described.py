@@ -1,0 +1,71 @@
+"""What records say of the tensors of a checkpoint, as ``metadata.json`` says it: how each is cut, and which files hold what.
+
+    tensors = described(records, details_of)        # records of all ranks; details_of(rank) reads the long part of one
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from mindresume.errors import RecordError
+from mindresume.formats.metadata import Described, Stored, ordinals
+from mindresume.layout import TensorLayout
+from mindresume.manifest import Details, Record, TensorRecord
+
+
+def described(records: Sequence[Record], details_of: Callable[[int], Details]) -> list[Described]:
+    """Of every tensor with a layout; the others are counters, which mindformers does not list either. As all ranks of a stage
+    hold the same tensors, the details of one are read, and those of all where redundancy was removed. A tensor of several
+    stages (a shared embedding) is that of the first one. RecordError if the stages are not of one size."""
+    first_details = details_of(0)
+    size = _stage_size(first_details.tensors.values(), len(records))
+    found: dict[str, Described] = {}
+    for first in range(0, len(records), size):
+        ranks = range(first, first + size)
+        shared = any(records[rank].deduplicated for rank in ranks)
+        rows = {rank: first_details.tensors if rank == 0 else details_of(rank).tensors
+                for rank in (ranks if shared else ranks[:1])}
+        for name in dict.fromkeys(name for table in rows.values() for name in table):
+            writers = [rank for rank, table in rows.items() if name in table]
+            row = rows[writers[0]][name]
+            if name in found or row.layout is None or row.global_shape is None:
+                continue
+            if row.layout.stage_size != size:
+                raise RecordError(f"{name} is cut over {row.layout.stage_size} ranks, other tensors over {size}")
+            found[name] = Described(name, row.dtype, row.global_shape, row.layout, first,
+                                    _stored(records, rows, name, row, writers if shared else ranks, first))
+    return list(found.values())
+
+
+def _stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
+    size = next((row.layout.stage_size for row in rows if row.layout), world_size)
+    if world_size % size:
+        raise RecordError(f"tensors are cut over {size} ranks, of {world_size}")
+    return size
+
+
+def _stored(records: Sequence[Record], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
+            writers: Iterable[int], first: int) -> dict[int, tuple[Stored, ...]]:
+    held = _ordinals(row.layout, row.global_shape)
+    groups = _groups(row.layout, row.global_shape, first)
+    found: dict[int, tuple[Stored, ...]] = {}
+    for rank in writers:
+        file = records[rank].files[rows[rank][name].file if rank in rows else row.file]
+        number = held[rank - first]
+        before = found.get(number, ())
+        found[number] = (*before, Stored(file.path, rank, () if before else groups[number]))     # once is enough to be found
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return ordinals(layout, shape)
+
+
+@lru_cache(maxsize=1 << 12)
+def _groups(layout: TensorLayout, shape: tuple[int, ...], first: int) -> dict[int, tuple[int, ...]]:
+    """{slice: the ranks that hold it}."""
+    found: dict[int, list[int]] = {}
+    for local, number in enumerate(_ordinals(layout, shape)):
+        found.setdefault(number, []).append(first + local)
+    return {number: tuple(ranks) for number, ranks in found.items()}

@@ -1,0 +1,399 @@
+"""``metadata.json`` of Checkpoint 2.0: which parameters there are, how each is cut, and which files hold which slice.
+
+    {"state_dict_metadata": {name:
+        {"properties": {"dtype", "replica_id", "allow_shape_mismatch", "allow_to_save"},
+         "global_shape", "axis_fragmentations",
+         "layout": {"device_matrix", "tensor_map", "interleaved_parallel", "alias_name", "rank_list"},
+         "chunk": [{"global_offset": [ordinal], "local_shape"}, one for each slice]}},
+     "storage_data": {"('name', (ordinal,))": [{"file_name", "storage_rank", "rank_group"}, one for each file with the slice]}}
+
+``global_offset`` is an *ordinal*: the pieces of all dimensions numbered row-major (mindformers checkpoint/sharded_tensor.py,
+_get_global_offset_and_replica_id_from_layout). The optimizer shard is part of the layout there: ``folded``. 1.8.0 has no
+``rank_group``, 2.1.0 may have a layout of null. Bytes to values and back; nothing is opened here.
+
+The file has no version. A future one would show itself by more keys, which are ignored, or by a required one that is missing or
+of another kind, which is refused by its name.
+"""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mindresume.errors import DamagedFileError
+from mindresume.files.model import DTYPES, is_size, parse_object
+from mindresume.formats.iteration_files import is_file_name, parse_slice_key, slice_key
+from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
+from mindresume.state import is_count
+from mindresume.strategy_file import normal
+
+MAX_METADATA = 1 << 30                 # bytes: mindformers puts every rank of every group on a line of its own
+# mindformers maps str(type).lower(): "Float32" and "float32" are one, and the 8-bit floats have no "_" there.
+_DTYPES = {name.replace("_", ""): name for name in DTYPES}
+_ALIASES = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Stored(NamedTuple):
+    """A copy of one slice. ``rank``: which wrote it; ``group``: all ranks that hold the slice, () where it is not said."""
+    file: str
+    rank: int
+    group: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Described:
+    """One parameter. ``dtype``: a numpy name; ``shape``: global; ``layout`` None: not cut, every rank holds all of it.
+
+    ``first``: the first rank of the pipeline stage that the layout is of (``rank_list[0]``), 0 without layout. A parameter of
+    several stages, like a shared embedding, is there once, with the layout of one of them and the copies of all.
+    ``stored``: by ordinal, at least one copy of every slice.
+    """
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: TensorLayout | None
+    first: int
+    stored: Mapping[int, tuple[Stored, ...]]
+
+
+# ---- slices ----------------------------------------------------------------------------------------------------------
+
+def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the slice of each local rank. ValueError if the shape does not divide."""
+    pieces, matrix = layout.pieces(shape), layout.device_matrix
+    ranks = np.arange(layout.stage_size)
+
+    def index(axes: Iterable[int]) -> np.ndarray:
+        return _row_major([ranks // math.prod(matrix[len(matrix) - axis:]) % matrix[-1 - axis] for axis in axes],
+                          [matrix[-1 - axis] for axis in axes])
+    indices = [index(axes) for axes in layout.axes()]
+    if indices:
+        indices[0] = indices[0] * layout.optimizer_pieces + index(layout.unused_axes()) % layout.optimizer_pieces
+    return tuple((_row_major(indices, pieces) + 0 * ranks).tolist())
+
+
+def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
+    """Of the slice that is exactly ``region``. ValueError if none is, or if the tensor is empty and several are."""
+    pieces, lengths = _pieces(layout, shape)
+    if math.prod(shape) == 0 and math.prod(pieces) > 1:
+        raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be told apart")
+    found = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
+    if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
+        raise ValueError(f"{tuple(region)} is no slice of shape {tuple(shape)} cut into {pieces}")
+    return found
+
+
+def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
+    """Part of the global tensor that slice ``ordinal`` is. ValueError if there is none."""
+    pieces, lengths = _pieces(layout, shape)
+    if not 0 <= ordinal < math.prod(pieces):
+        raise ValueError(f"slice {ordinal} of shape {tuple(shape)} cut into {pieces}: there are {math.prod(pieces)}")
+    region = []
+    for count, length in zip(reversed(pieces), reversed(lengths), strict=True):
+        ordinal, index = divmod(ordinal, count)
+        region.append(slice(index * length, (index + 1) * length))
+    return tuple(reversed(region))
+
+
+def _pieces(layout: TensorLayout | None, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Number and size of the pieces, by dimension."""
+    return ((1,) * len(shape), tuple(shape)) if layout is None else (layout.pieces(shape), layout.local_shape(shape))
+
+
+def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
+    found = 0
+    for index, count in zip(indices, counts, strict=True):
+        found = found * count + index
+    return found
+
+
+def folded(layout: TensorLayout) -> TensorLayout:
+    """The same slices without an optimizer shard: its axes cut dimension 0 too, and the one where it begins is split if need be
+    (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that no axes can say."""
+    if not layout.optimizer_shards or not layout.tensor_map:
+        return normal(TensorLayout(layout.device_matrix, layout.tensor_map))
+    used = set(itertools.chain(*layout.axes()))
+    matrix, shard, left = [], [], layout.copies             # left: copies that the axes still have to make, major first
+    split = len(layout.device_matrix)                       # no axis, so far
+    for axis, size in zip(reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True):
+        if axis in used or left % size == 0 and left > 1:
+            matrix.append(size)
+            left //= 1 if axis in used else size
+        elif size % left:
+            raise ValueError(f"{layout.optimizer_pieces} optimizer shards do not end at a part of an axis: {layout}")
+        else:
+            matrix += [left, size // left] if left > 1 else [size]
+            split, left = axis if left > 1 else split, 1
+            shard.append(axis)
+    cuts = [[axis + (axis > split) for axis in axes] for axes in layout.axes()]
+    cuts[0] += shard
+    return normal(TensorLayout(tuple(matrix), tuple(map(tuple, cuts))))
+
+
+class _Cut:
+    """What follows from layout and shape; made once for all parameters that are alike."""
+
+    def __init__(self, layout: TensorLayout | None, shape: tuple[int, ...]):
+        self.layout = layout
+        self.counts, self.lengths = _pieces(layout, shape)
+        self.slices = math.prod(self.counts)
+        self.ordinals = () if layout is None else ordinals(layout, shape)
+
+    def other(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
+        """A rank of the stage that holds another slice; None if there is none. Ranks of other stages hold what they say."""
+        held, size = self.ordinals, len(self.ordinals)
+        return next((rank for rank in ranks if 0 <= rank - first < size and held[rank - first] != ordinal), None)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+def read_metadata(data: bytes, path: str) -> dict[str, Described]:
+    """{name: parameter} in the order of the file. DamagedFileError, whatever the bytes, unless every parameter is described
+    once and without contradiction, and every slice of it is stored. Unknown keys are ignored; storage of a parameter that is
+    not described is refused: its description was lost."""
+    if not 0 < len(data) <= MAX_METADATA:
+        raise DamagedFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
+    return _Reader(path).read(parse_object(data, path, "the metadata"))
+
+
+class _Reader:
+    def __init__(self, path: str):
+        self.path = path
+        self.cuts: dict[tuple[Any, ...], _Cut] = {}
+        self.files: set[str] = set()
+        self.groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def read(self, value: Mapping[str, Any]) -> dict[str, Described]:
+        rows, storage = (value.get(key) for key in ("state_dict_metadata", "storage_data"))
+        for key, found in (("state_dict_metadata", rows), ("storage_data", storage)):
+            if not isinstance(found, dict):
+                raise DamagedFileError(self.path, f"{key} is {_short(found)}, expected a JSON object")
+        copies = self.copies(storage)
+        if lost := next((name for name in copies if name not in rows), None):
+            raise DamagedFileError(self.path, f"storage_data has {_short(lost)}, not in state_dict_metadata", tensor=lost)
+        described = {}
+        for name, row in rows.items():
+            try:
+                described[name] = self.described(name, row, copies.get(name, {}))
+            except (ValueError, LookupError, TypeError, OverflowError) as error:
+                reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+                raise DamagedFileError(self.path, f"parameter {_short(name)}: {reason}"[:1000], tensor=name) from error
+        return described
+
+    def copies(self, storage: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+        """{name: {ordinal: what is said of it}}."""
+        found: dict[str, dict[int, Any]] = {}
+        for key, rows in storage.items():
+            parsed = parse_slice_key(key)
+            if parsed is None:
+                raise DamagedFileError(self.path, f"storage_data has the key {_short(key)}, expected \"('name', (ordinal,))\"")
+            found.setdefault(parsed[0], {})[parsed[1]] = rows
+        return found
+
+    def described(self, name: str, row: Any, copies: Mapping[int, Any]) -> Described:
+        dtype = _needed(_needed(row, "properties"), "dtype")
+        shape = _needed(row, "global_shape")
+        if not isinstance(dtype, str) or dtype.lower().replace("_", "") not in _DTYPES:
+            raise ValueError(f"dtype is {_short(dtype)}, expected one of {', '.join(_DTYPES)}")
+        dtype = _DTYPES[dtype.lower().replace("_", "")]
+        if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(is_size, shape)) \
+                or math.prod(size for size in shape if size) * DTYPES[dtype].itemsize >= 2**63:
+            raise ValueError(f"global_shape is {_short(shape)}, expected the sizes of up to {MAX_AXES} dimensions")
+        layout, first = _layout(_needed(row, "layout"))
+        key = layout, tuple(shape)
+        cut = self.cuts[key] = self.cuts.get(key) or _Cut(*key)
+        if (parts := row.get("axis_fragmentations", list(cut.counts))) != list(cut.counts):
+            raise ValueError(f"axis_fragmentations is {_short(parts)}, expected {list(cut.counts)}, which the layout cuts into")
+        _check_chunks(_needed(row, "chunk"), cut)
+        if odd := next((number for number in copies if number >= cut.slices), None):
+            raise ValueError(f"slice {odd} is stored, expected slices from 0 to {cut.slices - 1}")
+        if absent := [number for number in range(cut.slices) if not copies.get(number)]:
+            raise ValueError(f"slice {absent[0]} of {cut.slices} is stored nowhere, expected a file in storage_data")
+        stored = {number: self.stored(copies[number], number, cut, first) for number in range(cut.slices)}
+        return Described(name, dtype, tuple(shape), layout, first, stored)
+
+    def stored(self, rows: Any, number: int, cut: _Cut, first: int) -> tuple[Stored, ...]:
+        if not isinstance(rows, list):
+            raise ValueError(f"slice {number} is stored in {_short(rows)}, expected a list of files")
+        copies, checked = [], None
+        for row in rows:
+            file, rank, group = _needed(row, "file_name"), _needed(row, "storage_rank"), self.group(row.get("rank_group"))
+            if type(file) is not str or file not in self.files:
+                _check_file(file)
+                self.files.add(file)
+            _check_rank(rank)
+            odd = cut.other(number, first, (rank,) if group is checked else (rank, *group))
+            if odd is not None:
+                raise ValueError(f"slice {number} is said to be that of rank {odd}, which has slice "
+                                 f"{cut.ordinals[odd - first]} by its layout")
+            checked = group
+            copies.append(Stored(file, rank, group))
+        return tuple(copies)
+
+    def group(self, value: Any) -> tuple[int, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+            raise ValueError(f"rank_group is {_short(value)}, expected a list of ranks")
+        group = tuple(value)
+        if group not in self.groups:
+            for rank in group:
+                _check_rank(rank)
+            self.groups[group] = group
+        return self.groups[group]
+
+
+def _layout(value: Any) -> tuple[TensorLayout | None, int]:
+    """(layout, first rank). ValueError for one that we cannot use, which is said by name."""
+    if value is None:
+        return None, 0
+    matrix, cuts, ranks = (_needed(value, key) for key in ("device_matrix", "tensor_map", "rank_list"))
+    aliases = value.get("alias_name")
+    if value.get("interleaved_parallel", False) is not False or isinstance(aliases, list) and "interleaved_parallel" in aliases:
+        raise ValueError("interleaved_parallel is set: which rank holds which part is not known, this layout is not supported")
+    layout = normal(TensorLayout.from_json({"device_matrix": matrix, "tensor_map": cuts, "optimizer_shards": 0}))
+    if not isinstance(ranks, list) or len(ranks) != layout.stage_size:
+        found = f"{len(ranks)} ranks" if isinstance(ranks, list) else _short(ranks)
+        raise ValueError(f"rank_list is {found}, expected {layout.stage_size} for device_matrix {list(layout.device_matrix)}")
+    for rank in ranks:
+        _check_rank(rank)
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        raise ValueError(f"rank_list is {_short(ranks)}, expected ranks that follow each other: another order is not supported")
+    return layout, ranks[0]
+
+
+def _check_chunks(chunks: Any, cut: _Cut) -> None:
+    if not isinstance(chunks, list) or len(chunks) != cut.slices:
+        found = f"{len(chunks)} slices" if isinstance(chunks, list) else _short(chunks)
+        raise ValueError(f"chunk is {found}, expected {cut.slices}, which the layout cuts into")
+    seen = set()
+    for chunk in chunks:
+        offset, shape = _needed(chunk, "global_offset"), _needed(chunk, "local_shape")
+        if not isinstance(offset, list) or len(offset) != 1 or not is_count(offset[0], 0, cut.slices - 1):
+            raise ValueError(f"global_offset is {_short(offset)}, expected a list of one number from 0 to {cut.slices - 1}")
+        if shape != list(cut.lengths) or not set(map(type, shape)) <= {int}:
+            raise ValueError(f"slice {offset[0]} has local_shape {_short(shape)}, expected {list(cut.lengths)} by its layout")
+        seen.add(offset[0])
+    if len(seen) < cut.slices:
+        raise ValueError(f"chunk has only the slices {_short(sorted(seen))}, expected {cut.slices} different ones")
+
+
+def _needed(row: Any, key: str) -> Any:
+    if not isinstance(row, dict):
+        raise ValueError(f"{_short(row)} where a JSON object with {key} was expected")
+    if key not in row:
+        raise ValueError(f"{key} is missing; found the keys {_short(list(row))}")
+    return row[key]
+
+
+def _check_file(name: Any) -> None:
+    if not is_file_name(name):
+        raise ValueError(f"file_name is {_short(name)}, expected the name of a .safetensors file in the same folder")
+
+
+def _check_rank(rank: Any) -> None:
+    if not is_count(rank, 0, MAX_RANKS - 1):
+        raise ValueError(f"a rank is {_short(rank)}, expected a whole number from 0 to {MAX_RANKS - 1}")
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:200]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+def encode_metadata(tensors: Iterable[Described]) -> list[bytes]:
+    """The file in pieces that mindformers 1.8.0 and later read: their keys in their order, as the layout is taken apart by
+    position; one parameter a line. One without layout is said to be whole on a rank that stored it, as they take no null.
+    ValueError for what could not be read back, or where mindformers would not find a slice: it looks for the first rank that
+    holds it, among those that stored it and in their groups (checkpoint/reshard.py:_find_file_for_rank)."""
+    writer, heads, storage = _Writer(), {}, []
+    for tensor in tensors:
+        if tensor.name in heads:
+            raise ValueError(f"parameter {tensor.name!r} is there twice")
+        try:
+            heads[tensor.name] = f"{_dump(tensor.name)}:{writer.head(tensor)}".encode()
+            storage.append(writer.storage(tensor).encode())
+        except ValueError as error:
+            raise ValueError(f"parameter {tensor.name!r}: {error}") from error
+    pieces = [b'{"state_dict_metadata":{\n', b",\n".join(heads.values()), b'\n},\n"storage_data":{\n', b",\n".join(storage)]
+    if (size := sum(map(len, pieces))) > MAX_METADATA - 9:
+        raise ValueError(f"{size} bytes of metadata; at most {MAX_METADATA} can be read back")
+    return [*pieces, b"\n}}\n"]
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.heads: dict[tuple[Any, ...], str] = {}
+        self.cuts: dict[tuple[Any, ...], tuple[_Cut, tuple[int, ...]]] = {}
+        self.files: dict[str, str] = {}
+        self.groups: dict[tuple[int, ...], str] = {}
+
+    def cut(self, tensor: Described) -> tuple[_Cut, tuple[int, ...]]:
+        """And the first rank that holds each slice, counted within the stage."""
+        key = tensor.layout, tensor.shape
+        if key not in self.cuts:
+            layout = tensor.layout and folded(tensor.layout)
+            cut = _Cut(layout, tensor.shape)
+            self.cuts[key] = cut, tuple(map(cut.ordinals.index, range(cut.slices if layout else 0)))
+        return self.cuts[key]
+
+    def head(self, tensor: Described) -> str:
+        first = tensor.first if tensor.layout else min((copy.rank for copy in tensor.stored.get(0, ())), default=0)
+        key = tensor.layout, tensor.shape, tensor.dtype, first
+        if key not in self.heads:
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"dtype {tensor.dtype!r}, expected one of {', '.join(DTYPES)}")
+            cut, _ = self.cut(tensor)
+            layout = cut.layout or TensorLayout((1,), (-1,) * len(tensor.shape))
+            _check_rank(first)
+            _check_rank(first + layout.stage_size - 1)
+            seen = [itertools.count() for _ in range(cut.slices)]
+            replicas = [next(seen[number]) for number in cut.ordinals or (0,)]
+            aliases = [_ALIASES[axis:axis + 1] or f"axis{axis}" for axis in range(len(layout.device_matrix))]
+            self.heads[key] = _dump({
+                "properties": {"dtype": tensor.dtype.replace("_", ""), "replica_id": replicas, "allow_shape_mismatch": False,
+                               "allow_to_save": True},
+                "global_shape": tensor.shape, "axis_fragmentations": cut.counts,
+                "layout": {"device_matrix": layout.device_matrix, "tensor_map": layout.tensor_map,
+                           "interleaved_parallel": False, "alias_name": aliases,
+                           "rank_list": list(range(first, first + layout.stage_size))},
+                "chunk": [{"global_offset": [number], "local_shape": cut.lengths} for number in range(cut.slices)]})
+        return self.heads[key]
+
+    def storage(self, tensor: Described) -> str:
+        cut, holders = self.cut(tensor)
+        if set(tensor.stored) != set(range(cut.slices)) or not all(tensor.stored.values()):
+            raise ValueError(f"stored are the slices {_short(sorted(tensor.stored))}, expected all of {cut.slices}")
+        slices = []
+        for number in range(cut.slices):
+            copies = tensor.stored[number]
+            known = set(itertools.chain((copy.rank for copy in copies), *{copy.group for copy in copies}))
+            odd = cut.other(number, tensor.first, known)
+            if odd is not None:
+                raise ValueError(f"slice {number} is not that of rank {odd}: {tensor.layout}")
+            if holders and tensor.first + holders[number] not in known:
+                raise ValueError(f"slice {number}: rank {tensor.first + holders[number]} is in no group of a file that has it")
+            slices.append(f"{_dump(slice_key(tensor.name, number))}:[{','.join(map(self.entry, copies))}]")
+        return ",".join(slices)
+
+    def entry(self, copy: Stored) -> str:
+        file, rank, group = copy
+        if file not in self.files:
+            _check_file(file)
+            self.files[file] = _dump(file)
+        if group not in self.groups:
+            for other in group:
+                _check_rank(other)
+            self.groups[group] = _dump(group)
+        _check_rank(rank)
+        return f'{{"file_name":{self.files[file]},"storage_rank":{rank},"rank_group":{self.groups[group]}}}'
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,234 @@
+"""Saved steps that have records, of either format, and what both formats share in looking at files.
+
+    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 1.0: the records; the weights lie in rank folders
+    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 2.0 while it is saved: an iteration folder in the making,
+    {root}/iteration_{step}/                                  and when it is committed; in either the weights, and
+        .mindresume/step-{step}-run-{run}/                    their records: an iteration folder can be copied or moved alone
+
+A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them, ``manifest.json``.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mindresume.errors import DamagedFileError, RecordError
+from mindresume.files import Header, read_header, read_scalar
+from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.iteration_files import parse_iteration
+from mindresume.manifest import (
+    FOLDER,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Record,
+    attempts,
+    read_record,
+    record_name,
+    record_rank,
+    run_sequence,
+)
+from mindresume.state import TrainingState
+from mindresume.store.storage import Storage, parallel
+
+SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
+
+
+class Attempt(NamedTuple):
+    """A folder of records. ``base``: the iteration folder (in the making) it is in, relative to the root; empty for rank folders.
+    ``content``: its names."""
+    name: str
+    step: int
+    run: str
+    base: str
+    content: list[str]
+
+    def path(self, root: str) -> str:
+        return os.path.join(root, self.base, FOLDER, self.name)
+
+
+def find_attempts(storage: Storage, root: str, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
+    """Every folder of records below ``root``. ``names``: what lies in its FOLDER, ``top``: what lies in it, if known."""
+    found = []
+    for name, step, run in attempts(storage.list(os.path.join(root, FOLDER)) if names is None else names):
+        content = storage.list(os.path.join(root, FOLDER, name))
+        if FOLDER in content:
+            found += attempts_within(storage, root, f"{FOLDER}/{name}")
+        else:
+            found.append(Attempt(name, step, run, "", content))
+    for name in storage.list(root) if top is None else top:
+        if parse_iteration(name) is not None:
+            found += attempts_within(storage, root, name)
+    return found
+
+
+def attempts_within(storage: Storage, root: str, base: str) -> list[Attempt]:
+    """Of one iteration folder: those of a later save than its newest are no use, there is one."""
+    found = attempts(storage.list(os.path.join(root, base, FOLDER)))
+    rows = [Attempt(name, step, run, base, storage.list(os.path.join(root, base, FOLDER, name))) for name, step, run in found]
+    return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
+
+
+def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None
+                 ) -> tuple[list[Candidate], set[str], list[str]]:
+    """Candidates from records and manifests alone (no rank folder is listed), newest first, the paths of all files they name,
+    and notes. ``names``, ``top``: as of ``find_attempts``. ``brief``: of a save that is certain not to be complete only one
+    record is read; its candidate then names the files of one rank."""
+    return read_attempts(storage, root, find_attempts(storage, root, names, top), brief)
+
+
+def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False
+                  ) -> tuple[list[Candidate], set[str], list[str]]:
+    """As ``scan_records``, of these folders of records."""
+    candidates, known, notes = [], set(), []
+    for attempt in found:
+        path, candidate = attempt.path(root), None
+        if MANIFEST in attempt.content:
+            try:
+                with storage.open(os.path.join(path, MANIFEST)) as file:
+                    manifest = Manifest.read(file)
+                if (manifest.run, manifest.step) != (attempt.run, attempt.step):
+                    raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
+                candidate = _from_manifest(manifest, path, attempt.content)
+            except (RecordError, OSError) as error:
+                notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; judged by the records of the ranks instead")
+        if candidate is None:
+            candidate = _from_records(storage, path, attempt, brief)
+        stray = next((file.path for file in candidate.every_file if ("/" in file.path) is bool(attempt.base)), None)
+        if stray is not None:
+            candidate = replace(candidate, problem=candidate.refuse(
+                f"its records name {stray}, which is none of its files", stray))
+        candidate = _placed(candidate, attempt)
+        candidates.append(candidate)
+        known.update(file.path for file in candidate.every_file)
+    return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
+
+
+def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
+    """With paths relative to the root. An iteration folder under another number was renamed by hand."""
+    if not attempt.base:
+        return candidate
+    candidate = replace(candidate, base=attempt.base, files={
+        rank: tuple(file.below(attempt.base) for file in files) for rank, files in candidate.files.items()},
+                        small=tuple(file.below(attempt.base) for file in candidate.small))
+    if attempt.base.startswith(FOLDER + "/"):
+        return candidate                                        # in the making
+    candidate = replace(candidate, existed=True)                # it was renamed after its commit
+    number = parse_iteration(attempt.base)
+    if number not in (None, attempt.step):
+        return replace(candidate, problem=candidate.refuse(
+            f"{attempt.base} holds step {attempt.step}: the folder was renamed, or is a copy of another; rename it back",
+            attempt.base))
+    return candidate
+
+
+def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
+    candidate = Candidate(
+        manifest.step, OURS, manifest.files[0][0].format, dict(enumerate(manifest.files)),
+        manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
+        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, small=manifest.small)
+    there = set(content)
+    for rank in range(manifest.world_size):
+        if record_name(rank) not in there:
+            return replace(candidate, problem=candidate.refuse(
+                f"the record of rank {rank} is missing: {os.path.join(path, record_name(rank))}", rank=rank))
+    return candidate
+
+
+def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = False) -> Candidate:
+    """A save without (readable) manifest: complete if the records of all its ranks are there and agree."""
+    step, run, content = attempt.step, attempt.run, attempt.content
+    records: dict[int, Record] = {}
+    checksums: dict[int, str] = {}
+    problem = None
+    named = set(map(record_rank, content)) - {None}
+    for rank in sorted(named):
+        try:
+            with storage.open(os.path.join(path, record_name(rank))) as file:
+                records[rank], checksums[rank] = read_record(file)
+        except (RecordError, OSError) as error:
+            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {error}", rank=rank)
+            continue
+        if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
+            problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
+        first = records[min(records)]
+        if records[rank].world_size != first.world_size:
+            problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
+                                               f"of rank {first.rank} of {first.world_size}", rank=rank)
+        if brief and len(named) < first.world_size:         # it never completed, whatever the others say
+            break
+    world = max((record.world_size for record in records.values()), default=0)
+    missing = [rank for rank in range(world) if rank not in named]
+    complete = bool(records) and not missing and problem is None
+    # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
+    # absent one makes it certain that the save never completed.
+    certain = not named or bool(missing)
+    if problem is None and not complete:
+        done = f"{world - len(missing)} of {world} ranks" if records else "no rank"
+        problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
+                          + (f", missing: rank {listed(missing)}" if missing else ""),
+                          rank=missing[0] if missing else None)
+    first = records.get(0) or next(iter(records.values()), None)
+    return Candidate(step, OURS, first.files[0].format if first else "", {rank: r.files for rank, r in records.items()}, world,
+                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=not certain or
+                     MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
+                     epoch=first.state.epoch if first else None,
+                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else ())
+
+
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """'1, 2, 5 and 3 more'"""
+    text = ", ".join(map(str, items[:most]))
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def ranks_count(count: int) -> str:
+    """'1 rank', '4 ranks'"""
+    return f"{count} rank" + ("" if count == 1 else "s")
+
+
+def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
+    """DamagedFileError if the file is missing, cut short or malformed."""
+    path = os.path.join(root, file.path)
+    try:
+        with storage.open(path) as opened:
+            return read_header(opened, path)
+    except FileNotFoundError as error:
+        raise DamagedFileError(path, "the file is missing") from error
+    except OSError as error:
+        raise DamagedFileError(path, f"cannot be read: {error}") from error
+
+
+def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
+    """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
+    with storage.open(os.path.join(root, file.path)) as opened:
+        found = {name: read_scalar(opened, header, name) for name in SCALARS}
+    return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
+
+
+def state_of_counters(step: int, epoch: int | None, global_step: int | None, batch: int | None, scale: float | None,
+                      step_in_epoch: int = 0) -> TrainingState:
+    """What the counters of mindformers tell. Steps of an epoch follow from ``step_in_epoch`` where that is known, else they are
+    the fewest with which ``step`` lies in ``epoch``."""
+    epoch = epoch or 1
+    per_epoch = (step - step_in_epoch) // (epoch - 1) if epoch > 1 and step_in_epoch else -(-step // epoch)
+    return TrainingState(step, max(per_epoch, 1), step if global_step is None else global_step, batch, scale)
+
+
+def sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
+    """Bytes of each file as it lies there now, None for one that is missing."""
+    found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
+    return [status.size if status else None for status in found]
+
+
+def whole(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
+    """Whether all files are there with the recorded sizes (any but 0 where none was recorded). Contents are not read."""
+    files = list(files)
+    return all(size and file.size in (None, size) for file, size in zip(files, sizes(storage, root, files), strict=True))
+
+
+def no_step(path: str) -> Refusal:
+    """For weights without the counters of a training, such as those of checkpoint_network."""
+    return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)

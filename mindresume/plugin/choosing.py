@@ -1,0 +1,88 @@
+"""The choice of a checkpoint in the trainer, for both formats: agreed by all ranks, said in the log, and held until it is
+read."""
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from mindresume.agree import Group, decide
+from mindresume.errors import LoadError, MissingCheckpointError
+from mindresume.formats import Candidate
+from mindresume.plugin import adapter, session
+from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
+from mindresume.reshard.strategies import saved_by
+from mindresume.resume.prove import damaged_small
+from mindresume.resume.select import Choice, describe, select
+from mindresume.resume.witness import settle
+from mindresume.store.claim import hold
+from mindresume.store.storage import Storage
+
+
+def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
+           legacy: bool, resume: bool = True, healthy: bool = False) -> Choice | None:
+    """None: a fresh start. ``converts``: the number of ranks may differ, so all files are proven by all ranks together, and
+    ``current.open_source`` is set. ``legacy``: which format counts where both are there. ``resume`` False: weights alone are
+    wanted, so there is no fresh start. ``healthy``: as for ``select``.
+
+    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
+    log, group = adapter.logger(), current.group
+    if named and os.path.isfile(path):
+        log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
+        named = None
+    waited = settle(storage, path, group)
+    if waited >= 1:
+        log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
+    if decide(group, lambda: is_complete_resume(storage, path, converts)):
+        converts, choice = True, choose_complete(storage, path, current, resume)
+    else:
+        choice = select(storage, path, group, None if converts else group.size, named,
+                        ranks=partial(_share, group) if converts else None,
+                        complete=current.settings.verify == "full", legacy=legacy, healthy=healthy,
+                        saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
+    for refusal in choice.refused:
+        log.warning("mindresume: not resuming from %s", refusal)
+    for note in choice.notes:
+        log.info("mindresume: %s", note)
+    if choice.chosen is None:
+        known = storage.status(path) is not None
+        reason = "holds no checkpoint that was ever complete" if known else "does not exist"
+        if not resume:
+            raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
+                                         f"resume_training: False). Give another load_path, or none for random weights")
+        (log.info if known else log.warning)("mindresume: fresh start: %s %s; weights are initialised at random", path, reason)
+        return None
+    current.choice = choice
+    hold_chosen(current, storage)
+    step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
+    log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
+    for sentence in damaged_small(storage, choice.root, choice.chosen) if group.rank == 0 else ():
+        log.warning("mindresume: %s; the records say the same, mindformers alone could not load it", sentence)
+    if converts or choice.chosen.base:
+        prepare(config, current, storage)
+    return choice
+
+
+def hold_chosen(current: session.Session, storage: Storage) -> None:
+    """Rank 0 says that the chosen checkpoint is being read, so that neither retention of a job that still saves there nor
+    ``mindresume prune`` removes it. A folder that cannot be written to is read all the same. LoadError on all ranks if it was
+    removed between the choice and now."""
+    chosen = current.choice.chosen
+    if chosen.attempt is None:
+        return
+
+    def work() -> bool:
+        try:
+            current.hold = hold(storage, current.choice.root, chosen.name, chosen.box)
+        except OSError as error:
+            adapter.logger().info("mindresume: %s is read without a claim on it: %s", current.choice.root, error)
+            return True
+        return current.hold is not None
+    if not decide(current.group, work):
+        raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
+
+
+def _share(group: Group, candidate: Candidate) -> list[int]:
+    """Ranks of a checkpoint to convert that this rank proves. What mindformers wrote has its counters in the files alone."""
+    own = [rank for rank in candidate.files if rank % group.size == group.rank]
+    return own if candidate.state else sorted({min(candidate.files), *own})

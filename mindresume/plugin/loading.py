@@ -1,0 +1,129 @@
+"""What a resume puts into the training: counters into the configuration, tensors into the network."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from mindresume.errors import LoadError
+from mindresume.files import read_header, read_tensor
+from mindresume.files.checksum import array_checksum
+from mindresume.network import check_fit
+from mindresume.plugin import adapter, convert, session
+from mindresume.resume.progress import Progress, check_sink, progress_of
+from mindresume.resume.prove import ProvenShard
+from mindresume.resume.select import Choice
+from mindresume.state import is_transient
+from mindresume.store.storage import Storage
+
+
+def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[Progress, int, float | None]:
+    """(counters of the run, steps of one of its epochs, loss scale), from the state of the chosen checkpoint. ProgressError: see
+    ``progress``."""
+    runner, state = config.runner_config, counters(current.choice)
+    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    progress = progress_of(state["step_num"], state["global_step"], state["global_batch_size"], runner.global_batch_size,
+                           sink_size or dataset_size)
+    if sink_size:
+        check_sink(progress, sink_size)
+    current.global_step = progress.global_step
+    adapter.logger().info("mindresume: continues after step %d (epoch %d done), global batch size %s, loss scale %s%s",
+                          progress.initial_step, progress.initial_epoch, runner.global_batch_size, state["loss_scale"],
+                          "" if progress.step_scale == 1 else
+                          f"; steps scaled by {progress.step_scale:g} from {state['step_num']}")
+    return progress, sink_size or dataset_size, state["loss_scale"]
+
+
+def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:
+    """Initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
+    progress, _, scale = progress_for(config, dataset_size, current)
+    runner = config.runner_config
+    runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
+    runner.initial_epoch = progress.initial_epoch
+    if scale is not None and runner_scale(config) is not None:
+        if hasattr(config.runner_wrapper.scale_sense, "loss_scale_value"):
+            config.runner_wrapper.scale_sense.loss_scale_value = scale
+        else:
+            config.runner_wrapper.scale_sense = scale
+
+
+def runner_scale(config: Any) -> Any:
+    wrapper = config.get("runner_wrapper")
+    return None if wrapper is None else wrapper.get("scale_sense")
+
+
+def counters(choice: Choice) -> dict[str, Any]:
+    """step_num, global_step, global_batch_size and loss_scale of the chosen checkpoint, from its records or its files."""
+    state = choice.chosen.state
+    if state is not None:
+        return {"step_num": state.step, "global_step": state.global_step, "global_batch_size": state.global_batch_size,
+                "loss_scale": state.loss_scale}
+    scalars = dict(choice.shards[0].scalars)
+    step = scalars.get("step_num", choice.chosen.step)
+    return {"step_num": step, "global_step": int(scalars.get("global_step", step)),
+            "global_batch_size": scalars.get("global_batch_size"), "loss_scale": scalars.get("loss_scale")}
+
+
+def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session, storage: Storage) -> None:
+    """Compiles where parameters are cut, then loads what was chosen into the training network, its optimizer included."""
+    early = None
+    if config.load_ckpt_async and current.open_source is None:              # read while the graph is compiled
+        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard)
+    if config.use_parallel and adapter.is_parallel():
+        adapter.compile_for_load(config, model, dataset)
+    network = model._train_network
+    if current.open_source is not None:
+        arrays = convert.arrays_for(config, network, current, storage)
+        if arrays is not None:
+            return put(network, arrays, False, current)
+    return load_shard(network, current, storage, early)
+
+
+def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None) -> None:
+    """Loads what this rank proved into ``network``. ``early``: reads it already. LoadError if it does not fit."""
+    log, choice = adapter.logger(), current.choice
+    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard)
+    own = choice.chosen.files[current.group.rank][0].path
+    if any(source.file.path != own for source in current.shard.sources):
+        log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven bit for bit by the records: %s",
+                    own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
+    check_fit(arrays, adapter.wanted_of(network), (lambda name: True) if deduplicated else is_transient)
+    put(network, arrays, deduplicated, current)
+
+
+def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current: session.Session,
+        may_miss: Callable[[str], bool] = is_transient) -> None:
+    """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. LoadError if something is
+    left that may not."""
+    if "global_step" in arrays:
+        arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
+    wanted = adapter.wanted_of(network)
+    for name in set(wanted) & set(arrays):
+        arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
+    count, size = len(arrays), sum(array.nbytes for array in arrays.values())
+    left = [name for name in adapter.load_into(network, arrays, deduplicated) if not may_miss(name)]
+    if left:
+        raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
+    adapter.logger().info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
+
+
+def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[str, np.ndarray], bool]:
+    """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
+    again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
+    arrays, deduplicated = {}, False
+    for source in shard.sources:
+        path = os.path.join(root, source.file.path)
+        with storage.open(path) as file:
+            header = read_header(file, path)
+            deduplicated = deduplicated or header.metadata.get("remove_redundancy") == "True"
+            for name in source.names or header.tensors:
+                if header.tensors[name].dtype == "str":
+                    continue
+                arrays[name] = read_tensor(file, header.tensors[name])
+                row = shard.details.tensors.get(name) if shard.details else None
+                if row is not None and array_checksum(arrays[name]) != row.checksum:
+                    raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
+    return arrays, deduplicated

@@ -1,0 +1,94 @@
+"""Balanced load: what several ranks need alike is read from disk by one of them and passed on.
+
+    mine, exchanges = plan(regions, layouts, itemsizes, rank)           # the same plan on all ranks, without a message
+    arrays = read_regions(weights, mine)
+    pass_on(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
+
+Every rank of a pipeline stage knows the layouts of the whole stage. Who reads a piece is decided like who writes it with
+redundancy removal (``store.share``): the bytes are spread evenly over the ranks that hold it.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindresume.files.model import DTYPES
+from mindresume.layout import TensorLayout
+from mindresume.reshard.geometry import Region, elements, shape_of, slices_of
+from mindresume.store.share import shares
+
+MOST = 64 << 20             # bytes passed on at once
+
+# (ranks, the one that has the bytes, bytes or None on the others, number of bytes) -> bytes, on every one of the ranks
+Broadcast = Callable[[tuple[int, ...], int, np.ndarray | None, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What ``owner`` has read and passes on to ``ranks`` (ascending, itself among them)."""
+    ranks: tuple[int, ...]
+    owner: int
+    names: tuple[str, ...]
+
+
+def plan(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
+         itemsizes: Mapping[str, int], rank: int) -> tuple[dict[str, Region], list[Exchange]]:
+    """What this rank reads, and the exchanges it takes part in, in the order in which all ranks do theirs. ``layouts``: {name:
+    (layout, global shape)} of this job."""
+    held = {name: (*layouts[name], itemsizes[name]) for name, region in regions.items()
+            if name in layouts and layouts[name][0].copies > 1 and elements(region)}
+    if not held:
+        return dict(regions), []
+    size = next(iter(held.values()))[0].stage_size
+    first, table = rank - rank % size, shares(held, size)
+    groups: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    mine = {name: region for name, region in regions.items() if name not in held}
+    for name in sorted(held):
+        layout, full, _ = held[name]
+        holders = layout.holders(slices_of(regions[name]), full)
+        owner = first + next(holder for holder in holders if name in table[holder])
+        groups.setdefault((tuple(first + holder for holder in holders), owner), []).append(name)
+        if owner == rank:
+            mine[name] = regions[name]
+    return mine, [exchange for (ranks, owner), names in sorted(groups.items())
+                  for exchange in _portions(ranks, owner, names, regions, itemsizes)]
+
+
+def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Mapping[str, Region],
+              itemsizes: Mapping[str, int]) -> Iterator[Exchange]:
+    portion: list[str] = []
+    used = 0
+    for name in names:
+        count = elements(regions[name]) * itemsizes[name]
+        if portion and used + count > MOST:
+            yield Exchange(ranks, owner, tuple(portion))
+            portion, used = [], 0
+        portion.append(name)
+        used += count
+    if portion:
+        yield Exchange(ranks, owner, tuple(portion))
+
+
+def pass_on(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
+            dtypes: Mapping[str, str], rank: int, broadcast: Broadcast) -> int:
+    """Adds to ``arrays`` what other ranks have read. Returns the bytes received. Every rank must come here: what failed before
+    was agreed upon before."""
+    received = 0
+    for exchange in exchanges:
+        shapes = {name: shape_of(regions[name]) for name in exchange.names}
+        sizes = {name: math.prod(shapes[name]) * DTYPES[dtypes[name]].itemsize for name in exchange.names}
+        total, own = sum(sizes.values()), exchange.owner == rank
+        data = np.concatenate([arrays[name].reshape(-1).view(np.uint8) for name in exchange.names]) if own else None
+        found = broadcast(exchange.ranks, exchange.owner, data, total)
+        if own:
+            continue
+        position = 0
+        for name in exchange.names:
+            part = found[position:position + sizes[name]]
+            arrays[name] = part.copy().view(DTYPES[dtypes[name]]).reshape(shapes[name])
+            position += sizes[name]
+        received += total
+    return received

@@ -1,0 +1,360 @@
+"""Weights seen in the other naming: a Hugging Face folder with MindSpore's names and order, and the other way round.
+
+    weights = of_folder(storage, "Qwen3-8B", wanted=wanted)     # as any other weights: ``wanted_regions``, ``read_regions``
+    arrays = read_network(storage, "Qwen3-8B", wanted, layouts, rank, network=transformer_config)
+    job = to_huggingface(source, read_model(storage, "Qwen3-8B"), "bfloat16", 5 << 30)
+
+Nothing is converted beforehand: each tensor knows of which parts of which others it consists (``formats/huggingface.py``), and
+only the byte ranges of what is asked for are read.
+"""
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mindresume.errors import ConfigError, DamagedFileError, LoadError
+from mindresume.files.model import DTYPES as FILE_DTYPES
+from mindresume.files.model import parse_object
+from mindresume.formats.complete import HUGGINGFACE, read_complete
+from mindresume.formats.huggingface import (
+    ARCHITECTURES,
+    CONFIG,
+    CONTIGUOUS,
+    HEAD,
+    HF_HEAD,
+    INTERLEAVED,
+    Model,
+    Rule,
+    backwards,
+    disagreements,
+    in_one_order,
+    model_of,
+    rules,
+    shapes,
+)
+from mindresume.layout import TensorLayout
+from mindresume.reshard.conversion import Conversion, Job, to_complete
+from mindresume.reshard.direct import Traffic
+from mindresume.reshard.geometry import Cut, Region, shape_of, whole
+from mindresume.reshard.load import WORKERS, check_tensors, read_regions, wanted_regions
+from mindresume.reshard.reading import OpenFiles, Woven, castable, gather, plain
+from mindresume.reshard.source import Source
+from mindresume.reshard.target import is_counter
+from mindresume.reshard.weights import Place, Tensor, Weights, of_complete
+from mindresume.state import is_transient
+from mindresume.store.storage import Storage, publish_json, read_bytes
+
+KEEP = "keep"                                       # the dtype that is there
+DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write
+IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: HF_HEAD beside tied weights, a table that follows
+_BUFFERS = ("*.num_tokens_per_expert", "*.router.fi_accu", "*.expert_load")     # of MindSpore: statistics, no weights
+_MAX_CONFIG = 16 << 20
+
+
+@dataclass(frozen=True)
+class WovenTensor(Tensor):
+    """A tensor put together by ``rule`` from those ``parts`` of other weights."""
+    rule: Rule | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> str | None:
+        """The other tensor if this is all of it, bit for bit."""
+        block = self.rule.blocks[0]
+        part = self.parts[block.name]
+        same = len(self.rule.blocks) == 1 and not block.transposed and block.part == block.other
+        return block.name if same and part.dtype == self.dtype and part.shape == self.shape else None
+
+    def cuts(self, region: Region) -> tuple[Any, ...]:
+        """``Cut`` if ``plain``, else ``Woven``."""
+        if self.plain is not None:
+            return self.parts[self.plain].cuts(region)
+        found = []
+        for block in self.rule.blocks:
+            hit = _clip(block.part, region)
+            if hit is None:
+                continue
+            part = self.parts[block.name]
+            order = slice(None, None, -1 if block.transposed else 1)
+            wanted = tuple(indices[start:stop] for indices, (start, stop) in zip(block.other, hit[order], strict=True))
+            for cut in part.cuts(tuple((indices[0], indices[-1] + 1) for indices in wanted)):
+                inner = _clip(wanted, cut.part)
+                if inner is None:
+                    continue
+                local = tuple(range(indices[start] - low, indices[stop - 1] - low + 1, indices.step)
+                              for indices, (start, stop), (low, _) in zip(wanted, inner, cut.piece, strict=True))
+                target = tuple(slice(indices[first + start] - low, indices[first + stop - 1] - low + 1, indices.step)
+                               for indices, (first, _), (start, stop), (low, _) in
+                               zip(block.part, hit, inner[order], region, strict=True))
+                found.append(Woven(cut.piece, cut.holders, block.name, part.dtype, local, target, block.transposed))
+        return tuple(found)
+
+
+def _clip(part: Sequence[range], region: Region) -> tuple[tuple[int, int], ...] | None:
+    """Which of the indices of each dimension lie in ``region``: (start, stop), counted from the first of them. None if no element
+    does."""
+    found = []
+    for indices, (low, high) in zip(part, region, strict=True):
+        start = max(0, -((indices.start - low) // indices.step))
+        stop = min(len(indices), -((indices.start - high) // indices.step))
+        if start >= stop:
+            return None
+        found.append((start, stop))
+    return tuple(found)
+
+
+class Translated(Weights):
+    """``inner`` under other names. Recorded checksums are compared only of tensors that keep their bytes (``plain``)."""
+
+    def __init__(self, inner: Weights, tensors: Mapping[str, WovenTensor]):
+        self.__dict__.update(inner.__dict__)
+        self.inner, self.tensors = inner, tensors
+
+    def place(self, name: str, cut: Cut | Woven) -> Place:
+        """Errors as of ``Weights.place``, with the names of ``inner``."""
+        source = cut.source if isinstance(cut, Woven) else self.tensors[name].plain
+        return self.inner.place(source, Cut(cut.piece, cut.holders, cut.piece))
+
+    def woven(self) -> list[str]:
+        """Tensors of ``inner`` that are taken apart, so that their checksums are not compared while they are read."""
+        return list(dict.fromkeys(block.name for tensor in self.tensors.values() if tensor.plain is None
+                                  for block in tensor.rule.blocks))
+
+
+def translated(inner: Weights, known: Mapping[str, Rule], dtypes: Mapping[str, str]) -> Translated:
+    """``known``: rules of the tensors that there shall be; all that they take parts from are in ``inner``, in their shapes.
+    ``dtypes`` by name of the new tensors; others keep what is stored. LoadError that names what cannot be converted."""
+    tensors, problems = {}, []
+    for name, rule in known.items():
+        parts = {block.name: inner.tensors[block.name] for block in rule.blocks}
+        stored = {part.dtype for part in parts.values()}
+        dtype = dtypes.get(name) or min(stored)
+        bad = sorted(one for one in stored if not castable(one, dtype))
+        if len(stored) > 1 and name not in dtypes:
+            problems.append(f"{name} would be of {' and '.join(sorted(stored))} at once")
+        elif bad:
+            problems.append(f"{name} is {bad[0]}, wanted {dtype}")
+        tensors[name] = WovenTensor(name, dtype, rule.shape, rule=rule, parts=parts)
+    if problems:
+        raise LoadError(f"{inner.name}: {len(problems)} tensors cannot be converted: {_some(problems)}. Possible: bfloat16 or "
+                        f"float16 to float32, float32 to bfloat16")
+    return Translated(inner, tensors)
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
+    """The JSON object of a ``config.json``, or of that in a folder, and its path. ConfigError if there is none, DamagedFileError
+    if it is none."""
+    status = storage.status(path)
+    if status is not None and status.is_folder:
+        path = os.path.join(path, CONFIG)
+        status = storage.status(path)
+    if status is None:
+        raise ConfigError(f"{path} does not exist; the config.json of the Hugging Face model is needed, which says how many "
+                          f"heads, layers and experts it has")
+    if status.is_folder or status.size > _MAX_CONFIG:
+        raise ConfigError(f"{path} is no config.json")
+    return parse_object(read_bytes(storage, path), path, "the configuration"), path
+
+
+def read_model(storage: Storage, path: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
+    """Of a Hugging Face folder, or its ``config.json``. Errors as of ``read_config`` and ``model_of``."""
+    return model_of(*read_config(storage, path), attention, mlp)
+
+
+def is_huggingface(storage: Storage, path: str) -> bool:
+    """Whether ``path`` is a folder with the configuration of a model that rules are known for."""
+    try:
+        return read_config(storage, path)[0].get("model_type") in ARCHITECTURES
+    except (ConfigError, DamagedFileError, OSError):
+        return False
+
+
+def of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED,
+              wanted: Mapping[str, tuple[tuple[int, ...], str]] | None = None) -> Translated:
+    """The Hugging Face ``folder`` with the names, shapes and order of MindSpore Transformers; ``attention`` and ``mlp``: orders
+    of ``formats/huggingface.py``. ``wanted``: {name: (shape, dtype)} of parameters, of which only the dtype counts: values are
+    converted to it while they are read. Headers are read, no tensor is.
+
+    ConfigError: see ``model_of``. LoadError that names every tensor that is missing, of another shape, of a dtype that cannot be
+    converted, or that no rule knows. DamagedFileError: see ``read_complete``."""
+    return _of_folder(storage, folder, read_model(storage, folder, attention, mlp), wanted or {})
+
+
+def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> Translated:
+    inner, known = of_complete(storage, read_complete(storage, folder)), rules(model)
+    needed = shapes(known)
+    missing = [name for name in needed if name not in inner.tensors]
+    unknown = [name for name in inner.tensors if name not in needed and not any(fnmatchcase(name, p) for p in IGNORED)]
+    why = {block.name: rule.why for rule in known.values() for block in rule.blocks}
+    other = [f"{name} is {inner.tensors[name].shape}, not {shape} (a part of {why[name]})" for name, shape in needed.items()
+             if name in inner.tensors and inner.tensors[name].shape != shape]
+    problems = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("no rule knows", unknown)) if names] + other
+    if problems:
+        raise LoadError(f"{folder} does not hold the weights that its {CONFIG} describes ({model.kind}, {model.layers} layers): "
+                        + _some(problems))
+    return translated(inner, known, {name: dtype for name, (_, dtype) in wanted.items() if name in known})
+
+
+def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple[int, ...], str]],
+                 layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, network: Any = None,
+                 tied: bool | None = None, converters: Iterable[Any] = (), traffic: Traffic | None = None
+                 ) -> dict[str, np.ndarray]:
+    """What one rank's network starts from: {parameter: its slice, in its dtype}. ``wanted`` and ``layouts``: of the parameters of
+    the network alone, as for ``wanted_regions``. ``network``: its TransformerConfig of mindformers, whose dimensions must be
+    those of the folder; ``tied``: whether it shares embedding and head; ``converters``: ``weight_converters`` of its template,
+    which must agree with the rules. ConfigError, LoadError, DamagedFileError, OSError."""
+    orders = orders_of(network)
+    model = read_model(storage, folder, *orders)
+    if network is not None:
+        check_network(model, network)
+    if tied and not model.tied:
+        raise ConfigError(f"{model.source}: tie_word_embeddings is false, but the network shares embedding and output layer, so "
+                          f"{HF_HEAD} would be lost; set tie_word_embeddings: False in the model configuration")
+    converters = list(converters)
+    if converters and (problems := disagreements(converters, model)):
+        raise LoadError(f"the network's own template does not fit the rules for {model.kind}: {_some(problems)}")
+    in_one_order(model, {name: layout for name, (layout, _) in layouts.items()})
+    weights = _of_folder(storage, folder, model, wanted)
+    regions, traffic = wanted_regions(weights, wanted, layouts, rank, _is_no_weight), traffic or Traffic()
+    turned = {name: region for name, region in regions.items() if any(b.transposed for b in weights.tensors[name].rule.blocks)}
+    found = read_regions(weights, {name: region for name, region in regions.items() if name not in turned}, traffic=traffic)
+    return found | _read_turned(weights, turned, traffic)
+
+
+def _read_turned(weights: Translated, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:
+    """As ``read_regions``, of tensors with transposed blocks: block by block, since tiles cut by rows would need a few columns of
+    all rows of a file's tensor, again and again. Takes memory for one block (of an expert) a thread."""
+    files = OpenFiles(weights.storage)
+
+    def one(item: tuple[str, Region]) -> np.ndarray:
+        name, ((low, high), *others) = item
+        tensor = weights.tensors[name]
+        out = np.empty(shape_of(item[1]), plain(tensor.dtype))
+        borders = {low, high, *(block.part[0].start for block in tensor.rule.blocks)}
+        edges = sorted(edge for edge in borders if low <= edge <= high)
+        for start, stop in itertools.pairwise(edges):
+            gather(weights, files, name, ((start, stop), *others), out[start - low:stop - low], out[:0])
+        traffic.progress(out.nbytes)
+        return out.view(FILE_DTYPES[tensor.dtype])
+    try:
+        with ThreadPoolExecutor(WORKERS) as pool:
+            found = dict(zip(regions, pool.map(one, regions.items()), strict=True))
+    finally:
+        files.close()
+    traffic.read += files.bytes_read
+    return found
+
+
+def orders_of(network: Any) -> tuple[str, str]:
+    """Orders of linear_qkv and linear_fc1 by a TransformerConfig of mindformers; None: its defaults."""
+    contiguous = getattr(network, "use_contiguous_weight_layout_attention", False)
+    interleaved = getattr(network, "use_interleaved_weight_layout_mlp", True)
+    return CONTIGUOUS if contiguous else INTERLEAVED, INTERLEAVED if interleaved else CONTIGUOUS
+
+
+def check_network(model: Model, network: Any) -> None:
+    """ConfigError unless a TransformerConfig of mindformers has the dimensions of ``model``. Heads and groups must be compared
+    here: other numbers of them can give the same shape."""
+    rows = (("num_layers", model.layers), ("hidden_size", model.hidden), ("num_attention_heads", model.heads),
+            ("num_query_groups", model.groups), ("kv_channels", model.head_dim), ("num_moe_experts", model.experts))
+    other = [f"{key} {getattr(network, key, None) or 0} instead of {value}" for key, value in rows
+             if (getattr(network, key, None) or 0) != value]
+    if other:
+        raise ConfigError(f"the network is not the model of {model.source}: {', '.join(other)}. Take the model configuration "
+                          f"from there")
+
+
+# ---- exporting -----------------------------------------------------------------------------------------------------
+
+def to_huggingface(source: Source, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None) -> Job:
+    """The weights in ``source``, without counters and states of the optimizer, under the names of Hugging Face. ``dtype``: one of
+    DTYPES. ``config``: what ``Export`` will write as config.json. LoadError that names what the model needs and the source lacks
+    or has in another shape, with the arithmetic, and what belongs to no rule; ConfigError if a layout makes the order unknown."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    inner, known = source.weights, rules(model)
+    if model.tied:
+        del known[HEAD]
+    _check(inner, known, model)
+    in_one_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
+    back = backwards(known)
+    view = translated(inner, back, {} if dtype == KEEP else dict.fromkeys(back, dtype))
+    job = to_complete(replace(source, weights=view), HUGGINGFACE, part_bytes)
+    wanted = json.dumps([job.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
+    files = tuple(replace(file, metadata={"format": "pt"}) for file in job.files)   # transformers refuses any other
+    return replace(job, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()),
+                   index=job.index if len(files) > 1 else None)
+
+
+def _check(inner: Weights, known: Mapping[str, Rule], model: Model) -> None:
+    tensors = inner.tensors
+    missing = [name for name in known if name not in tensors]
+    other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.why}" for name, rule in known.items()
+             if name in tensors and tensors[name].shape != rule.shape]
+    lost = [name for name, tensor in tensors.items() if not _is_known(name, tensor, known)]
+    problems = []
+    if missing:
+        hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
+        problems.append(f"missing: {_some(missing)}{hint}")
+    if lost:
+        hint = ". It is no copy of the embedding, so tie_word_embeddings must be false" if HEAD in lost else ""
+        problems.append(f"no place for: {_some(lost)}{hint}")
+    if problems or other:
+        raise LoadError(f"{inner.name} does not hold a {model.kind} of {model.layers} layers as {model.source} describes it: "
+                        + _some(problems + other))
+
+
+def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
+    """A weight, the state that an optimizer keeps of one (``adam_m.NAME``), a counter or a buffer."""
+    parts = name.split(".")
+    if any(".".join(parts[i:]) in known for i in range(len(parts))):
+        return True
+    if HEAD not in known and parts[1:] == HEAD.split("."):
+        return True                                 # of a head that is named itself
+    return is_counter(tensor) or _is_no_weight(name)
+
+
+def _is_no_weight(name: str) -> bool:
+    return is_transient(name) or any(fnmatchcase(name, pattern) for pattern in _BUFFERS)
+
+
+def verify_woven(job: Job, traffic: Traffic | None = None) -> None:
+    """Compares the recorded checksums of those tensors that the export takes apart, which cannot be done while it runs.
+    DamagedFileError."""
+    view = job.source.weights
+    inner = view.inner
+    recorded = [name for name in view.woven() if any(
+        inner.place(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
+    check_tensors(inner, recorded, traffic=traffic)
+
+
+@dataclass
+class Export(Conversion):
+    """A conversion whose target also gets a ``config.json``: ``config``, with the dtype of the weights."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """As of ``Conversion``."""
+        dtypes = {tensor.dtype for tensor in self.job.source.weights.tensors.values()}
+        document = dict(self.config)
+        if len(dtypes) == 1:
+            key = "dtype" if "dtype" in document else "torch_dtype"
+            document = {**{k: v for k, v in document.items() if k not in ("dtype", "torch_dtype")}, key: dtypes.pop()}
+        publish_json(self.storage, os.path.join(self.work, CONFIG), document, self.job.run)
+        super().commit()
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ("; " if any(" " in name for name in names) else ", ").join(names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else "")

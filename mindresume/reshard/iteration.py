@@ -1,0 +1,129 @@
+"""An iteration folder as weights: layouts and files by ``metadata.json``, or by the records where that is damaged or not there
+yet.
+
+    weights = of_iteration(storage, root, candidate)
+"""
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Mapping
+
+import xxhash
+
+from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.files import Header
+from mindresume.formats import Candidate
+from mindresume.formats.described import described
+from mindresume.formats.iteration_files import METADATA
+from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
+from mindresume.formats.records import header_of, listed
+from mindresume.manifest import Details, read_record, record_name
+from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
+from mindresume.resume.prove import record_of
+from mindresume.state import is_transient
+from mindresume.store.storage import Storage, parallel
+
+
+def of_iteration(storage: Storage, root: str, candidate: Candidate) -> Weights:
+    """DamagedFileError if ``metadata.json`` is none, or a file that it names is missing and no other has the piece;
+    StrategyError for tensors that it does not name, unless they are counters or the checkpoint is of one rank."""
+    folder = os.path.join(root, candidate.base)
+    records = _Records(storage, candidate)
+    named = _described(storage, root, candidate, records)
+    where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
+             for name, row in named.items()}
+    tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]))
+               for name, row in named.items()}
+    headers: dict[str, Header | None] = {}
+    for name, rank, path, tensor in _others(storage, root, candidate, named, headers):
+        tensors[name], where[name] = tensor, {rank: path}
+    paths = {rank: tuple(os.path.join(root, file.path) for file in files) for rank, files in candidate.files.items()}
+    size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
+    return Weights(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
+                   world_size=candidate.world_size if candidate.attempt else size, headers=headers,
+                   paths=lambda rank: paths.get(rank, ()))
+
+
+def metadata_of(storage: Storage, folder: str) -> dict[str, Described]:
+    """DamagedFileError if there is none, or it is damaged."""
+    path = os.path.join(folder, METADATA)
+    return read_metadata(_content(storage, path), path)
+
+
+def _content(storage: Storage, path: str) -> bytes:
+    try:
+        with storage.open(path) as file:
+            return file.read(MAX_METADATA + 1)
+    except OSError as error:
+        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
+
+
+class _Records:
+    """The records of a checkpoint that has some, each read once."""
+
+    def __init__(self, storage: Storage, candidate: Candidate):
+        self.storage, self.candidate = storage, candidate
+        self._details: dict[int, Details] = {}
+        self._lock = threading.Lock()
+
+    def details(self, rank: int) -> Details:
+        with self._lock:
+            if rank not in self._details:
+                self._details[rank] = record_of(self.storage, self.candidate, rank)[1]
+            return self._details[rank]
+
+    def checksum(self, rank: int, name: str) -> str | None:
+        if self.candidate.attempt is None or rank not in self.candidate.files:
+            return None
+        row = self.details(rank).tensors.get(name)
+        return row.checksum if row else None
+
+    def described(self) -> dict[str, Described]:
+        def read(rank: int):                                    # noqa: ANN202  a record
+            with self.storage.open(os.path.join(self.candidate.attempt or "", record_name(rank))) as file:
+                return read_record(file)[0]
+        heads = parallel(self.storage, read, range(self.candidate.world_size))
+        return {row.name: row for row in described(heads, self.details)}
+
+
+def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, Described]:
+    folder = os.path.join(root, candidate.base)
+    written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
+    if written is not None:
+        try:
+            data = _content(storage, os.path.join(folder, METADATA))
+            if xxhash.xxh3_128_hexdigest(data) == written.checksum:
+                return read_metadata(data, os.path.join(folder, METADATA))
+        except DamagedFileError:
+            pass                                                # the records say the same
+    if candidate.attempt is not None:
+        return records.described() if candidate.world_size > 1 else {}
+    return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
+
+
+def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, Described],
+            headers: dict[str, Header | None]) -> list[tuple[str, int, str, Tensor]]:
+    """What the metadata does not name, of the first rank: (name, rank, path, tensor). mindformers leaves out what the strategy
+    does not name: the counters of the optimizer."""
+    if not candidate.files:
+        return []
+    rank, found, lost = min(candidate.files), [], []
+    for file in candidate.files[rank]:
+        path = os.path.join(root, file.path)
+        if storage.status(path) is None and named:
+            continue
+        header = headers[path] = header_of(storage, root, file)
+        for name, entry in header.tensors.items():
+            if name in named or is_transient(name):
+                continue
+            if entry.dtype == "str":
+                raise LoadError(f"{path}: {name} is a text, not a tensor; it can be part of no other layout")
+            if candidate.world_size > 1 and math.prod(entry.shape) > SCALAR_ELEMENTS:
+                lost.append(f"{name} {entry.shape}")
+            found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
+    if lost:
+        raise StrategyError(f"{os.path.join(root, candidate.base)}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
+                            f"{METADATA} does not name them, so nobody knows how they are cut")
+    return found

@@ -1,0 +1,111 @@
+"""An iteration folder of Checkpoint 2.0 becomes visible. Rank 0 alone, after all records are there:
+
+    common.json, metadata.json ─▶ manifest (that is the commit) ─▶ the tracker's intent ─▶ rename to iteration_... ─▶ the tracker
+
+    dies before the manifest   all records are there: the next run commits it
+    before the rename          committed under its hidden name; the next run renames it
+    before the tracker         the intent says that the tracker was not set back by hand, but is late
+
+A folder of that name that is there already (a run that went back saves its steps again) is never written into: the tracker is
+first led to an older one, then the old folder is renamed away, then the new one takes its name.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from mindresume.errors import RecordError
+from mindresume.formats import Candidate
+from mindresume.formats.described import described
+from mindresume.formats.iteration_files import (
+    COMMON,
+    METADATA,
+    TRACKER,
+    encode_common,
+    iteration_name,
+    parse_iteration,
+)
+from mindresume.formats.iterations import common_from, intent_name, intents, tracked
+from mindresume.formats.metadata import encode_metadata
+from mindresume.formats.records import attempts_within
+from mindresume.manifest import FOLDER, TRASH, Details, FileRecord, Record, attempt_name, read_details, record_name, run_name
+from mindresume.state import TrainingState
+from mindresume.store.shard import Place
+from mindresume.store.storage import Storage, publish
+
+
+def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
+    """``common.json``, and of several ranks ``metadata.json``: what mindformers resumes from. RecordError if the records do not
+    fit together."""
+    contents = {COMMON: [encode_common(common_from(state), with_status=state.health is not None)]}
+    if place.world_size > 1:
+        try:
+            contents[METADATA] = encode_metadata(described(records, lambda rank: _details(place, state.step, rank)))
+        except ValueError as error:
+            raise RecordError(f"{METADATA} cannot be made: {error}") from error
+    found = []
+    for name, pieces in contents.items():
+        checksum = xxhash.xxh3_128()
+        for piece in pieces:
+            checksum.update(piece)
+        size = publish(place.storage, os.path.join(place.base(state.step), name), pieces, place.run)
+        found.append(FileRecord(name, "json", size, checksum.hexdigest()))
+    return tuple(found)
+
+
+def _details(place: Place, step: int, rank: int) -> Details:
+    with place.storage.open(os.path.join(place.attempt(step), record_name(rank))) as file:
+        return read_details(file)[1]
+
+
+def show(place: Place, step: int, newest: bool = True) -> None:
+    """Gives the committed folder of ``step`` its name, and if it is the ``newest`` points the tracker to it. OSError: what was
+    not done is done by the next call, or by ``settle``."""
+    storage, root = place.storage, place.root
+    name, records = iteration_name(step), os.path.join(root, FOLDER)
+    target, intent = os.path.join(root, name), os.path.join(records, intent_name(step))
+    if newest:
+        publish(storage, intent, [b""], place.run)
+    if storage.status(target) is not None:
+        _lead_elsewhere(storage, root, step, place.run)
+        foreign = attempt_name(step, run_name(0, secrets.token_hex(4)))         # mindformers gives its runs no name
+        replaced = next((attempt.name for attempt in attempts_within(storage, root, name)), foreign)
+        storage.rename(target, os.path.join(records, TRASH + replaced))
+        storage.sync(root)
+    storage.rename(place.base(step), target)
+    storage.sync(root)
+    storage.sync(records)
+    if newest:
+        point(storage, root, step, place.run)
+        storage.remove(intent)
+
+
+def point(storage: Storage, root: str, step: int, tag: str) -> None:
+    publish(storage, os.path.join(root, TRACKER), [str(step).encode()], tag)
+
+
+def _lead_elsewhere(storage: Storage, root: str, step: int, tag: str) -> None:
+    """While iteration ``step`` is replaced, the tracker must not name it: to the newest before it, or there is none."""
+    if tracked(storage, root) != step:
+        return
+    others = [number for name in storage.list(root) if (number := parse_iteration(name)) is not None and number < step]
+    if others:
+        point(storage, root, max(others), tag)
+    else:
+        storage.remove(os.path.join(root, TRACKER))
+        storage.sync(root)
+
+
+def settle(storage: Storage, root: str, candidates: Iterable[Candidate], tag: str) -> None:
+    """Finishes what a dead job intended with the tracker. ``candidates``: those with records, newest first."""
+    pending = intents(storage.list(os.path.join(root, FOLDER)))
+    if not pending:
+        return
+    newest = next((c for c in candidates if c.committed and parse_iteration(c.base) is not None), None)
+    if newest is not None and newest.step in pending:
+        point(storage, root, newest.step or 0, tag)
+    for step in pending:
+        storage.remove(os.path.join(root, FOLDER, intent_name(step)))

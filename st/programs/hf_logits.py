@@ -1,0 +1,50 @@
+"""Loads Hugging Face folders, or files of checkpoints, into the Qwen3 network of MindSpore Transformers; writes its logits.
+
+    python st/cpu_cluster/run.py st/programs/hf_logits.py CONFIG.yaml SOURCE TOKENS.npy LOGITS.npy [key=value ...]
+
+``key=value`` (JSON) change ``model.model_config``. Several sources in one command: with -- between them. Beside the logits of a
+folder, LOGITS.npy.json names the parameters that mindformers' own ``load_hf_checkpoint`` fills with something else.
+"""
+import itertools
+import json
+import sys
+
+import mindspore as ms
+import numpy as np
+from mindformers import MindFormerConfig, build_context
+from mindformers.checkpoint.checkpoint import load_hf_checkpoint
+from mindformers.models.build_model import build_network
+
+from mindresume.files import read_header, read_tensor
+from mindresume.reshard.huggingface import is_huggingface, read_network
+from mindresume.store.storage import PosixStorage
+
+
+def logits(config_path, source, tokens, out, *changes):
+    config = MindFormerConfig(config_path, run_mode="train")
+    config.model.model_config.update({key: json.loads(value) for key, _, value in (one.partition("=") for one in changes)})
+    network = build_network(config.model)
+    parameters = network.parameters_dict()
+    wanted = {name: (tuple(p.shape), str(p.dtype).lower()) for name, p in parameters.items()
+              if name.startswith(("embedding.", "decoder.", "output_layer."))}
+    if is_huggingface(PosixStorage(), source):
+        arrays = read_network(PosixStorage(), source, wanted, {}, 0, network=network.get_gpt_transformer_config(),
+                              tied=network.config.tie_word_embeddings, converters=network.template.weight_converters)
+        load_hf_checkpoint(source, network)
+        with open(f"{out}.json", "w", encoding="utf-8") as file:
+            json.dump([name for name in wanted if not np.array_equal(parameters[name].asnumpy(), arrays[name])], file)
+    else:
+        with open(source, "rb") as file:
+            header = read_header(file, source)
+            arrays = {name: read_tensor(file, header.tensors[name]) for name in wanted}
+    for name, array in arrays.items():
+        parameters[name].set_data(ms.Tensor(array))
+    network.set_train(False)
+    np.save(out, network(ms.Tensor(np.load(tokens), ms.int32)).asnumpy())
+
+
+config_file, *rest = sys.argv[1:]
+build_context(MindFormerConfig(config_file, run_mode="train"))
+for separator, words in itertools.groupby(rest, lambda word: word == "--"):
+    if not separator:
+        logits(config_file, *words)

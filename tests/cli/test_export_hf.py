@@ -1,0 +1,116 @@
+"""``mindresume export-hf``: the folder it makes, what it says, and what it refuses."""
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from formats.test_huggingface import GROUPED, assemble
+from reshard.test_huggingface import complete, document, everything, put
+
+from mindresume.formats.huggingface import rules, shapes
+from mindresume.reshard.source import open_source
+from mindresume.store.storage import PosixStorage
+
+COMMAND = "export-hf"
+FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
+TINY = {**document(GROUPED), "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "rope_theta": 10000.0, "torch_dtype": "float16"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def source():
+    return FIXTURES / "mf190_10_safetensors_single" / "output" / "checkpoint"
+
+
+def test_a_folder_for_transformers(read, source, config, tmp_path):
+    status, found = read(source, tmp_path / "hf", "--config", config, "--dtype", "bfloat16")
+    assert status == 0 and found["finished"] and not found["dry_run"]
+    assert (found["model_type"], found["files"], found["tensors"], found["dtypes"]) == ("qwen3", 1, 25, ["bfloat16"])
+    assert found["bytes_written"] == found["bytes_to_write"] and found["source"].endswith("step 15, 1 rank")
+    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "conversion.json", "model.safetensors"]
+    written = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert written == {**TINY, "torch_dtype": "bfloat16"}
+    header = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert json.loads(header[8:8 + int.from_bytes(header[:8], "little")])["__metadata__"] == {"format": "pt"}
+
+
+def test_several_files_with_an_index(read, call, source, config, tmp_path):
+    status, found = read(source, tmp_path / "hf", "--config", config / "config.json", "--max-shard-size", "30kB", "--step", "5")
+    assert status == 0 and found["files"] == 5 and found["dtypes"] == ["float32"]
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert len(index["weight_map"]) == 25 and index["metadata"]["total_size"] == found["bytes_to_write"]
+    assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)}
+    assert call(source, tmp_path / "one", "--config", config, "--step", "5")[0] == 0
+    storage = PosixStorage()
+    one, several = (everything(open_source(storage, str(tmp_path / name)).weights) for name in ("one", "hf"))
+    assert one.keys() == several.keys() and all((one[name] == several[name]).all() for name in one)
+
+
+def test_strategy_of_the_source(call, config, tmp_path):
+    cut = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output"
+    status, out, _ = call(cut / "checkpoint", tmp_path / "hf", "--config", config, "--from", cut / "strategy")
+    assert status == 0 and "step 15, 4 ranks" in out and "25 tensors, 112.8 KiB in 1 files" in out
+
+
+def test_dry_run_and_again(call, read, source, config, tmp_path):
+    status, out, _ = call(source, tmp_path / "hf", "--config", config, "--dry-run")
+    assert status == 0 and "dry run" in out and not (tmp_path / "hf").exists()
+    assert call(source, tmp_path / "hf", "--config", config)[0] == 0
+    before = (tmp_path / "hf" / "model.safetensors").stat()
+    status, out, _ = call(source, tmp_path / "hf", "--config", config)
+    assert status == 0 and "there already" in out and (tmp_path / "hf" / "model.safetensors").stat() == before
+    (config / "config.json").write_text(json.dumps({**TINY, "rope_theta": 5e5}), encoding="utf-8")
+    for more in ((), ("--dtype", "bfloat16")):                              # another configuration is another conversion
+        status, _, err = call(source, tmp_path / "hf", "--config", config, *more)
+        assert status == 2 and "is not empty: it was converted from" in err
+    assert sorted(os.listdir(tmp_path)) == ["hf", "model"]
+
+
+def test_what_is_missing_or_wrong(call, source, config, tmp_path):
+    def refused(*arguments, change=None):
+        (config / "config.json").write_text(json.dumps({**TINY, **(change or {})}), encoding="utf-8")
+        status, out, err = call(source, tmp_path / "hf", *arguments)
+        assert status == 2 and out == "" and not (tmp_path / "hf").exists() and err.count("\n") == 1
+        return err
+    assert "--config is missing: the config.json of the Hugging Face model" in refused()
+    assert "none/config.json does not exist" in refused("--config", tmp_path / "none" / "config.json")
+    assert "choose one of bfloat16, float32, keep" in refused("--config", config, "--dtype", "int8")
+    assert "--max-shard-size is 'big'" in refused("--config", config, "--max-shard-size", "big")
+    assert "model_type 'llama'" in refused("--config", config, change={"model_type": "llama"})
+    assert "(num_attention_heads 4 + 2 x num_key_value_heads 2) x head_dim 8 = 64" in refused(
+        "--config", config, change={"num_key_value_heads": 2})
+    assert "there are:" in refused("--config", config, "--step", "7")
+
+
+def test_contiguous_orders(call, config, tmp_path):
+    given = assemble(rules(GROUPED), {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in
+                                      shapes(rules(GROUPED)).items()})
+    complete(tmp_path / "source", given)
+    (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
+    assert call(tmp_path / "source", tmp_path / "hf", "--config", config, "--contiguous-attention", "--contiguous-mlp")[0] == 0
+    found = everything(open_source(PosixStorage(), str(tmp_path / "hf")).weights)
+    qkv, fc1 = (given[f"decoder.layers.0.{name}.weight"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1"))
+    np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], qkv[48:72])
+    np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], fc1[12:])
+
+
+def test_damage_leaves_nothing(call, config, tmp_path):
+    given = assemble(rules(GROUPED), {name: np.zeros(shape, np.float32) for name, shape in shapes(rules(GROUPED)).items()})
+    complete(tmp_path / "source", given)
+    path = tmp_path / "source" / "model.safetensors"
+    (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
+    os.truncate(path, path.stat().st_size - 8)
+    status, _, err = call(tmp_path / "source", tmp_path / "hf", "--config", config)
+    assert status == 2 and "model.safetensors" in err
+    put(path, given)
+    assert sorted(os.listdir(tmp_path)) == ["model", "source"]
+    assert call(tmp_path / "source", tmp_path / "hf", "--config", config)[0] == 0

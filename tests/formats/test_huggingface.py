@@ -1,0 +1,265 @@
+"""Rules of Qwen3 in two namings: against mindformers' own conversion, bit for bit, and as arithmetic."""
+import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindresume.errors import ConfigError
+from mindresume.formats.huggingface import (
+    CONTIGUOUS,
+    DENSE,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    Model,
+    backwards,
+    disagreements,
+    in_one_order,
+    model_of,
+    rules,
+    shapes,
+)
+from mindresume.layout import TensorLayout
+
+MULTI = Model(DENSE, 2, 16, 4, 4, 6, 12, 20)
+GROUPED = Model(DENSE, 2, 16, 8, 4, 6, 12, 20)
+MOE = Model(EXPERTS, 2, 16, 4, 2, 8, 12, 20, experts=4)
+MODELS = {"multi": MULTI, "grouped": GROUPED, "moe": MOE, "one group": replace(MULTI, groups=1),
+          "contiguous": replace(GROUPED, attention=CONTIGUOUS, mlp=CONTIGUOUS), "tied": replace(GROUPED, tied=True)}
+QKV, FC1 = "decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.1.mlp.linear_fc1.weight"
+DOCUMENT = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 16,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "intermediate_size": 12, "vocab_size": 20,
+            "tie_word_embeddings": False, "attention_bias": False}
+MOE_DOCUMENT = {**DOCUMENT, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
+                "moe_intermediate_size": 10, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def random(model, seed=0):
+    """{Hugging Face name: array}; no two elements are equal."""
+    numbers = np.random.default_rng(seed)
+    found = {name: numbers.random(shape, np.float32) for name, shape in shapes(rules(model)).items()}
+    assert len(np.unique(np.concatenate([a.ravel() for a in found.values()]))) > sum(a.size for a in found.values()) * .99
+    return found
+
+
+def assemble(known, tensors):
+    """{name: array} by the rules, in plain numpy."""
+    found = {}
+    for name, rule in known.items():
+        found[name] = np.full(rule.shape, np.nan, np.float32)
+        for block in rule.blocks:
+            part = tensors[block.name][np.ix_(*block.other)]
+            found[name][np.ix_(*block.part)] = part.T if block.transposed else part
+    return found
+
+
+# ---- against mindformers ---------------------------------------------------------------------------------------------
+
+@dataclass
+class Config:
+    """What its operations look at."""
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    hidden_size: int
+    tensor_model_parallel_size: int
+    num_moe_experts: int
+    moe_ffn_hidden_size: int
+    expert_model_parallel_size: int = 1
+
+
+@pytest.fixture(scope="module")
+def converters():
+    from mindformers.models.qwen3.utils import Qwen3PreTrainedModel
+    from mindformers.models.qwen3_moe.utils import Qwen3MoePreTrainedModel
+    return {DENSE: Qwen3PreTrainedModel.weight_converters, EXPERTS: Qwen3MoePreTrainedModel.weight_converters}
+
+
+def configured(converters, model, tensor_parallel, optimizer, expert_parallel=1):
+    """Its template, as a rank with these sizes has it."""
+    found = copy.deepcopy(converters[model.kind])
+    config = Config(model.heads, model.groups, model.head_dim, model.hidden, tensor_parallel, model.experts, model.inner,
+                    expert_parallel)
+    for op in found:
+        if hasattr(op, "set_model_config"):
+            op.set_model_config(config)
+        op.optimizer_parallel_size = optimizer
+    return found
+
+
+def of_layer(op, layer, experts):
+    """{name in the operation: names of that layer, of all experts}."""
+    return {name: [name.format(*((layer, e)[:name.count("{}")])) for e in range(experts or 1)] for name in op.hf_names}
+
+
+def converted(op, tensors, model, pieces, piece, layer=1):
+    """Its result for one rank: the tensors that it takes, each cut into ``pieces`` by rows, as its ReshardLoader cuts them (those
+    of experts stacked before)."""
+    given_ = {}
+    for name, names in of_layer(op, layer, model.experts if "experts" in op.hf_names[0] else 0).items():
+        stacked = np.concatenate([tensors[one] for one in names])
+        given_[name.format(layer, "stack")] = np.split(stacked, pieces)[piece]
+    return op(given_)
+
+
+@pytest.mark.parametrize("name, tensor_parallel, optimizer", [
+    ("multi", 1, 1), ("multi", 2, 1), ("multi", 4, 1), ("multi", 2, 2), ("grouped", 1, 1), ("grouped", 2, 1), ("grouped", 4, 1),
+    ("grouped", 2, 2), ("grouped", 1, 4), ("one group", 1, 1), ("moe", 1, 1), ("moe", 2, 1), ("moe", 1, 2), ("tied", 2, 1)])
+def test_every_rank_gets_what_mindformers_gives_it(converters, name, tensor_parallel, optimizer):
+    """Every operation of its template, on every rank: the same bits as that rank's rows of the whole tensor by the rules."""
+    model, seen = MODELS[name], set()
+    tensors = random(model)
+    if model.tied:                          # mindformers has no rule for a head that is not there
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    whole = assemble(rules(model), tensors)
+    pieces = tensor_parallel * optimizer
+    for piece in range(pieces):
+        for op in configured(converters, model, tensor_parallel, optimizer, tensor_parallel if model.experts else 1):
+            if any(len(tensors[names[0]]) % pieces for names in of_layer(op, 1, 0).values()):
+                continue
+            for made, array in converted(op, tensors, model, pieces, piece).items():
+                made = made.replace(".stack.", ".")
+                np.testing.assert_array_equal(np.split(whole[made], pieces)[piece], array, made)
+                seen.add(made)
+    assert {name for name in whole if ".layers.0." not in name and len(whole[name]) % pieces == 0} == seen
+
+
+@pytest.mark.parametrize("name", ["grouped", "one group", "moe"])
+def test_more_ranks_than_groups(converters, name):
+    """Then mindformers puts the whole linear_qkv together and cuts that."""
+    from mindformers.checkpoint.converter.template import WeightTemplate
+    model = MODELS[name]
+    tensors, collected = random(model), {}
+    template = WeightTemplate(configured(converters, model, 4, 4))
+    for one in ("q_proj", "k_proj", "v_proj"):
+        source = f"model.layers.1.self_attn.{one}.weight"
+        assert template.check_weights_for_qkv(source)
+        made, array = template.preprocess_hf_weights(source, tensors[source], {}, collected, model.experts)
+    assert made == QKV
+    np.testing.assert_array_equal(assemble(rules(model), tensors)[QKV], array)
+
+
+def test_contiguous_orders_are_those_of_its_older_conversion():
+    """The template knows one order only; ``convert_hf_weight`` of Checkpoint 1.0 goes by the settings."""
+    from mindformers.parallel_core.utils.model_mixin import TrainModelMixin
+    mixin, hf = TrainModelMixin(), "model.layers.1."
+    for model in (GROUPED, MODELS["contiguous"]):
+        tensors = random(model)
+        whole = assemble(rules(model), tensors)
+        q, k, v = (tensors[f"{hf}self_attn.{one}_proj.weight"] for one in "qkv")
+        gate, up = (tensors[f"{hf}mlp.{one}_proj.weight"] for one in ("gate", "up"))
+        if model is GROUPED:
+            qkv = mixin.concat_qkv_interleaved(q, k, v, QKV.replace("qkv", "q"), model.head_dim, model.groups, model.heads)
+            fc1 = mixin.concat_linear_fc1_interleaved(gate, up, FC1.replace("linear_fc1", "gating"), model.inner)
+        else:
+            qkv = mixin.concat_qkv_contiguous(q, k, v, QKV.replace("qkv", "q"))
+            fc1 = mixin.concat_linear_fc1_contiguous(gate, up, FC1.replace("linear_fc1", "gating"))
+        np.testing.assert_array_equal(whole[QKV], qkv[QKV])
+        np.testing.assert_array_equal(whole[FC1], fc1[FC1])
+
+
+def test_template_is_compared_by_name(converters):
+    for model in (GROUPED, MOE, MODELS["tied"]):
+        assert disagreements(converters[model.kind], model) == []
+    less = [op for op in converters[DENSE] if "lm_head.weight" not in op.hf_names]
+    assert disagreements(less, GROUPED) == [f"{HEAD} is made of nothing by mindformers, of lm_head.weight by the rules"]
+    found = disagreements(converters[DENSE], MOE)
+    assert len(found) == 5 and any("linear_fc1" in row and "of nothing by the rules" in row for row in found)
+
+    class TransposeConvertOp:
+        hf_names, mf_names = ["model.norm.weight"], ["decoder.final_layernorm.weight"]
+    assert disagreements([*converters[DENSE], TransposeConvertOp()], GROUPED) == [
+        "TransposeConvertOp for decoder.final_layernorm.weight is no operation that is known"]
+
+
+# ---- as arithmetic ---------------------------------------------------------------------------------------------------
+
+def test_experts_compute_what_their_weights_say():
+    """With the shapes and halves of FFNGroupedGEMM, each expert is down(silu(gate(x)) * up(x))."""
+    tensors = random(MOE)
+    whole = assemble(rules(MOE), tensors)
+    first = whole["decoder.layers.0.mlp.experts.weight1"].reshape(MOE.experts, MOE.hidden, 2 * MOE.inner)
+    second = whole["decoder.layers.0.mlp.experts.weight2"].reshape(MOE.experts, MOE.inner, MOE.hidden)
+    x = np.random.default_rng(1).standard_normal((5, MOE.hidden))
+    for e in range(MOE.experts):
+        gate, up, down = (tensors[f"model.layers.0.mlp.experts.{e}.{one}_proj.weight"] for one in ("gate", "up", "down"))
+        left, right = np.split(x @ first[e], 2, -1)
+        mine = (left / (1 + np.exp(-left)) * right) @ second[e]
+        theirs = x @ gate.T
+        np.testing.assert_allclose(mine, (theirs / (1 + np.exp(-theirs)) * (x @ up.T)) @ down.T, rtol=1e-12)
+
+
+@given(st.sampled_from([DENSE, EXPERTS]), st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3),
+       st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_each_element_once_and_back_again(kind, layers, hidden, groups, each, head_dim, inner, attention, mlp, tied):
+    model = Model(kind, layers, hidden, groups * each, groups, head_dim, inner, 7, 3 if kind == EXPERTS else 0, tied,
+                  *(CONTIGUOUS if one else "interleaved" for one in (attention, mlp)))
+    known = rules(model)
+    if tied:
+        del known[HEAD]
+    for rule in (*known.values(), *backwards(known).values()):
+        count = np.zeros(rule.shape, int)
+        for block in rule.blocks:
+            count[np.ix_(*block.part)] += 1
+        assert (count == 1).all()
+    tensors = {name: np.random.default_rng(2).random(shape, np.float32) for name, shape in shapes(known).items()}
+    again = assemble(backwards(known), assemble(known, tensors))
+    assert tensors.keys() == again.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(array, again[name])
+
+
+def test_tied_head_is_the_embedding():
+    known = rules(MODELS["tied"])
+    assert known[HEAD].blocks == known[EMBEDDING].blocks and "lm_head.weight" not in shapes(known)
+    assert {block.name for block in backwards(known)["model.embed_tokens.weight"].blocks} == {EMBEDDING}
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+def test_dimensions():
+    assert model_of(DOCUMENT, "config.json") == GROUPED
+    assert model_of({**DOCUMENT, "num_key_value_heads": None}, "config.json").groups == 8
+    assert model_of(MOE_DOCUMENT, "x", CONTIGUOUS) == Model(EXPERTS, 2, 16, 8, 4, 6, 10, 20, 4, attention=CONTIGUOUS, source="x")
+    without = {key: value for key, value in DOCUMENT.items() if key not in ("head_dim", "architectures")}
+    assert model_of(without, "x").head_dim == 128                           # as transformers has it
+    assert model_of({**without, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 10}, "x").head_dim == 2
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "llama"}, "model_type 'llama'.*Qwen3ForCausalLM .qwen3. and Qwen3MoeForCausalLM .qwen3_moe."),
+    ({"model_type": None}, "model_type None"),
+    ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
+    ({"attention_bias": True}, "attention_bias is True"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ({"hidden_size": None}, "hidden_size should be a number of at least 1, found None"),
+    ({"hidden_size": True}, "hidden_size"),
+    ({"head_dim": 0}, "head_dim"),
+    ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+    ({"num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+])
+def test_what_no_rule_covers_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message):
+        model_of({**DOCUMENT, **change}, "config.json")
+
+
+def test_unknown_order():
+    with pytest.raises(ConfigError, match="order of linear_fc1 is 'mixed'"):
+        model_of(DOCUMENT, "config.json", mlp="mixed")
+
+
+def test_contiguous_orders_and_tensor_parallelism():
+    tensor, optimizer = TensorLayout((2, 2), (0, -1)), TensorLayout((4,), (-1, -1), -1)
+    model = MODELS["contiguous"]
+    in_one_order(GROUPED, {QKV: tensor, FC1: tensor})
+    in_one_order(model, {QKV: optimizer, FC1: optimizer, "decoder.layers.0.mlp.linear_fc2.weight": TensorLayout((2,), (-1, 0)),
+                         "decoder.final_layernorm.weight": TensorLayout((2, 2), (-1,)), "x": TensorLayout((2,), ())})
+    for name in (QKV, FC1, f"adam_m.{FC1}"):
+        with pytest.raises(ConfigError, match=r"linear_.*cut by tensor parallelism \(2\)"):
+            in_one_order(model, {name: tensor})

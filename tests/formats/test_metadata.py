@@ -1,0 +1,400 @@
+"""metadata.json without mindformers: slices and ordinals, what is written is read back, what is damaged is refused by name."""
+import copy
+import json
+import math
+import time
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindresume.errors import DamagedFileError
+from mindresume.formats.iteration_files import slice_key
+from mindresume.formats.metadata import (
+    MAX_METADATA,
+    Described,
+    Stored,
+    encode_metadata,
+    folded,
+    ordinal,
+    ordinals,
+    read_metadata,
+    region_of,
+)
+from mindresume.layout import MAX_RANKS, TensorLayout
+
+FIRST = 4
+
+
+@st.composite
+def cuts(draw):
+    """(layout, a global shape that divides and is not empty), of every kind that axes can say."""
+    matrix = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    assume(math.prod(matrix) <= 32)
+    axes, maps = draw(st.permutations(range(len(matrix)))), []
+    for _ in range(draw(st.integers(0, 3))):
+        count = draw(st.integers(0, min(2, len(axes))))
+        taken, axes = tuple(axes[:count]), axes[count:]
+        maps.append(-1 if not taken else taken[0] if count == 1 else taken)
+    replicas = TensorLayout(matrix, maps).replicas
+    shards = draw(st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0]))
+    layout = TensorLayout(matrix, maps, shards)
+    return layout, tuple(draw(st.integers(1, 3)) * count for count in layout.pieces([0] * len(maps)))
+
+
+def described(name, layout, shape, *, first=0, dtype="float32", copies=True, kind="model"):
+    """As all ranks of the stage store it, or the last holder of each slice only."""
+    groups = {}
+    for rank, number in enumerate(ordinals(layout, shape), first):
+        groups.setdefault(number, []).append(rank)
+    stored = {number: tuple(Stored(f"net-{kind}-{rank:07d}-0000099.safetensors", rank, tuple(group))
+                            for rank in (group if copies else group[-1:])) for number, group in groups.items()}
+    return Described(name, dtype, tuple(shape), layout, first, stored)
+
+
+def encoded(*tensors):
+    return b"".join(encode_metadata(tensors))
+
+
+# ---- slices ----------------------------------------------------------------------------------------------------------
+
+@given(cuts())
+def test_ordinals_number_the_regions_of_the_ranks(case):
+    layout, shape = case
+    numbers = ordinals(layout, shape)
+    assert set(numbers) == set(range(math.prod(layout.pieces(shape))))
+    for rank, number in enumerate(numbers):
+        assert region_of(layout, shape, number) == layout.slices(rank, shape)
+        assert ordinal(layout, shape, layout.slices(rank, shape)) == number
+
+
+def test_ordinals_are_row_major_over_the_pieces():
+    layout = TensorLayout((2, 2, 2), (0, -1, (2, 1)))
+    assert ordinals(layout, (4, 3, 8)) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert region_of(layout, (4, 3, 8), 6) == (slice(2, 4), slice(0, 3), slice(4, 6))
+    assert ordinals(TensorLayout((2, 2), (), -1), ()) == (0, 0, 0, 0) and region_of(None, (), 0) == ()
+    assert ordinal(None, (3, 2), (slice(0, 3), slice(0, 2))) == 0
+
+
+def test_an_empty_tensor_has_slices_that_only_the_ranks_tell_apart():
+    layout = TensorLayout((2,), (0,))
+    assert ordinals(layout, (0,)) == (0, 1) and region_of(layout, (0,), 1) == (slice(0, 0),)
+    with pytest.raises(ValueError, match="empty"):
+        ordinal(layout, (0,), (slice(0, 0),))
+    assert ordinal(TensorLayout((2,), (-1,)), (0,), (slice(0, 0),)) == 0
+
+
+@pytest.mark.parametrize("region", [(slice(0, 3),), (slice(1, 5),), (slice(8, 12),), (slice(-4, 0),), (slice(0, 8),), (),
+                                    (slice(0, 4), slice(0, 4))])
+def test_no_slices(region):
+    with pytest.raises(ValueError):
+        ordinal(TensorLayout((2,), (0,)), (8,), region)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_no_ordinals(number):
+    with pytest.raises(ValueError, match="there are 2"):
+        region_of(TensorLayout((2,), (0,)), (8,), number)
+
+
+@given(cuts())
+def test_folded_cuts_alike_without_an_optimizer_shard(case):
+    layout, shape = case
+    try:
+        found = folded(layout)
+    except ValueError:
+        assert not representable(layout)
+        return
+    assert representable(layout) and found.optimizer_shards == 0
+    assert [found.slices(rank, shape) for rank in range(found.stage_size)] == \
+        [layout.slices(rank, shape) for rank in range(layout.stage_size)]
+
+
+def representable(layout):
+    """Whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a divisor of it."""
+    if layout.optimizer_pieces == 1:
+        return True
+    left = layout.copies
+    for axis in layout.unused_axes():
+        size = layout.device_matrix[len(layout.device_matrix) - 1 - axis]
+        if left % size and size % left:
+            return False
+        if left % size:
+            return True
+        left //= size
+    return True
+
+
+@pytest.mark.parametrize("layout, matrix, maps", [
+    (TensorLayout((2, 1, 2), (0, -1), -1), (2, 1, 2), ((0, 2, 1), -1)),         # as in the files of mindformers, ones included
+    (TensorLayout((4, 2), (-1, 0), 2), (2, 2, 2), (1, 0)),
+    (TensorLayout((4,), (-1,), 2), (2, 2), (0,)),
+    (TensorLayout((2, 8), (1,), 4), (2, 2, 4), ((2, 0),)),
+    (TensorLayout((2, 2), (), -1), (2, 2), ()),
+    (TensorLayout((2, 2), ((0,), (-1,))), (2, 2), (0, -1))])
+def test_folded(layout, matrix, maps):
+    assert folded(layout) == TensorLayout(matrix, maps)
+
+
+# ---- both ways -------------------------------------------------------------------------------------------------------
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(names, st.tuples(cuts(), st.sampled_from(["float32", "bfloat16", "bool", "int64", "float8_e4m3fn"]),
+                                        st.integers(0, 99), st.booleans()), max_size=4))
+def test_what_is_written_is_read_back(rows):
+    tensors = []
+    for name, ((layout, shape), dtype, first, copies) in rows.items():
+        assume(representable(layout))
+        tensors.append(described(name, layout, shape, first=first, dtype=dtype, copies=copies))
+    found = read_metadata(encoded(*tensors), "m")
+    assert list(found) == list(rows)
+    for tensor in tensors:
+        assert found[tensor.name] == Described(tensor.name, tensor.dtype, tensor.shape, folded(tensor.layout), tensor.first,
+                                               tensor.stored)
+
+
+def test_the_file_is_that_of_mindformers_line_by_line():
+    layout = TensorLayout((2, 2), (0, -1))
+    data = encoded(described("a", layout, (4, 3), first=FIRST), described("b", TensorLayout((1,), ()), (), dtype="bfloat16"))
+    assert len(data.splitlines()) == 1 + 2 + 2 + 2 + 1
+    found = json.loads(data)
+    assert list(found) == ["state_dict_metadata", "storage_data"]
+    assert json.dumps(found["state_dict_metadata"]["a"]) == json.dumps({
+        "properties": {"dtype": "float32", "replica_id": [0, 0, 1, 1], "allow_shape_mismatch": False, "allow_to_save": True},
+        "global_shape": [4, 3], "axis_fragmentations": [2, 1],
+        "layout": {"device_matrix": [2, 2], "tensor_map": [0, -1], "interleaved_parallel": False, "alias_name": ["a", "b"],
+                   "rank_list": [4, 5, 6, 7]},
+        "chunk": [{"global_offset": [0], "local_shape": [2, 3]}, {"global_offset": [1], "local_shape": [2, 3]}]})
+    assert list(found["storage_data"]) == ["('a', (0,))", "('a', (1,))", "('b', (0,))"]
+    assert json.dumps(found["storage_data"]["('a', (1,))"]) == json.dumps([
+        {"file_name": f"net-model-000000{rank}-0000099.safetensors", "storage_rank": rank, "rank_group": [5, 7]}
+        for rank in (5, 7)])
+
+
+def test_a_parameter_without_layout_is_written_as_whole_on_the_rank_that_stored_it():
+    tensor = Described("w", "int32", (3,), None, 0, {0: (Stored("f.safetensors", 3), Stored("e.safetensors", 2))})
+    found = read_metadata(encoded(tensor), "m")["w"]
+    assert found == Described("w", "int32", (3,), TensorLayout((1,), (-1,)), 2, tensor.stored)
+
+
+def test_a_layout_of_null_is_read():
+    rows = json.loads(encoded(Described("w", "int32", (3,), None, 0, {0: (Stored("f.safetensors", 3),)})))
+    rows["state_dict_metadata"]["w"]["layout"] = None
+    expected = Described("w", "int32", (3,), None, 0, {0: (Stored("f.safetensors", 3),)})
+    assert read_metadata(json.dumps(rows).encode(), "m") == {"w": expected}
+
+
+def test_parameters_that_are_alike_but_for_one_thing():
+    layout = TensorLayout((2, 2), (0, -1))
+    tensors = [described(f"{dtype}{first}{shape}", layout, shape, dtype=dtype, first=first)
+               for dtype in ("float32", "float8_e5m2") for first in (0, 4) for shape in ((4, 3), (2, 3))]
+    data = encoded(*tensors)
+    assert read_metadata(data, "m") == {tensor.name: tensor for tensor in tensors}
+    assert {row["properties"]["dtype"] for row in json.loads(data)["state_dict_metadata"].values()} == {"float32", "float8e5m2"}
+
+
+def test_a_parameter_of_two_stages():
+    layout = TensorLayout((2,), (0,))
+    one, two = (described("w", layout, (4,), first=first) for first in (0, 6))
+    both = Described("w", "float32", (4,), layout, 0, {number: one.stored[number] + two.stored[number] for number in (0, 1)})
+    assert read_metadata(encoded(both), "m") == {"w": both}
+
+
+def test_no_parameters():
+    assert read_metadata(encoded(), "m") == {}
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(dtype="complex64"), "dtype"), (dict(dtype="Float32"), "dtype"), (dict(shape=(5, 3)), "divide"),
+    (dict(shape=(4,)), "dimensions"), (dict(name="\ud800"), "surrogate"), (dict(stored={}), "expected all of 2"),
+    (dict(stored={0: ()}), "expected all of 2"), (dict(first=MAX_RANKS - 1), "rank"),
+    (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end at a part of an axis")])
+def test_what_could_not_be_read_back_is_not_written(change, reason):
+    tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
+    with pytest.raises(ValueError, match=reason):
+        encode_metadata([Described(**{**vars(tensor), **change})])
+
+
+@pytest.mark.parametrize("copies, reason", [
+    ((Stored("../x.safetensors", 5, (5, 7)),), "file_name"), ((Stored("x.ckpt", 5, (5, 7)),), "file_name"),
+    ((Stored("x.safetensors", -1, (5, 7)),), "rank"), ((Stored("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
+    ((Stored("x.safetensors", 4, (5, 7)),), "rank 4"), ((Stored("x.safetensors", 5, (5, 6)),), "rank 6"),
+    ((Stored("x.safetensors", 7),), "rank 5 is in no group")])
+def test_copies_that_mindformers_would_not_find_are_not_written(copies, reason):
+    tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
+    with pytest.raises(ValueError, match=reason):
+        encode_metadata([Described(**{**vars(tensor), "stored": {**tensor.stored, 1: copies}})])
+
+
+def test_a_parameter_twice_is_not_written():
+    tensor = described("w", TensorLayout((2,), (0,)), (4,))
+    with pytest.raises(ValueError, match="twice"):
+        encode_metadata([tensor, tensor])
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+WHOLE = json.loads(encoded(described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST),
+                           described("v", TensorLayout((2, 2), (-1,)), (3,), first=FIRST)))
+KEY = slice_key("w", 1)
+
+
+def changed(*path_and_value):
+    """The whole file with one value replaced; ``...`` removes it."""
+    *path, last, value = path_and_value
+    rows = inner = copy.deepcopy(WHOLE)
+    for step in path:
+        inner = inner[step]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return json.dumps(rows).encode()
+
+
+def of_w(*path_and_value):
+    return changed("state_dict_metadata", "w", *path_and_value)
+
+
+def of_copy(*path_and_value):
+    return changed("storage_data", KEY, 0, *path_and_value)
+
+
+SAME_KEY = json.dumps(WHOLE).replace('"v": {', '"w": {').encode()
+
+DAMAGED = [
+    (b"", "0 bytes"), (b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "JSON object"), (b"[" * 10**6, "not JSON"),
+    (b'{"a":' * 10**5, "not JSON"), (json.dumps(WHOLE).encode()[:-9], "not JSON"), (SAME_KEY, "'w' occurs twice"),
+    (b'{"state_dict_metadata": {}}', "storage_data is None"), (b'{"storage_data": {}}', "state_dict_metadata is None"),
+    (changed("state_dict_metadata", []), "state_dict_metadata"), (changed("storage_data", 3), "storage_data is 3"),
+    (changed("state_dict_metadata", "w", ...), "storage_data has 'w'"),
+    (changed("state_dict_metadata", "w", None), "JSON object"),
+    *((of_w(key, ...), f"{key} is missing") for key in ("properties", "global_shape", "layout", "chunk")),
+    *((of_w("layout", key, ...), f"{key} is missing") for key in ("device_matrix", "tensor_map", "rank_list")),
+    (of_w("properties", "dtype", ...), "dtype is missing"), (of_w("properties", []), "dtype"),
+    (of_w("properties", "dtype", "float31"), "float31"), (of_w("properties", "dtype", None), "dtype"),
+    (of_w("properties", "dtype", "float8e4m3"), "float8e4m3"),
+    *((of_w("global_shape", shape), "global_shape")
+      for shape in ([4, 3.0], [4, -3], "43", None, [4, True], [2**40, 2**40], [0, 2**63], [4] * 40)),
+    (of_w("global_shape", [4]), "dimensions"), (of_w("global_shape", [5, 3]), "divide"),
+    (of_w("axis_fragmentations", [1, 2]), "axis_fragmentations"), (of_w("axis_fragmentations", None), "axis_fragmentations"),
+    (of_w("layout", []), "device_matrix"), (of_w("layout", "x"), "device_matrix"),
+    (of_w("layout", None), "axis_fragmentations"),
+    (of_w("layout", "device_matrix", []), "device matrix"), (of_w("layout", "device_matrix", [10**6]), "layout"),
+    (of_w("layout", "device_matrix", [10**5, 10**5]), "layout"), (of_w("layout", "device_matrix", [0, 2]), "device matrix"),
+    (of_w("layout", "device_matrix", [2, 4]), "rank_list"), (of_w("layout", "tensor_map", [5, -1]), "axis"),
+    (of_w("layout", "tensor_map", [0, 0]), "twice"), (of_w("layout", "tensor_map", [[[0]], -1]), "layout"),
+    (of_w("layout", "tensor_map", ["a", -1]), "layout"), (of_w("layout", "tensor_map", [True, -1]), "layout"),
+    (of_w("layout", "rank_list", [4, 5, 6]), "3 ranks"), (of_w("layout", "rank_list", [4, 6, 5, 7]), "follow each other"),
+    (of_w("layout", "rank_list", [4, 6, 8, 10]), "follow each other"),
+    *((of_w("layout", "rank_list", [4, 5, 6, rank]), f"rank is {rank}") for rank in (True, -1, 7.0, None, MAX_RANKS)),
+    (of_w("layout", "rank_list", None), "rank_list"), (of_w("layout", "interleaved_parallel", True), "interleaved_parallel"),
+    (of_w("layout", "alias_name", ["dp", "interleaved_parallel"]), "interleaved_parallel"),
+    (of_w("chunk", {}), "chunk"), (of_w("chunk", []), "0 slices, expected 2"), (of_w("chunk", 0, 5), "JSON object"),
+    (of_w("chunk", 0, ...), "1 slices, expected 2"), (of_w("chunk", 0, "global_offset", ...), "global_offset is missing"),
+    (of_w("chunk", 0, "local_shape", [4, 3]), "local_shape"), (of_w("chunk", 0, "local_shape", [2.0, 3]), "local_shape"),
+    (of_w("chunk", 0, "local_shape", None), "local_shape"), (of_w("chunk", 0, "global_offset", [1]), "different"),
+    (of_w("chunk", 0, "global_offset", [2]), "global_offset"), (of_w("chunk", 0, "global_offset", [-1]), "global_offset"),
+    (of_w("chunk", 0, "global_offset", [0, 0]), "global_offset"), (of_w("chunk", 0, "global_offset", 0), "global_offset"),
+    (of_w("chunk", 0, "global_offset", [False]), "global_offset"),
+    (changed("storage_data", KEY, ...), "stored nowhere"), (changed("storage_data", KEY, []), "stored nowhere"),
+    (changed("storage_data", KEY, {"a": 1}), "list of files"), (changed("storage_data", KEY, [3]), "file_name"),
+    (changed("storage_data", slice_key("w", 2), WHOLE["storage_data"][KEY]), "slice 2 is stored"),
+    (changed("storage_data", slice_key("w", 999_999), WHOLE["storage_data"][KEY]), "slice 999999 is stored"),
+    (changed("storage_data", "('w', (-1,))", []), "has the key"), (changed("storage_data", "('w', (0, 0))", []), "has the key"),
+    (changed("storage_data", "w", []), "has the key"), (changed("storage_data", "(" * 10**5, []), "has the key"),
+    (changed("storage_data", slice_key("unknown", 0), []), "storage_data has 'unknown'"),
+    *((of_copy("file_name", name), "file_name")
+      for name in ("/x.safetensors", "../x.safetensors", "a/b.safetensors", "x.ckpt", "..", "", 3, None, ["x.safetensors"], {},
+                   "x\0.safetensors", "x" * 999 + ".safetensors")),
+    (of_copy("file_name", ...), "file_name is missing"), (of_copy("storage_rank", ...), "storage_rank is missing"),
+    *((of_copy("storage_rank", rank), "rank") for rank in (-1, MAX_RANKS, 10**400, 1.0, True, None, "5", [5])),
+    (changed("storage_data", slice_key("w", 0), 0, "storage_rank", 7), "rank 7, which has slice 1"),
+    (of_copy("storage_rank", 4), "rank 4, which has slice 0"), (of_copy("rank_group", [5, 6]), "rank 6, which has slice 0"),
+    *((of_copy("rank_group", group), "rank") for group in (3, {}, [1.0], [True], [None], [[5]], [5, MAX_RANKS], [-1])),
+]
+
+
+@pytest.mark.parametrize("data, reason", DAMAGED)
+def test_damage_is_refused_by_name(data, reason):
+    with pytest.raises(DamagedFileError) as caught:
+        read_metadata(data, "here/metadata.json")
+    assert reason in str(caught.value) and caught.value.path == "here/metadata.json"
+    assert len(str(caught.value)) < 1500
+
+
+def test_the_whole_file_is_not_damaged():
+    assert list(read_metadata(json.dumps(WHOLE).encode(), "m")) == ["w", "v"]
+
+
+@pytest.mark.parametrize("data", [
+    changed("version", 7), of_w("new", {"deep": [1]}), of_w("layout", "new", 1), of_w("chunk", 0, "new", 1), of_copy("new", 1),
+    of_w("properties", {"dtype": "Float32"}), of_w("axis_fragmentations", ...), of_w("layout", "alias_name", ...),
+    of_w("layout", "interleaved_parallel", ...)])
+def test_keys_that_are_not_needed_may_come_and_go(data):
+    assert read_metadata(data, "m") == read_metadata(json.dumps(WHOLE).encode(), "m")
+
+
+def test_without_groups_as_mindformers_1_8_writes():
+    found = read_metadata(of_copy("rank_group", ...), "m")["w"].stored[1]
+    assert [copy.group for copy in found] == [(), (5, 7)] and [copy.rank for copy in found] == [5, 7]
+
+
+def test_the_tensor_is_named():
+    with pytest.raises(DamagedFileError) as caught:
+        read_metadata(of_w("chunk", []), "m")
+    assert caught.value.tensor == "w"
+
+
+def test_a_file_that_is_too_large_is_not_parsed():
+    class Large(bytes):
+        def __len__(self):
+            return MAX_METADATA + 1
+    with pytest.raises(DamagedFileError, match="bytes"):
+        read_metadata(Large(b"{}"), "m")
+
+
+@given(st.binary())
+def test_whatever_the_bytes(data):
+    with pytest.raises(DamagedFileError):
+        read_metadata(data, "m")
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner,
+                                                                                          max_size=3))
+
+
+def places(value, path=()):
+    """Every path into nested JSON."""
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in rows:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@given(st.sampled_from(list(places(WHOLE))), values)
+def test_whatever_value_stands_anywhere(path, value):
+    """Read, or refused: no other error, and what is read can be written."""
+    try:
+        found = read_metadata(changed(*path, value), "m")
+    except DamagedFileError:
+        return
+    encode = [tensor for tensor in found.values() if tensor.layout]
+    assert read_metadata(encoded(*encode), "m") == {tensor.name: tensor for tensor in encode}
+
+
+def test_a_large_job_is_encoded_and_read_in_time():
+    """Two stages of 128 ranks with 60 parameters each and every copy: a 17th of 1,024 ranks with 2,000 parameters."""
+    kinds = [TensorLayout((16, 8), (0, -1)), TensorLayout((16, 8), (-1, 0)), TensorLayout((16, 8), (0, -1), -1)]
+    tensors = [described(f"{first}.{number}.weight", kinds[number % 3], (4096, 128), first=first)
+               for first in (0, 128) for number in range(60)]
+    started = time.perf_counter()
+    data = encoded(*tensors)
+    between = time.perf_counter()
+    found = read_metadata(data, "m")
+    assert between - started < 1 and time.perf_counter() - between < 3
+    assert [tensor.stored for tensor in found.values()] == [tensor.stored for tensor in tensors]

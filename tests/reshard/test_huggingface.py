@@ -1,0 +1,413 @@
+"""Weights seen in the other naming: what is read, how much of it, what is converted, and what is refused."""
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from formats.test_huggingface import GROUPED, MODELS, MOE, QKV, assemble, random
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindresume.errors import ConfigError, DamagedFileError, LoadError
+from mindresume.files import encode
+from mindresume.files.model import DTYPES
+from mindresume.formats.complete import MINDSPORE
+from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, backwards, rules
+from mindresume.layout import TensorLayout
+from mindresume.reshard import load, reading
+from mindresume.reshard.conversion import Conversion, to_complete
+from mindresume.reshard.direct import Traffic
+from mindresume.reshard.engine import writer
+from mindresume.reshard.geometry import held, slices_of, whole
+from mindresume.reshard.huggingface import (
+    Export,
+    check_network,
+    is_huggingface,
+    of_folder,
+    orders_of,
+    read_model,
+    read_network,
+    to_huggingface,
+    verify_woven,
+)
+from mindresume.reshard.load import read_regions, wanted_regions
+from mindresume.reshard.reading import cast
+from mindresume.reshard.source import open_source
+from mindresume.store.storage import PosixStorage
+
+STORAGE = PosixStorage()
+FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
+PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
+
+
+def document(model):
+    return {"model_type": model.kind, "architectures": [ARCHITECTURES[model.kind]], "num_hidden_layers": model.layers,
+            "hidden_size": model.hidden, "num_attention_heads": model.heads, "num_key_value_heads": model.groups,
+            "head_dim": model.head_dim, "intermediate_size": model.inner, "moe_intermediate_size": model.inner,
+            "num_experts": model.experts, "vocab_size": model.vocabulary, "tie_word_embeddings": model.tied}
+
+
+def put(path, tensors, metadata=None):
+    path.write_bytes(b"".join(piece for _, piece in encode("safetensors", tensors, metadata or {"format": "pt"})))
+
+
+def folder_of(folder, model, tensors, parts=2):
+    """A Hugging Face folder, as save_pretrained makes it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(document(model)), encoding="utf-8")
+    names, found = sorted(tensors), {}
+    for i in range(parts):
+        name = f"model-{i + 1:05}-of-{parts:05}.safetensors" if parts > 1 else "model.safetensors"
+        found |= dict.fromkeys(names[i::parts], name)
+        put(folder / name, {one: tensors[one] for one in names[i::parts]})
+    if parts > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}), encoding="utf-8")
+    return str(folder)
+
+
+def everything(weights):
+    return read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name].view(np.uint8), np.ascontiguousarray(array).view(np.uint8), name)
+
+
+def bits(tensors, dtype):
+    """``dtype`` by name: of ml_dtypes, whatever MindSpore registered under the same one."""
+    return {name: array.astype(DTYPES[dtype]) for name, array in tensors.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_flush():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("tile, row", [(4 << 20, 64 << 10), (4 << 20, 0), (200, 64 << 10), (200, 0)])
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
+    """Tiles of any size, rows with gaps one by one or cut out of what lies around them."""
+    monkeypatch.setattr(load, "TILE", tile)
+    monkeypatch.setattr(reading, "SHORT_ROW", row)
+    model = MODELS[name]
+    tensors = random(model)
+    weights = of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
+    same(everything(weights), assemble(rules(model), tensors))
+    assert {tensor.dtype for tensor in weights.tensors.values()} == {"float32"} and weights.format == "safetensors"
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_region(tmp_path, data):
+    model = data.draw(st.sampled_from([GROUPED, MOE, MODELS["contiguous"]]))
+    tensors = random(model)
+    folder = str(tmp_path / str(model.experts) / model.mlp)
+    if not os.path.exists(folder):
+        os.makedirs(folder)
+        folder_of(Path(folder), model, tensors)
+    weights = of_folder(STORAGE, folder, model.attention, model.mlp)
+    name = data.draw(st.sampled_from(sorted(n for n in weights.tensors if ".layers.0." not in n)))
+    region = []
+    for size in weights.tensors[name].shape:
+        start = data.draw(st.integers(0, size - 1))
+        region.append((start, data.draw(st.integers(start + 1, size))))
+    found = read_regions(weights, {name: tuple(region)})[name]
+    np.testing.assert_array_equal(found, assemble(rules(model), tensors)[name][slices_of(region)])
+
+
+def network_of(model, layout):
+    """Arguments of ``read_network`` that a rank of this layout gives: everything but vectors is cut by rows."""
+    layouts = {name: (layout, rule.shape) for name, rule in rules(model).items() if len(rule.shape) == 2}
+    return lambda rank, dtype: ({name: (tuple(stop - start for start, stop in held(layout, rank, rule.shape))
+                                        if name in layouts else rule.shape, dtype)
+                                 for name, rule in rules(model).items()}, layouts, rank)
+
+
+@pytest.mark.parametrize("model, layout", [
+    (GROUPED, TensorLayout((2,), (0, -1))), (GROUPED, TensorLayout((4,), (0, -1))), (GROUPED, TensorLayout((2, 2), (0, -1), 2)),
+    (GROUPED, TensorLayout((2,), (-1, -1), -1)), (GROUPED, TensorLayout((2,), (-1, 0))), (MOE, TensorLayout((4,), (0, -1))),
+    (MOE, TensorLayout((4,), (-1, -1), 2)), (MOE, TensorLayout((2,), (-1, 0)))])
+def test_each_rank_reads_its_slices(tmp_path, model, layout):
+    """Where rows are cut, all ranks together read no byte twice, but for copies; so it is with whole experts."""
+    tensors = random(model)
+    folder, whole_ = folder_of(tmp_path / "hf", model, tensors), assemble(rules(model), tensors)
+    arguments, read = network_of(model, layout), 0
+    for rank in range(layout.stage_size):
+        traffic = Traffic()
+        found = read_network(STORAGE, folder, *arguments(rank, "float32"), traffic=traffic)
+        read += traffic.read
+        same(found, {name: array[slices_of(held(layout, rank, array.shape))] if array.ndim == 2 else array
+                     for name, array in whole_.items()})
+    if layout.tensor_map[1] == -1:
+        vectors = sum(array.nbytes for array in whole_.values() if array.ndim == 1)
+        matrices = sum(array.nbytes for array in whole_.values() if array.ndim == 2)
+        assert read == matrices * layout.copies + vectors * layout.stage_size
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stored, wanted", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"),
+                                            ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("model", [GROUPED, MOE])
+def test_values_are_converted_while_they_are_read(tmp_path, model, stored, wanted):
+    tensors = bits(random(model), stored)
+    folder = folder_of(tmp_path / "hf", model, tensors)
+    arguments = network_of(model, TensorLayout((1,), (-1, -1)))(0, wanted)
+    expected = bits(assemble(rules(model), bits(tensors, "float32")), wanted)
+    same(read_network(STORAGE, folder, *arguments), expected)
+
+
+def test_float32_to_bfloat16_is_to_the_nearest_even():
+    halves = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x80000001, 0x7F800000], np.uint32)
+    found = cast(halves.view(np.float32), "bfloat16").view(np.uint16)
+    assert [hex(value) for value in found] == ["0x3f80", "0x3f82", "0x3f81", "0x3f80", "0x7f80", "0x8000", "0x7f80"]
+    assert np.isnan(cast(np.array([np.nan], np.float32), "bfloat16").astype(np.float32)).all()
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    finite = every[~np.isnan(every.astype(np.float32))]
+    assert (cast(cast(finite, "float32"), "bfloat16").view(np.uint16) == finite.view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("stored, wanted", [("float16", "bfloat16"), ("bfloat16", "float16"), ("float64", "float32"),
+                                            ("float32", "float16"), ("int8", "float32")])
+def test_other_conversions_are_refused(tmp_path, stored, wanted):
+    with pytest.raises(LoadError, match=f"{stored} is not converted to {wanted}"):
+        cast(np.zeros(2, DTYPES[stored]), wanted)
+    tensors = random(GROUPED)
+    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].astype(DTYPES[stored])
+    folder = folder_of(tmp_path / "hf", GROUPED, tensors)
+    with pytest.raises(LoadError, match=rf"1 tensors cannot be converted: {QKV} (is|would be)"):
+        of_folder(STORAGE, folder, wanted={QKV: ((96, 16), wanted)})
+
+
+def test_parts_of_several_dtypes_need_a_wanted_one(tmp_path):
+    tensors = random(GROUPED)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    folder = folder_of(tmp_path / "hf", GROUPED, tensors)
+    with pytest.raises(LoadError, match=f"{QKV} would be of bfloat16 and float32 at once"):
+        of_folder(STORAGE, folder)
+    found = everything(of_folder(STORAGE, folder, wanted={QKV: ((96, 16), "float32")}))
+    same(found, assemble(rules(GROUPED), {**tensors, name: tensors[name].astype(np.float32)}))
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+def test_folders_that_are_refused(tmp_path):
+    tensors, name = random(GROUPED), "model.layers.1.mlp.up_proj.weight"
+
+    def refused(found, *words, model=GROUPED):
+        with pytest.raises(LoadError) as error:
+            of_folder(STORAGE, folder_of(tmp_path / str(len(list(tmp_path.iterdir()))), model, found))
+        assert all(word in str(error.value) for word in words), error.value
+    refused({key: value for key, value in tensors.items() if key != name}, f"missing: {name}")
+    refused({**tensors, "model.layers.2.mlp.up_proj.weight": tensors[name]}, "no rule knows: model.layers.2.mlp.up_proj.weight")
+    refused({**tensors, "model.layers.0.self_attn.q_proj.bias": tensors[name]}, "no rule knows", "q_proj.bias")
+    refused({**tensors, name: tensors[name][:-1]}, f"{name} is (11, 16), not (12, 16)", "2 x intermediate_size 12 = 24")
+    refused(tensors, "q_proj.weight is (48, 16), not (24, 16)", model=replace(GROUPED, heads=4))
+    refused({key: value for key, value in tensors.items() if key != "lm_head.weight"}, "missing: lm_head.weight")
+    assert of_folder(STORAGE, folder_of(tmp_path / "more", GROUPED, {
+        **tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3, np.float32)}))
+
+
+def test_tied_weights(tmp_path):
+    model = MODELS["tied"]
+    tensors = random(model)
+    folder = folder_of(tmp_path / "hf", model, tensors)
+    found = everything(of_folder(STORAGE, folder))
+    np.testing.assert_array_equal(found[HEAD], tensors["model.embed_tokens.weight"])
+    both = folder_of(tmp_path / "both", model, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    same(everything(of_folder(STORAGE, both)), found)                      # transformers ties them, whatever is in the file
+    wanted = {name: (rule.shape, "float32") for name, rule in rules(model).items() if name != HEAD}
+    assert read_network(STORAGE, folder, wanted, {}, 0, tied=True).keys() == wanted.keys()
+    untied = folder_of(tmp_path / "untied", GROUPED, random(GROUPED))
+    with pytest.raises(ConfigError, match="lm_head.weight would be lost"):
+        read_network(STORAGE, untied, wanted, {}, 0, tied=True)
+
+
+class Network:
+    """The fields of mindformers' TransformerConfig that are looked at."""
+    num_layers, hidden_size, num_attention_heads, num_query_groups, kv_channels, num_moe_experts = 2, 16, 8, 4, 6, None
+    use_contiguous_weight_layout_attention, use_interleaved_weight_layout_mlp = False, True
+
+
+def test_network_of_other_dimensions(tmp_path):
+    folder = folder_of(tmp_path / "hf", GROUPED, random(GROUPED))
+    network = Network()
+    check_network(GROUPED, network)
+    network.num_attention_heads, network.num_query_groups = 6, 5           # linear_qkv has the same shape
+    with pytest.raises(ConfigError, match="num_attention_heads 6 instead of 8, num_query_groups 5 instead of 4"):
+        read_network(STORAGE, folder, {}, {}, 0, network=network)
+    network = Network()
+    network.num_layers = 1
+    with pytest.raises(ConfigError, match="num_layers 1 instead of 2"):
+        read_network(STORAGE, folder, {}, {}, 0, network=network)
+
+
+def test_network_with_contiguous_orders(tmp_path):
+    model, network = MODELS["contiguous"], Network()
+    network.use_contiguous_weight_layout_attention, network.use_interleaved_weight_layout_mlp = True, False
+    assert orders_of(network) == (CONTIGUOUS, CONTIGUOUS) and orders_of(Network()) == orders_of(None)
+    tensors = random(model)
+    folder = folder_of(tmp_path / "hf", model, tensors)
+    one = network_of(model, TensorLayout((1,), (-1, -1)))(0, "float32")
+    same(read_network(STORAGE, folder, *one, network=network), assemble(rules(model), tensors))
+    with pytest.raises(ConfigError, match="cut by tensor parallelism"):
+        read_network(STORAGE, folder, *network_of(model, TensorLayout((2,), (0, -1)))(0, "float32"), network=network)
+
+
+def test_networks_that_do_not_fit(tmp_path):
+    folder = folder_of(tmp_path / "hf", MOE, random(MOE))
+    wanted = {name: (rule.shape, "float32") for name, rule in rules(MOE).items()}
+    buffers = {"decoder.layers.0.mlp.router.fi_accu": ((4,), "float32")}
+    assert read_network(STORAGE, folder, {**wanted, **buffers}, {}, 0).keys() == wanted.keys()
+    with pytest.raises(LoadError, match="lora_a is not in the checkpoint"):
+        read_network(STORAGE, folder, {**wanted, "decoder.layers.0.lora_a": ((4,), "float32")}, {}, 0)
+    with pytest.raises(LoadError, match=r"is \(20, 16\) in the checkpoint, \(24, 16\) in the network"):
+        read_network(STORAGE, folder, {**wanted, HEAD: ((24, 16), "float32")}, {}, 0)
+
+    class RenameConvertOp:
+        hf_names, mf_names = ["model.norm.weight"], ["decoder.norm.weight"]
+    with pytest.raises(LoadError, match="template does not fit"):
+        read_network(STORAGE, folder, wanted, {}, 0, converters=[RenameConvertOp()])
+
+
+def test_what_is_a_hugging_face_folder(tmp_path):
+    assert is_huggingface(STORAGE, folder_of(tmp_path / "hf", MOE, random(MOE)))
+    other = tmp_path / "other"
+    other.mkdir()
+    assert not is_huggingface(STORAGE, str(other)) and not is_huggingface(STORAGE, str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="config.json does not exist"):
+        of_folder(STORAGE, str(other))
+    (other / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    assert not is_huggingface(STORAGE, str(other))
+    (other / "config.json").write_text('["qwen3"]', encoding="utf-8")
+    assert not is_huggingface(STORAGE, str(other))
+    with pytest.raises(DamagedFileError, match="config.json"):
+        read_model(STORAGE, str(other))
+
+
+# ---- there and back --------------------------------------------------------------------------------------------------
+
+def convert(conversion):
+    conversion.prepare()
+    conversion.write(writer("direct", conversion))
+    conversion.commit()
+    return conversion.target
+
+
+def exported(source, folder, model, dtype="keep", part=5 << 30):
+    job = to_huggingface(source, model, dtype, part, document(model))
+    return convert(Export(STORAGE, job, str(folder), config=document(model)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(tmp_path, name, dtype):
+    """Hugging Face -> complete weights of MindSpore -> Hugging Face: the same bits under the same names."""
+    model = MODELS[name]
+    tensors = bits(random(model), dtype)
+    weights = of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
+    if model.tied:
+        weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key != HEAD}
+    source = replace(open_source(STORAGE, str(tmp_path / "hf")), weights=weights)
+    middle = open_source(STORAGE, convert(Conversion(STORAGE, to_complete(source, MINDSPORE, 3000), str(tmp_path / "middle"))))
+    assert middle.weights.tensors.keys() == weights.tensors.keys()
+    back = exported(middle, tmp_path / "back", model, part=2000)
+    assert "model.safetensors.index.json" in os.listdir(back) and not [f for f in os.listdir(tmp_path) if f.startswith(".")]
+    same(everything(open_source(STORAGE, back).weights), tensors)
+    found = json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))
+    assert found == {**document(model), "torch_dtype": dtype}
+
+
+@pytest.mark.parametrize("fixture", ["mf190_10_safetensors_single", "mf190_10_safetensors_dp2tp2",
+                                     "mf190_10_safetensors_dp2tp2_nodup", "mf190_20_dp2tp2opt"])
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
+    """Cut over ranks or not, with or without copies; states of the optimizer and counters stay away."""
+    strategy = FIXTURES / fixture / "output" / "strategy"
+    source = open_source(STORAGE, str(FIXTURES / fixture / "output" / "checkpoint"), 15,
+                         str(strategy) if strategy.exists() and "_10_" in fixture else None)
+    model = replace(GROUPED, hidden=32, heads=4, head_dim=8, inner=64, vocabulary=128)
+    known = rules(model)
+    merged = read_regions(source.weights, {name: whole(known[name].shape) for name in known})
+    expected = assemble(backwards(known), merged)
+    back = exported(source, tmp_path / "hf", model, dtype)
+    same(everything(open_source(STORAGE, back).weights),
+         bits(expected, "float32" if dtype == "keep" else dtype))
+    assert sorted(os.listdir(back)) == ["config.json", "conversion.json", "model.safetensors"]
+
+
+def complete(folder, tensors):
+    folder.mkdir()
+    put(folder / "model.safetensors", tensors, {"format": "ms"})
+    return open_source(STORAGE, str(folder))
+
+
+def test_sources_that_do_not_fit(tmp_path):
+    whole_ = assemble(rules(GROUPED), random(GROUPED))
+
+    def refused(tensors, model, *words):
+        source = complete(tmp_path / str(len(list(tmp_path.iterdir()))), tensors)
+        with pytest.raises(LoadError) as error:
+            to_huggingface(source, model, "keep", 1 << 30)
+        assert all(word in str(error.value) for word in words), error.value
+    refused(whole_, replace(GROUPED, groups=2), f"{QKV} is (96, 16), expected (72, 16): (num_attention_heads 8 + 2 x "
+                                                "num_key_value_heads 2) x head_dim 6 = 72")
+    refused(whole_, replace(GROUPED, layers=3), "missing: decoder.layers.2.input_layernorm.weight", "and 3 more")
+    refused(whole_, replace(GROUPED, layers=1), "no place for: decoder.layers.1.")
+    refused(whole_, MODELS["tied"], f"no place for: {HEAD}", "tie_word_embeddings must be false")
+    refused({name: array for name, array in whole_.items() if name != HEAD}, GROUPED, f"missing: {HEAD}",
+            "tie_word_embeddings must be true")
+    refused({**whole_, "decoder.layers.0.self_attention.linear_qkv.bias": np.zeros(96, np.float32)}, GROUPED, "linear_qkv.bias")
+    refused({**whole_, "decoder.layers.0.mlp.router.expert_bias": np.zeros(4, np.float32)}, GROUPED, "router.expert_bias")
+    source = complete(tmp_path / "double", {**whole_, PROJ: whole_[PROJ].astype(np.float64)})
+    with pytest.raises(LoadError, match="o_proj.weight is float64, wanted bfloat16"):
+        to_huggingface(source, GROUPED, "bfloat16", 1 << 30)
+    with pytest.raises(ConfigError, match="dtype 'int8'"):
+        to_huggingface(source, GROUPED, "int8", 1 << 30)
+    states = {f"{prefix}.{name}": array for name, array in whole_.items() for prefix in ("adam_m", "adam_v", "accu_grads")}
+    source = complete(tmp_path / "states", {**whole_, **states, "global_step": np.zeros(1, np.int32),
+                                            "decoder.layers.0.mlp.router.fi_accu": np.zeros(4, np.float32)})
+    job = to_huggingface(source, GROUPED, "keep", 1 << 30)
+    assert job.files[0].holds.keys() == backwards(rules(GROUPED)).keys() and job.index is None
+
+
+def test_recorded_checksums_are_compared(tmp_path):
+    """Of every tensor: those that keep their bytes on the way, the others before."""
+    from folders import flip_bit
+    for name in (QKV, PROJ):
+        folder = tmp_path / name
+        folder.mkdir()
+        source = complete(folder / "source", assemble(rules(GROUPED), random(GROUPED)))
+        merged = convert(Conversion(STORAGE, to_complete(source, MINDSPORE), str(folder / "merged")))
+        source = open_source(STORAGE, merged)
+        job = to_huggingface(source, GROUPED, "keep", 1 << 30)
+        traffic, tensors = Traffic(), source.weights.tensors
+        verify_woven(job, traffic)
+        woven = [one for one in tensors if "linear_qkv" in one or "linear_fc1" in one]
+        assert traffic.verified == traffic.read == sum(tensors[one].nbytes for one in woven)
+        path = os.path.join(merged, "part0.safetensors")
+        at = source.weights.headers[path].tensors[name].ranges[0][0]
+        os.chmod(path, 0o644)
+        flip_bit(Path(path), at + 5)
+        with pytest.raises(DamagedFileError, match=name):
+            verify_woven(job)
+            exported(source, folder / "hf", GROUPED)
+        assert not os.path.exists(folder / "hf")
+
+
+def test_wanted_regions_speak_of_the_network(tmp_path):
+    """As any weights: another dtype is a problem unless it was asked for."""
+    weights = of_folder(STORAGE, folder_of(tmp_path / "hf", GROUPED, bits(random(GROUPED), "bfloat16")))
+    with pytest.raises(LoadError, match=f"{QKV} is bfloat16 in the checkpoint, float32 in the network"):
+        wanted_regions(weights, {QKV: ((96, 16), "float32")}, {}, 0)
