@@ -11,40 +11,51 @@ from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, S
 from mindresume.errors import ConfigError
 from mindresume.files import FORMATS
 from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
-from mindresume.reshard.conversion import to_ranks
+from mindresume.reshard.conversion import to_iteration, to_ranks
 from mindresume.reshard.source import Source
+from mindresume.reshard.strategies import own_strategy
 from mindresume.reshard.target import is_counter
 from mindresume.strategy import Strategy, read_strategy
+
+SAME, ITERATION = "same", "iteration"
+CHOICES = (*FORMATS, ITERATION)
 
 
 @app.command()
 def convert(src: Src, dst: Dst,
             to: Annotated[str, typer.Option("--to", metavar="STRATEGY|PLAN", help="How the new checkpoint is cut: a strategy "
                                             "file or folder (mindformers with only_save_strategy: True writes it), or a plan "
-                                            "such as \"dp=2,tp=4,pp=2,opt=2\" (opt=all: as many pieces as replicas).")],
+                                            "such as \"dp=2,tp=4,pp=2,opt=2\" (opt=all: as many pieces as replicas).")] = SAME,
             strategy: From = None, step: Step = None,
-            fmt: Annotated[str | None, typer.Option("--format", metavar="|".join(FORMATS), help="Of the new files; default that "
-                                                    "of SRC.")] = None,
+            fmt: Annotated[str | None, typer.Option("--format", metavar="|".join(CHOICES), help="safetensors and ckpt: rank "
+                                                    "folders (Checkpoint 1.0) with such files; iteration: an iteration folder "
+                                                    "(Checkpoint 2.0, always safetensors). Default: as SRC.")] = None,
             engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
             ) -> None:
-    """Cuts a checkpoint for another parallel strategy: rank folders that a job of that layout loads as they are.
+    """Cuts a checkpoint for another parallel strategy, or turns it into the other format, or both.
 
     [bold]mindresume convert output/checkpoint new --to dp=4,opt=all[/bold]
 
     [bold]mindresume convert output/checkpoint new --to other/strategy --step 200 --format safetensors[/bold]
 
+    [bold]mindresume convert output/checkpoint new --format iteration[/bold]      Checkpoint 1.0 to 2.0, cut as it is
+
     A plan takes from SRC which dimension of each tensor tensor parallelism cuts, and spreads layers evenly over pp; where that is
     not what the model does, give strategy files. Tensors are copied bit for bit. The result has records and layouts of its own.
     """
     source = opened(src, step, strategy)
-    fmt = fmt or source.weights.format
-    if fmt not in FORMATS:
-        raise ConfigError(f"--format is {fmt!r}; choose one of {', '.join(FORMATS)}")
-    run(to_ranks(source, target_of(to, source), fmt), dst, source.weights.format, engine, workers, memory, dry_run, json)
+    fmt = fmt or (ITERATION if source.is_iteration else source.weights.format)
+    if fmt not in CHOICES:
+        raise ConfigError(f"--format is {fmt!r}; choose one of {', '.join(CHOICES)}")
+    target = target_of(to, source)
+    job = to_iteration(source, target) if fmt == ITERATION else to_ranks(source, target, fmt)
+    run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)
 
 
-def target_of(to: str, source: Source) -> Strategy:
-    """The strategy that ``--to`` names."""
+def target_of(to: str, source: Source) -> Strategy | None:
+    """The strategy that ``--to`` names; None for one rank."""
+    if to == SAME:
+        return own_strategy(source.weights)
     if not is_plan(to):
         return read_strategy(to)
     tensors = {}

@@ -43,7 +43,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
 
 def _row(root: str, candidate: Candidate, problem: Refusal | None) -> dict[str, object]:
     return {"step": candidate.step, "epoch": candidate.epoch, "format": candidate.format, "ranks": candidate.world_size,
-            "origin": candidate.origin, "run": candidate.run, "committed": candidate.committed, "usable": problem is None,
+            "iteration": candidate.base or None, "origin": candidate.origin, "run": candidate.run,
+            "committed": candidate.committed, "usable": problem is None,
             "problem": problem.reason if problem else None, "saved_at": candidate.saved_at,
             "files": [os.path.join(root, file.path) for file in candidate.every_file]}
 
@@ -60,7 +61,8 @@ def _print(storage: PosixStorage, root: str, rows: list[tuple[Candidate, Refusal
     for candidate, problem in rows:
         sizes = [storage.status(os.path.join(root, file.path)) for file in candidate.every_file]
         table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
-                      size_text(sum(status.size for status in sizes if status)), candidate.format,
+                      size_text(sum(status.size for status in sizes if status)),
+                      "iteration" if candidate.base else candidate.format,
                       str(run_sequence(candidate.run)) if candidate.run else "-",
                       time_text(candidate.saved_at), _state(candidate, problem), style="yellow" if problem else "")
     Console().print(table)

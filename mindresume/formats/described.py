@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from mindresume.errors import RecordError
@@ -28,13 +29,25 @@ def described(records: Sequence[Record], details_of: Callable[[int], Details]) -
         for name in dict.fromkeys(name for table in rows.values() for name in table):
             writers = [rank for rank, table in rows.items() if name in table]
             row = rows[writers[0]][name]
-            if name in found or row.layout is None or row.global_shape is None:
+            if row.layout is None or row.global_shape is None:
+                continue
+            if name in found:
+                found[name] = _shared(found[name], records, rows, name, row, writers if shared else ranks, first)
                 continue
             if row.layout.stage_size != size:
                 raise RecordError(f"{name} is cut over {row.layout.stage_size} ranks, other tensors over {size}")
             found[name] = Described(name, row.dtype, row.global_shape, row.layout, first,
                                     _stored(records, rows, name, row, writers if shared else ranks, first))
     return list(found.values())
+
+
+def _shared(known: Described, records: Sequence[Record], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
+            row: TensorRecord, writers: Iterable[int], first: int) -> Described:
+    """With the copies of a further stage, if it cuts the tensor alike."""
+    if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
+        return known
+    more = _stored(records, rows, name, row, writers, first)
+    return replace(known, stored={number: (*copies, *more.get(number, ())) for number, copies in known.stored.items()})
 
 
 def _stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:

@@ -78,17 +78,19 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
 def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tuple[list[Candidate], list[str]]:
     """``named``: the step in the tracker. First it, then older steps, then the others."""
     notes = []
+    last = next((c for c in by_age if c.committed), None)
+    if last is not None and last.step in intended and last.step != named:
+        notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
+        named = last.step or named
     visible = [c for c in by_age if parse_iteration(c.base) is not None]
-    newest = next((c for c in visible if c.committed), None)
-    if newest is not None and newest.step in intended and newest.step != named:
-        notes.append(f"{TRACKER} names step {named}: the job that saved step {newest.step} died before it could change it")
-        named = newest.step or named
-    if not any(c.step == named for c in visible):
-        notes.append(f"{TRACKER} names step {named}, which is not there")
+    if last is None or last.step != named:
+        last = next((c for c in visible if c.committed), None)
+        if not any(c.step == named for c in visible):
+            notes.append(f"{TRACKER} names step {named}, which is not there")
     # All ranks have finished it, nobody committed it: the newest of all, unless the tracker was set back.
-    if newest is None or newest.step == named:
+    if last is None or last.step == named:
         ready = [c for c in by_age if c not in visible and c.existed and c.problem is None and
-                 (newest is None or c.order > newest.order)]
+                 (last is None or c.order > last.order)]
     else:
         ready = []
     upto = sorted((c for c in by_age if c not in ready and (c.step or 0) <= named), key=lambda c: (c.step or 0, c.order),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 from mindresume.errors import ConfigError
@@ -18,6 +18,8 @@ PREDICT_MODES = ("predict", "predict_with_train_model")
 # Top-level keys that mindformers or mindresume read although no default puts them into every configuration.
 KNOWN_KEYS = {"checkpoint", "mindresume", "remove_redundancy", "resume_by_last_timestamp_ckpt", "use_graceful_exit",
               "use_checkpoint_health_monitor", "mindio_pool_capacity", "rank_id"}
+SECTION_KEYS = {"load_checkpoint": "load_path", "balanced_load": "load_balanced", "resume_training": "no_load_optim",
+                "reshard_worker_num": "reshard_worker_num"}
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp")
 MODALITIES = {"image": IMAGES, "video": (".mp4", ".avi", ".mkv")}
 DATA_KEYS = {"ignore_data_skip": (None, False), "data_skip_steps": (None,)}       # {key: values that mean "not set"}
@@ -42,7 +44,22 @@ def apply(config: MutableMapping, launch: Launch) -> list[str]:
         if "." not in key and key not in config and key not in KNOWN_KEYS:
             _refuse_misspelled_flag(key)
         notes += set_key(config, key, value, f"--{key}")
-    return notes + lift_data_skip(config)
+    given = {*launch.flags, *(key for key, _ in launch.options), *(key for key, _ in launch.free)}
+    return notes + lift_data_skip(config) + into_section(config, given)
+
+
+def into_section(config: MutableMapping, given: Collection[str]) -> list[str]:
+    """What the command line says of loading goes into the ``checkpoint:`` section too, where the section has a word on it: there
+    mindformers would listen to the section alone (trainer/utils.py:compatible_with_both_old_new_config). Returns remarks."""
+    section, notes = config.get("checkpoint"), []
+    for old, new in SECTION_KEYS.items():
+        if not isinstance(section, MutableMapping) or old not in given or section.get(new) is None:
+            continue
+        value = not config[old] if new == "no_load_optim" else config[old]
+        if section[new] != value:
+            notes.append(f"--{old} wins over checkpoint.{new}: {section[new]!r}")
+            section[new] = value
+    return notes
 
 
 def set_key(config: MutableMapping, key: str, value: Any, origin: str) -> list[str]:

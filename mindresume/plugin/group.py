@@ -80,7 +80,9 @@ class Passing:
         return np.ascontiguousarray(found).view(np.uint8)[:count]
 
     def _group(self, ranks: tuple[int, ...]) -> str:
-        from mindspore.communication import create_group
+        from mindspore.communication import GlobalComm, create_group, get_group_size
+        if len(ranks) == get_group_size():
+            return GlobalComm.WORLD_COMM_GROUP
         if ranks not in self._groups:
             self._groups[ranks] = "mindresume_" + "_".join(map(str, ranks))
             create_group(self._groups[ranks], list(ranks))
@@ -88,7 +90,7 @@ class Passing:
 
     def close(self) -> None:
         from mindspore.communication import destroy_group
-        for name in self._groups.values():
+        for name in () if self._on_cpu else self._groups.values():      # that library cannot, and says so as an error
             destroy_group(name)
         self._groups.clear()
 

@@ -22,15 +22,18 @@ import xxhash
 
 from mindresume.errors import ConfigError, NoRoomError, RecordError, SaveError
 from mindresume.files.checksum import Checksums
+from mindresume.formats.complete import MINDSPORE
+from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
 from mindresume.formats.names import FileName, folder_name, label
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER as RECORDS
 from mindresume.manifest import Details, FileRecord, Record, TensorRecord, attempt_name, record_name, run_name, seal, unseal
+from mindresume.reshard.counters import with_counters
 from mindresume.reshard.direct import TargetFile
 from mindresume.reshard.geometry import shape_of
 from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion
 from mindresume.reshard.source import Source
-from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, rank_files
+from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
 from mindresume.reshard.weights import Weights
 from mindresume.store.commit import Committer
 from mindresume.store.shard import Place
@@ -45,14 +48,16 @@ Writer = Callable[[Weights, Storage, Sequence[TargetFile]], list[Checksums]]
 
 @dataclass(frozen=True)
 class Job:
-    """``files``: paths relative to the target. ``groups``: indices of files that are written together. ``strategy``: None for one
-    rank and for complete weights. ``index``: (name, JSON value) of complete weights. ``fingerprint``: 32 hex digits of everything
-    that decides the bytes."""
+    """``files``: paths relative to the target. ``groups``: indices of files that are written together. ``shards``: those of each
+    rank, none for complete weights. ``base``: the iteration folder in the making that they are in, empty for others.
+    ``strategy``: None for one rank and for complete weights. ``index``: (name, JSON value) of complete weights.
+    ``fingerprint``: 32 hex digits of everything that decides the bytes."""
     source: Source
     files: tuple[TargetFile, ...]
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str
-    ranks: bool
+    shards: tuple[tuple[int, ...], ...] = ()
+    base: str = ""
     strategy: Strategy | None = None
     index: tuple[str, Mapping[str, Any]] | None = None
 
@@ -60,6 +65,11 @@ class Job:
     def run(self) -> str:
         """Of the records of the target."""
         return run_name(1, self.fingerprint[:8])
+
+    def path(self, number: int) -> str:
+        """Of a file in the finished target."""
+        path = self.files[number].path
+        return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.base)}" if self.base else path
 
     def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
         """Bytes of the files of these groups, default of all."""
@@ -70,8 +80,8 @@ class Job:
 def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> Job:
     """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
     pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
-    target = strategy.to_json() | {"source": ""} if strategy else None
-    fingerprint = _fingerprint(source, ["ranks", target, fmt])
+    source = with_counters(source)
+    fingerprint = _fingerprint(source, ["ranks", _content(strategy), fmt])
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
     if source.state is not None:
         metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
@@ -83,14 +93,46 @@ def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | N
     files = rank_files(source.weights, strategy, path, fmt, metadata)
     share = share or (strategy.stage_size if strategy else 1)
     groups = tuple(tuple(range(first, min(first + share, len(files)))) for first in range(0, len(files), share))
-    return Job(source, tuple(files), groups, fingerprint, True, strategy)
+    return Job(source, tuple(files), groups, fingerprint, tuple((rank,) for rank in range(len(files))), strategy=strategy)
+
+
+def to_iteration(source: Source, strategy: Strategy | None) -> Job:
+    """An iteration folder of Checkpoint 2.0, and the tracker. ``strategy`` None: of one rank. ConfigError for weights without a
+    step; StrategyError, ConfigError: see ``rank_files``."""
+    if source.state is None:
+        raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
+    fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
+    run = run_name(1, fingerprint[:8])
+    base = f"{RECORDS}/{attempt_name(source.state.step, run)}"
+    if strategy is not None:
+        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+    metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
+    files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{base}/" + str(
+        WeightFile(prefix_of(source), kind, rank, count)), metadata)
+    size = 2 * (strategy.stage_size if strategy else 1)
+    groups = tuple(tuple(range(first, first + size)) for first in range(0, len(files), size))
+    shards = tuple((number, number + 1) for number in range(0, len(files), 2))
+    return Job(source, tuple(files), groups, fingerprint, shards, base, strategy)
+
+
+def _content(strategy: Strategy | None) -> Any:
+    return strategy.to_json() | {"source": ""} if strategy else None
+
+
+def prefix_of(source: Source) -> str:
+    """Of the names of its files, as the user chose it; ``checkpoint`` where none is known."""
+    if source.name is not None:
+        return source.name.prefix
+    file = parse_weight_file(os.path.basename(source.candidate.first.path)) if source.candidate else None
+    return (file.prefix if file else None) or "checkpoint"
 
 
 def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> Job:
     """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
+    source = with_counters(source) if kind == MINDSPORE else source
     files, index = complete_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
-    return Job(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, False, index=index)
+    return Job(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, index=index)
 
 
 def file_name(source: Source, rank: int, fmt: str) -> str:
@@ -98,7 +140,7 @@ def file_name(source: Source, rank: int, fmt: str) -> str:
     if source.name is not None:
         return str(source.name._replace(rank=rank, suffix=0, format=fmt))
     if source.state is not None:
-        return str(FileName("checkpoint", rank, 0, source.state.epoch, source.state.step_in_epoch, fmt))
+        return str(FileName(prefix_of(source), rank, 0, source.state.epoch, source.state.step_in_epoch, fmt))
     return f"checkpoint_{rank}.{fmt}"
 
 
@@ -168,6 +210,8 @@ class Conversion:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
         self.storage.make_folder(os.path.dirname(self.work))
         self._take_lock()
+        if self.job.base and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work, self.job.base)):
+            remove_tree(self.storage, self.work)    # of a process that died in its commit, when files were under way
         self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.job.groups) if self.done(number) is None]
         needed = _SPARE + self.job.size(missing)
@@ -259,14 +303,14 @@ class Conversion:
             if found is None:
                 raise SaveError(f"{self.work}: part {number + 1} of {len(self.job.groups)} was not written")
             sums.update(zip(group, found, strict=True))
-        if self.job.ranks and self.job.source.state is not None:
+        if self.job.shards and self.job.source.state is not None:
             self._record(sums)
         if self.job.index is not None:
             publish_json(self.storage, os.path.join(self.work, self.job.index[0]), self.job.index[1], self.job.run)
-        rows = [[file.path, sums[i].size, sums[i].file] for i, file in enumerate(self.job.files)]
+        rows = [[self.job.path(i), sums[i].size, sums[i].file] for i in range(len(self.job.files))]
         value = {"version": 1, "kind": "conversion", "fingerprint": self.job.fingerprint, "what": self.job.source.what,
                  "files": rows}
-        if not self.job.ranks:
+        if not self.job.shards:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
         publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, LIMIT)], self.job.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
@@ -279,22 +323,26 @@ class Conversion:
 
     def _record(self, sums: Mapping[int, Checksums]) -> None:
         job, state = self.job, self.job.source.state
-        attempt = os.path.join(self.work, RECORDS, attempt_name(state.step, job.run))
+        place = Place(self.storage, self.work, job.run, 0, len(job.shards), bool(job.base))
+        attempt = place.attempt(state.step)
         self.storage.make_folder(attempt)
-        for rank, file in enumerate(job.files):
-            layouts = self._layouts(rank)
-            rows = {}
-            for name, region in file.holds.items():
-                tensor = job.source.weights.tensors[name]
-                layout = layouts.get(name)
-                rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[rank].tensors[name], layout,
-                                          tensor.shape if layout else None)
-            record = Record(job.run, rank, len(job.files), state, self.clock(),
-                            (FileRecord(file.path, file.format, sums[rank].size, sums[rank].file),))
+        for rank, numbers in enumerate(job.shards):
+            layouts, rows, records = self._layouts(rank), {}, []
+            for index, number in enumerate(numbers):
+                file = job.files[number]
+                for name, region in file.holds.items():
+                    tensor, layout = job.source.weights.tensors[name], layouts.get(name)
+                    rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[number].tensors[name], layout,
+                                              tensor.shape if layout else None, index)
+                path = file.path.removeprefix(f"{job.base}/") if job.base else file.path
+                records.append(FileRecord(path, file.format, sums[number].size, sums[number].file))
+            record = Record(job.run, rank, len(job.shards), state, self.clock(), tuple(records))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], job.run)
-        left = Committer(Place(self.storage, self.work, job.run, 0, len(job.files)), log=self.log).try_commit(state.step)
+        left = Committer(place, log=self.log).try_commit(state.step)
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
+        if job.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
+            raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
 
     def _layouts(self, rank: int) -> Mapping[str, TensorLayout]:
         if self.job.strategy is None:

@@ -34,8 +34,8 @@ def of_iteration(storage: Storage, root: str, candidate: Candidate) -> Weights:
     named = _described(storage, root, candidate, records)
     where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
              for name, row in named.items()}
-    tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]))
-               for name, row in named.items()}
+    tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
+                            also=_also(row, where[name])) for name, row in named.items()}
     headers: dict[str, Header | None] = {}
     for name, rank, path, tensor in _others(storage, root, candidate, named, headers):
         tensors[name], where[name] = tensor, {rank: path}
@@ -44,6 +44,14 @@ def of_iteration(storage: Storage, root: str, candidate: Candidate) -> Weights:
     return Weights(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
                    world_size=candidate.world_size if candidate.attempt else size, headers=headers,
                    paths=lambda rank: paths.get(rank, ()))
+
+
+def _also(row: Described, where: Mapping[int, str]) -> tuple[int, ...]:
+    """First ranks of further stages that stored it."""
+    if row.layout is None:
+        return ()
+    size = row.layout.stage_size
+    return tuple(sorted({rank - rank % size for rank in where} - {row.first}))
 
 
 def metadata_of(storage: Storage, folder: str) -> dict[str, Described]:
@@ -116,7 +124,7 @@ def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[st
             continue
         header = headers[path] = header_of(storage, root, file)
         for name, entry in header.tensors.items():
-            if name in named or is_transient(name):
+            if name in named or is_transient(name) and candidate.world_size > 1:
                 continue
             if entry.dtype == "str":
                 raise LoadError(f"{path}: {name} is a text, not a tensor; it can be part of no other layout")

@@ -49,6 +49,11 @@ class Source:
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_iteration(self) -> bool:
+        """Of Checkpoint 2.0: what its steps are is in ``common.json``."""
+        return self.candidate is not None and bool(self.candidate.base)
+
 
 def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None) -> Source:
     """``step``: of a folder with several, default the newest that is whole. ``strategy``: file or folder, needed for what

@@ -7,6 +7,7 @@ it was needed for. When the same command starts again, ``strategy_for`` finds it
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from typing import Any
@@ -15,6 +16,8 @@ import xxhash
 
 from mindresume.errors import StrategyError
 from mindresume.formats import OURS, Candidate
+from mindresume.layout import TensorLayout
+from mindresume.reshard.weights import SCALAR_ELEMENTS, Weights
 from mindresume.store.storage import Storage, publish_json, read_bytes
 from mindresume.strategy import Strategy, read_strategy
 
@@ -46,6 +49,25 @@ def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str |
         if identity in _marked(storage, kept):
             return read_strategy(kept, storage)
     return read_strategy(path, storage) if given or storage.list(path) else None
+
+
+def own_strategy(weights: Weights) -> Strategy | None:
+    """That of the job which saved these weights; None if it was one rank. StrategyError for complete weights."""
+    if weights.found_in is not None:
+        raise StrategyError(f"{weights.name} holds complete weights, which have no layout of their own; say which one the result "
+                            f"is to have (--to)")
+    if weights.world_size == 1:
+        return None
+    sizes = {tensor.layout.stage_size for tensor in weights.tensors.values() if tensor.layout}
+    size = sizes.pop() if len(sizes) == 1 else weights.world_size
+    stages: list[dict[str, TensorLayout]] = [{} for _ in range(weights.world_size // size)]
+    for name, tensor in weights.tensors.items():
+        if tensor.layout is None and math.prod(tensor.shape) <= SCALAR_ELEMENTS:
+            continue
+        layout = tensor.layout or TensorLayout((size,), (-1,) * len(tensor.shape))
+        for first in (tensor.first, *tensor.also):
+            stages[first // size][name] = layout
+    return Strategy(tuple(stages), weights.name)
 
 
 def saved_by(storage: Storage, given: str | None, root: str, candidate: Candidate) -> int | None:

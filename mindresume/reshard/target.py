@@ -12,15 +12,17 @@ from typing import Any
 
 from mindresume.errors import ConfigError, StrategyError
 from mindresume.formats.complete import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
+from mindresume.formats.iteration_files import MODEL, OPTIMIZER
 from mindresume.formats.records import SCALARS, listed
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
-from mindresume.reshard.names import missing
+from mindresume.reshard.names import missing, splits
 from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
 from mindresume.strategy import Strategy
 
 PART_BYTES = 3 << 30                # of a part of complete weights; what MindSpore's unified_safetensors makes
 METADATA = {"format": "ms"}
+IN_COMMON = frozenset(SCALARS) - {"global_step"}       # which is a parameter of the optimizer
 
 
 def holdings(weights: Weights, strategy: Strategy | None) -> list[dict[str, Region]]:
@@ -78,6 +80,27 @@ def rank_files(weights: Weights, strategy: Strategy | None, path: Callable[[int]
         except ValueError as error:
             raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
     return files
+
+
+def iteration_files(weights: Weights, strategy: Strategy | None, path: Callable[[str, int, int], str],
+                    metadata: Mapping[str, str]) -> list[TargetFile]:
+    """Two files a rank, in turn: the network's weights, and the rest. ``path(kind, rank, ranks)``. What Checkpoint 2.0 keeps in
+    ``common.json`` stays away. Errors as of ``rank_files``."""
+    model = model_names(weights.tensors)
+    all_holdings = holdings(weights, strategy)
+    found = []
+    for rank, holds in enumerate(all_holdings):
+        kept = {name: region for name, region in holds.items() if name not in IN_COMMON}
+        for kind, wanted in ((MODEL, True), (OPTIMIZER, False)):
+            found.append(TargetFile(path(kind, rank, len(all_holdings)), "safetensors",
+                                    {name: region for name, region in kept.items() if (name in model) is wanted}, metadata))
+    return found
+
+
+def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Which tensors are the network's: no counters, and none that is named after another one (``adam_m.`` and its name)."""
+    return {name for name, tensor in tensors.items() if not is_counter(tensor) and name not in SCALARS
+            and not any(rest in tensors for _, rest in splits(name))}
 
 
 def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()

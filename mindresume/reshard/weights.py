@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mindresume.errors import DamagedFileError, LoadError, StrategyError
@@ -38,13 +38,14 @@ SCALAR_ELEMENTS = 1         # what a strategy does not name and has no more elem
 @dataclass(frozen=True)
 class Tensor:
     """One tensor in global ``shape``. ``first``: the first rank of the pipeline stage that holds it. ``layout`` None: it is not
-    cut, and each of ``copies`` ranks from there on has all of it."""
+    cut, and each of ``copies`` ranks from there on has all of it. ``also``: first ranks of further stages that hold it too."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     layout: TensorLayout | None = None
     first: int = 0
     copies: int = 1
+    also: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -205,6 +206,7 @@ class _RankFolders:
             given = strategy.stages[stage] if strategy else None
             for name, (rank, dtype, shape) in held_by[stage].items():
                 if name in found:                   # shared by several stages, or a counter
+                    found[name] = replace(found[name], also=(*found[name].also, first))
                     continue
                 recorded = self._recorded(rank, name)
                 layout = self._layout(name, shape, recorded, given, first, size)

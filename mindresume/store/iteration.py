@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import xxhash
 
@@ -31,10 +32,21 @@ from mindresume.formats.iteration_files import (
 from mindresume.formats.iterations import common_from, intent_name, intents, tracked
 from mindresume.formats.metadata import encode_metadata
 from mindresume.formats.records import attempts_within
-from mindresume.manifest import FOLDER, TRASH, Details, FileRecord, Record, attempt_name, read_details, record_name, run_name
+from mindresume.manifest import (
+    FOLDER,
+    TRASH,
+    Details,
+    FileRecord,
+    Record,
+    attempt_name,
+    read_details,
+    record_name,
+    run_name,
+    run_sequence,
+)
 from mindresume.state import TrainingState
 from mindresume.store.shard import Place
-from mindresume.store.storage import Storage, publish
+from mindresume.store.storage import Storage, publish, temporary_name
 
 
 def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
@@ -101,6 +113,7 @@ def _lead_elsewhere(storage: Storage, root: str, step: int, tag: str) -> None:
 
 def settle(storage: Storage, root: str, candidates: Iterable[Candidate], tag: str) -> None:
     """Finishes what a dead job intended with the tracker. ``candidates``: those with records, newest first."""
+    _clean_trackers(storage, root, tag)
     pending = intents(storage.list(os.path.join(root, FOLDER)))
     if not pending:
         return
@@ -109,3 +122,14 @@ def settle(storage: Storage, root: str, candidates: Iterable[Candidate], tag: st
         point(storage, root, newest.step or 0, tag)
     for step in pending:
         storage.remove(os.path.join(root, FOLDER, intent_name(step)))
+
+
+def _clean_trackers(storage: Storage, root: str, tag: str) -> None:
+    """Removes trackers that runs before ``tag`` left half-written."""
+    head, tail = temporary_name(os.path.join(root, TRACKER), "\0").split("\0")
+    for name in storage.list(root):
+        path = os.path.join(root, name)
+        if path.startswith(head) and path.endswith(tail):
+            with suppress(RecordError):
+                if run_sequence(path[len(head):-len(tail)]) < run_sequence(tag):
+                    storage.remove(path)

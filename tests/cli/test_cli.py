@@ -250,7 +250,8 @@ def test_ls(saved, read, origin):
     assert [(row["step"], row["epoch"], row["ranks"], row["origin"]) for row in rows] == [
         (15, 2, 4, origin), (10, 1, 4, origin), (5, 1, 4, origin)]
     assert [row["usable"] for row in rows] == ([False, True, True] if origin == "mindresume" else [True, True, True])
-    assert set(rows[0]) == {"step", "epoch", "format", "ranks", "origin", "run", "committed", "usable", "problem", "saved_at",
+    assert set(rows[0]) == {"step", "epoch", "format", "ranks", "iteration", "origin", "run", "committed", "usable", "problem",
+                            "saved_at",
                             "files"}
     assert rows[1]["files"] == paths(saved, 10) and rows[1]["committed"] is (origin == "mindresume")
 

@@ -324,7 +324,7 @@ def test_bad_options(little, refused, option, value, message):
     assert message in refused(little, "--to", "tp=4", f"{option}={value}")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--to", "tp=2", "--workers", "0"], ["--to", "tp=2", "--nonsense"],
+@pytest.mark.parametrize("arguments", [["--to"], ["--to", "tp=2", "--workers", "0"], ["--to", "tp=2", "--nonsense"],
                                        ["--to", "tp=2", "--step", "x"]])
 def test_wrong_arguments(little, tmp_path, call, arguments):
     assert call(little, tmp_path / "new", *arguments)[0] == 2

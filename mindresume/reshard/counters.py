@@ -1,0 +1,59 @@
+"""The counters that Checkpoint 1.0 keeps as tensors in every file, for weights whose format keeps them elsewhere."""
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from mindresume.files import encode, read_header
+from mindresume.reshard.source import Source
+from mindresume.reshard.weights import Tensor, Weights
+from mindresume.state import TrainingState
+
+
+def with_counters(source: Source) -> Source:
+    """An iteration folder as if ``common.json`` were tensors of its files; any other source as it is."""
+    if not source.is_iteration or source.state is None:
+        return source
+    return replace(source, weights=_with(source.weights, counters_of(source.state)))
+
+
+def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
+    """As mindformers appends them to each file (core/callback/callback.py:save_checkpoint); what is not known is left out."""
+    found: dict[str, np.ndarray] = {"epoch_num": np.array(state.epoch, np.int64), "step_num": np.array(state.step, np.int64),
+                                    "global_step": np.array([state.global_step], np.int32)}
+    if state.loss_scale is not None:
+        found["loss_scale"] = np.array(state.loss_scale, np.float32)
+    if state.global_batch_size is not None:
+        found["global_batch_size"] = np.array(state.global_batch_size, np.int64)
+    return found
+
+
+def _with(weights: Weights, arrays: dict[str, np.ndarray]) -> Weights:
+    """And these tensors, in a file in memory: readers ask for ranges of files."""
+    arrays = {name: array for name, array in arrays.items() if name not in weights.tensors}
+    content = b"".join(piece for _, piece in encode("safetensors", arrays, {}))
+    memory = _Memory(content)
+    header = read_header(io.BytesIO(content), "counters.safetensors")
+    tensors = {**weights.tensors, **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()}}
+    return replace(weights, tensors=tensors, headers={**weights.headers, memory.path: header},
+                   file_of=partial(_file_of, weights, arrays, memory))
+
+
+class _Memory:
+    """A file without a folder; it goes with the object."""
+
+    def __init__(self, content: bytes):
+        self._handle = os.memfd_create("counters")
+        os.write(self._handle, content)
+        self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+
+def _file_of(weights: Weights, arrays: dict[str, np.ndarray], memory: _Memory, rank: int, name: str) -> str | None:
+    return memory.path if name in arrays else weights.file_of(rank, name)

@@ -1,0 +1,93 @@
+"""``mindresume convert`` between the formats: rank folders to an iteration folder and back, bit for bit."""
+import json
+import os
+
+import pytest
+from folders import STORAGE
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
+
+from mindresume.agree import Solo
+from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.formats.metadata import read_metadata
+from mindresume.formats.scan import scan
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.load import read_regions
+from mindresume.reshard.source import open_source
+from mindresume.resume.select import select
+from mindresume.strategy import write_strategy
+
+COMMAND = "convert"
+TENSORS = random_tensors(MODEL)
+NAME = iteration_name(STEP)
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def values(folder):
+    weights = open_source(STORAGE, str(folder)).weights
+    return {name: array.tobytes() for name, array in read_regions(
+        weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}).items()}
+
+
+@pytest.mark.parametrize("plan", ["dp1", "tp2", "dp2tp2opt2", "dp2tp2pp2opt2", "pp4"])
+@pytest.mark.parametrize("dedup", [False, True])
+def test_there_and_back(tmp_path, call, plan, dedup):
+    """Layout, weights, moments and counters; what both formats say of the step; and it can be resumed from."""
+    plan = Plan.parse(plan)
+    recorded(tmp_path / "old", plan, TENSORS, dedup=dedup and plan.world_size > 1)
+    assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration")[0] == 0
+    assert sorted(os.listdir(tmp_path / "new")) == sorted([".mindresume", "conversion.json", NAME, TRACKER])
+    assert (tmp_path / "new" / TRACKER).read_text() == str(STEP)
+    common = json.loads((tmp_path / "new" / NAME / "common.json").read_text())
+    state = open_source(STORAGE, str(tmp_path / "old")).state
+    assert (common["step_num"], common["global_batch_size"]) == (STEP, state.global_batch_size)
+    if plan.world_size > 1:
+        path = tmp_path / "new" / NAME / "metadata.json"
+        assert set(TENSORS) <= set(read_metadata(path.read_bytes(), str(path)))
+    choice = select(STORAGE, str(tmp_path / "new"), Solo(), None, ranks=lambda candidate: list(candidate.files))
+    assert (choice.chosen.step, choice.chosen.base, choice.chosen.world_size) == (STEP, NAME, plan.world_size)
+    assert call(tmp_path / "old", tmp_path / "new", command="diff") == (0, *call(
+        tmp_path / "old", tmp_path / "old", command="diff")[1:])
+
+    assert call(tmp_path / "new", tmp_path / "again", "--format", "safetensors")[0] == 0
+    old, again = values(tmp_path / "old"), values(tmp_path / "again")
+    for name in TENSORS:
+        assert again[name] == old[name]
+    assert set(again) == set(old) and set(COUNTERS) <= set(again)
+    assert scan(STORAGE, str(tmp_path / "again")).candidates[0].world_size == plan.world_size
+
+
+def test_another_layout_at_once(tmp_path, call):
+    recorded(tmp_path / "old", Plan.parse("dp2tp2opt2"), TENSORS)
+    assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration", "--to", "tp=4")[0] == 0
+    assert scan(STORAGE, str(tmp_path / "new")).candidates[0].world_size == 4
+    found, expected = values(tmp_path / "new"), values(tmp_path / "old")
+    assert all(found[name] == expected[name] for name in TENSORS)
+
+
+def test_of_mindformers_with_its_strategy(tmp_path, call):
+    plan = Plan.parse("dp2tp2opt2")
+    foreign(tmp_path / "checkpoint", plan, TENSORS)
+    write_strategy(plan.strategy(), str(tmp_path / "strategy"))
+    assert call(tmp_path / "checkpoint", tmp_path / "new", "--format", "iteration")[0] == 0
+    assert all(values(tmp_path / "new")[name] == TENSORS[name].tobytes() for name in TENSORS)
+
+
+def test_the_same_again_does_nothing_and_the_format_of_the_source_is_the_default(tmp_path, read):
+    recorded(tmp_path / "old", Plan.parse("tp2"), TENSORS)
+    arguments = tmp_path / "old", tmp_path / "new", "--format", "iteration"
+    assert read(*arguments)[1]["finished"] and "seconds" not in read(*arguments)[1]
+    assert read(tmp_path / "new", tmp_path / "third", "--to", "tp=4")[0] == 0
+    assert os.path.isdir(tmp_path / "third" / NAME)
+
+
+def test_weights_without_a_step(tmp_path, call):
+    recorded(tmp_path / "old", Plan.parse("tp2"), TENSORS)
+    assert call(tmp_path / "old", tmp_path / "merged", "--drop", "*_num", command="merge")[0] == 0
+    status, _, err = call(tmp_path / "merged", tmp_path / "new", "--format", "iteration", "--to", "dp=2")
+    assert status == 2 and "nothing there says which step it is" in err and not (tmp_path / "new").exists()
+    status, _, err = call(tmp_path / "merged", tmp_path / "new")
+    assert status == 2 and "have no layout of their own" in err
