@@ -26,8 +26,8 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
                                                      "removed. Default: the folder for temporary files.")] = None,
           story: Annotated[list[str] | None, typer.Option("--story", metavar="NAME", help="Only this story (again for "
                                                           "more).")] = None,
-          fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt", help="Only this "
-                                                        "format.")] = None,
+          fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt|iteration",
+                                                        help="Only this format; iteration: Checkpoint 2.0.")] = None,
           fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", help="Only this fault (again for "
                                                           "more).")] = None,
           ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, help="Simulated ranks.")] = 2,
@@ -49,13 +49,12 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
     """
     from mindresume.drill import run
     from mindresume.drill.faults import EXPLAINED, FAULTS
-    from mindresume.drill.stories import STORIES
-    from mindresume.files import FORMATS
+    from mindresume.drill.stories import LAYOUTS, STORIES
     if explain:
         _explain({name: it.about for name, it in STORIES.items()}, EXPLAINED)
         return
     stories = _chosen("story", story, tuple(STORIES))
-    faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, FORMATS)
+    faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"{folder} is no folder; give one on the file system to test")
     started, own = time.monotonic(), tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -74,11 +74,20 @@ class _Folder:
 Node = bytes | _Folder | None       # what a name of a folder stands for; None: nothing
 
 
+@dataclass(eq=False)
+class _Change:
+    """One operation on names: all of it happened or nothing, also if it is of two folders. ``durable``: for certain."""
+    durable: bool = False
+
+
 @dataclass
 class _Names:
     """Changes of names in one folder that are not durable yet. ``base``: what the names changed stood for before."""
     base: dict[str, Node] = field(default_factory=dict)
-    changes: list[dict[str, Node]] = field(default_factory=list)
+    changes: list[tuple[_Change, dict[str, Node]]] = field(default_factory=list)
+
+    def now(self, name: str) -> Node:
+        return next((nodes[name] for _, nodes in reversed(self.changes) if name in nodes), self.base[name])
 
 
 class Machine:
@@ -150,16 +159,22 @@ class Machine:
             if name not in base:
                 base[name] = self.node(os.path.join(folder, name))
 
-    def changed(self, folder: str, nodes: dict[str, Node]) -> None:
-        self._pending[folder].changes.append(nodes)
+    def changed(self, nodes: Mapping[str, dict[str, Node]]) -> None:
+        """By folder, what the names stand for now. Of a rename from one folder to another either both names change or none does:
+        journals and servers see one operation."""
+        change = _Change()
+        for folder, names in nodes.items():
+            self._pending[folder].changes.append((change, names))
 
     def folder_node(self, folder: str, name: str) -> Node:
         """What ``name`` stands for; for a folder always the same object, however often it is renamed."""
-        base = self._pending[folder].base[name]
-        return base if isinstance(base, _Folder) else self.node(os.path.join(folder, name))
+        now = self._pending[folder].now(name)
+        return now if isinstance(now, _Folder) else self.node(os.path.join(folder, name))
 
     def synced(self, folder: str) -> None:
-        self._pending.pop(folder, None)
+        names = self._pending.pop(folder, None)
+        for change, _ in names.changes if names else ():
+            change.durable = True
 
     def moved(self, old: str, new: str) -> None:
         """Changes inside a folder that was renamed belong to the folder."""
@@ -178,31 +193,40 @@ class Machine:
     def lose_power(self, survives: Callable[[], bool]) -> None:
         """Every change that is not durable stays only if ``survives()``."""
         pending, self._pending = self._pending, {}
-        back: list[tuple[str, str]] = []                                # folders that are under another name again
-        for former in sorted(pending):                                  # parents first
-            folder = _after(former, back)
+        fates: dict[_Change, bool] = {}
+        moves: list[tuple[str, str]] = []                               # of folders, since we began
+        final = {folder: self._final(pending[folder], fates, survives) for folder in sorted(pending)}       # parents first
+        folders = [node for names in final.values() for node in names.values() if isinstance(node, _Folder)]
+        for number, node in enumerate(dict.fromkeys(folders)):          # their names may have to be exchanged
+            at = _after(node.path, moves)
+            if os.path.isdir(at):
+                _move(at, f"{at}.{number}", moves)
+        for former, names in final.items():
+            folder = _after(former, moves)
             if not os.path.isdir(folder):                               # its own removal is durable: nothing in it matters
                 continue
-            names = pending[former]
-            final = dict(names.base)
-            for change in names.changes:
-                if survives():
-                    final.update(change)
-            for name, node in sorted(final.items(), key=lambda item: item[1] is None, reverse=True):
-                self._put(os.path.join(folder, name), node, back)
+            for name, node in sorted(names.items(), key=lambda item: item[1] is None, reverse=True):
+                self._put(os.path.join(folder, name), node, moves)
 
-    def _put(self, path: str, node: Node, back: list[tuple[str, str]]) -> None:
+    @staticmethod
+    def _final(names: _Names, fates: dict[_Change, bool], survives: Callable[[], bool]) -> dict[str, Node]:
+        final = dict(names.base)
+        for change, nodes in names.changes:
+            if change not in fates:
+                fates[change] = change.durable or survives()
+            if fates[change]:
+                final.update(nodes)
+        return final
+
+    def _put(self, path: str, node: Node, moves: list[tuple[str, str]]) -> None:
         """Makes ``path`` stand for ``node``, on the real file system, past the seam: nobody is left to see it happen."""
         if isinstance(node, _Folder):
-            at = _after(node.path, back)
-            if not os.path.isdir(path):
-                if os.path.isdir(at):
-                    os.rename(at, path)
-                else:
-                    os.makedirs(path)
-            if at != path:
-                back.append((at, path))
-            node.path = path
+            at = _after(node.path, moves)
+            if os.path.isdir(at):
+                _move(at, path, moves)
+            else:
+                os.makedirs(path)
+                moves.append((at, path))
         elif node is None:
             if os.path.isdir(path):
                 if not os.listdir(path):
@@ -212,6 +236,11 @@ class Machine:
         else:
             with open(path, "wb") as file:
                 file.write(node)
+
+
+def _move(old: str, new: str, moves: list[tuple[str, str]]) -> None:
+    os.rename(old, new)
+    moves.append((old, new))
 
 
 def _after(path: str, moves: Iterable[tuple[str, str]]) -> str:
@@ -271,7 +300,7 @@ class View:
         def act() -> int:
             self.machine.changing(folder, name)
             count = self.machine.inner.write(path, pieces, size)
-            self.machine.changed(folder, {name: self.machine.node(path)})
+            self.machine.changed({folder: {name: self.machine.node(path)}})
             self._touch(path)
             return count
 
@@ -284,19 +313,23 @@ class View:
             self.machine.changing(folder, name)
             with open(path, "wb") as file:
                 file.write(torn)
-            self.machine.changed(folder, {name: torn})
+            self.machine.changed({folder: {name: torn}})
         return self._do("write", path, act, half)
 
     def rename(self, old: str, new: str) -> None:
         def act() -> None:
-            folder, before, after = os.path.dirname(old), os.path.basename(old), os.path.basename(new)
-            self.machine.changing(folder, before, after)
-            node = self.machine.folder_node(folder, before)
+            source, before = os.path.split(old)
+            target, after = os.path.split(new)
+            self.machine.changing(source, before)
+            self.machine.changing(target, after)
+            node = self.machine.folder_node(source, before)
             self.machine.inner.rename(old, new)
             if isinstance(node, _Folder):
                 node.path = new
                 self.machine.moved(old, new)
-            self.machine.changed(folder, {before: None, after: node})
+            names: dict[str, dict[str, Node]] = {source: {before: None}}
+            names.setdefault(target, {})[after] = node
+            self.machine.changed(names)
             self._touch(old, new)
         self._do("rename", old, act)
 
@@ -311,12 +344,16 @@ class View:
             folder, name = os.path.split(path)
             self.machine.changing(folder, name)
             self.machine.inner.remove(path)
-            self.machine.changed(folder, {name: None})
+            self.machine.changed({folder: {name: None}})
             self._touch(path)
         self._do("remove", path, act)
 
     def make_folder(self, path: str) -> None:
         def act() -> None:
+            parent = os.path.dirname(path)
+            new = not self.machine.inner.status(path)
             self.machine.inner.make_folder(path)
+            if new:                                 # with its name every change before it in that folder becomes durable
+                self.machine.synced(parent)
             self._touch(path)
         self._do("make_folder", path, act)

@@ -3,20 +3,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mindresume.agree import Solo
-from mindresume.drill.stories import RUNS, Saved, World, save_quietly, tensors
+from mindresume.drill.stories import ITERATION, RUNS, Saved, World, save_quietly, tensors
 from mindresume.errors import DamagedFileError, MindResumeError, UnusableError
 from mindresume.files import read_header, read_tensor
+from mindresume.formats.iteration_files import COMMON, METADATA, TRACKER, iteration_name, read_common, read_tracker
+from mindresume.formats.metadata import read_metadata
 from mindresume.formats.names import META, folder_name
-from mindresume.formats.rank_folders import scan_records
-from mindresume.manifest import FOLDER, attempts
-from mindresume.resume.prove import quick
+from mindresume.formats.records import scan_records
+from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
+from mindresume.resume.prove import damaged_small, quick
 from mindresume.resume.select import Choice, select
 from mindresume.store.claim import Owner, occupy
-from mindresume.store.commit import Committer, Place, clean_own_folder
+from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
+from mindresume.store.shard import clean_own_folder
 from mindresume.store.storage import PosixStorage, Storage
 
 VERDICTS = PASS, LOST_WORK, HARD_FAIL, SILENT_DIVERGENCE = "PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE"
@@ -52,7 +57,8 @@ def _newer(saved: Saved) -> tuple[str, int]:
 
 def _resume(world: World, storage: Storage, due: Saved | None) -> Verdict:
     try:
-        choice = select(storage, world.root, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files))
+        choice = select(storage, world.root, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files),
+                        legacy=world.format != ITERATION)
     except UnusableError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
@@ -95,55 +101,106 @@ def _wrong(world: World, choice: Choice, chosen: Saved) -> str:
 def _committed(world: World, storage: Storage, found: Verdict) -> Verdict:
     """Not only the newest: whatever has a manifest is whole, so that it can be named, or taken if the newer ones are damaged."""
     for candidate in scan_records(storage, world.root)[0]:
-        refusal = quick(storage, world.root, candidate, world.ranks) if candidate.committed else None
-        if refusal:
-            return Verdict(HARD_FAIL, f"committed and not whole: {refusal}", found.chosen)
+        if not candidate.committed:
+            continue
+        refusal = quick(storage, world.root, candidate, world.ranks)
+        wrong = [str(refusal)] if refusal else damaged_small(storage, world.root, candidate)
+        if wrong:
+            return Verdict(HARD_FAIL, f"committed and not whole: {wrong[0]}", found.chosen)
     return found
 
 
 def _pointers(world: World, found: Verdict) -> Verdict:
-    """mindformers without mindresume goes by ``meta.json``: it must name a whole file, of this rank."""
-    for rank in range(world.ranks):
-        folder = os.path.join(world.root, folder_name(rank))
-        path = os.path.join(folder, META)
-        if not os.path.exists(path):
-            continue
+    """What mindformers without mindresume goes by must lead to something whole."""
+    for what, check in _checks_of_pointers(world).items():
         try:
-            with open(path) as file:
-                name = json.load(file)["last_ckpt_file"]
+            check()
+        except (OSError, ValueError, KeyError, TypeError, MindResumeError) as error:
+            return Verdict(HARD_FAIL, f"{what} leads nowhere: {error}", found.chosen)
+    return found
+
+
+def _checks_of_pointers(world: World) -> dict[str, Callable[[], None]]:
+    """By name of the pointers that are there: ``meta.json`` of every rank, or the tracker."""
+    if world.format == ITERATION:
+        checks = {TRACKER: partial(_follow_tracker, world)}
+    else:
+        checks = {f"{folder}/{META}": partial(_follow_meta, os.path.join(world.root, folder))
+                  for folder in map(folder_name, range(world.ranks))}
+    return {what: check for what, check in checks.items() if os.path.exists(os.path.join(world.root, what))}
+
+
+def _follow_meta(folder: str) -> None:
+    with open(os.path.join(folder, META)) as file:
+        name = json.load(file)["last_ckpt_file"]
+    with open(os.path.join(folder, name), "rb") as file:
+        read_header(file, name)
+
+
+def _follow_tracker(world: World) -> None:
+    """All that mindformers alone reads of the iteration that the tracker names; and it is what was saved."""
+    with open(os.path.join(world.root, TRACKER), "rb") as file:
+        step = read_tracker(file.read())
+    if isinstance(step, str):
+        raise ValueError(step)
+    folder = os.path.join(world.root, iteration_name(step))
+    with open(os.path.join(folder, COMMON), "rb") as file:
+        found = read_common(file.read(), COMMON).step_num
+    if found != step:
+        raise ValueError(f"{COMMON} in {iteration_name(step)} is of step {found}")
+    if world.ranks > 1:
+        with open(os.path.join(folder, METADATA), "rb") as file:
+            rows = read_metadata(file.read(), METADATA).values()
+        for name in {stored.file for row in rows for copies in row.stored.values() for stored in copies}:
             with open(os.path.join(folder, name), "rb") as file:
                 read_header(file, name)
-        except (OSError, ValueError, KeyError, TypeError, MindResumeError) as error:
-            return Verdict(HARD_FAIL, f"{folder_name(rank)}/{META} leads nowhere: {error}", found.chosen)
-    return found
+        if len(rows) != 2:
+            raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
+    choice = select(PosixStorage(), folder, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files))
+    wrong = _wrong(world, choice, (choice.chosen.run or "", step))
+    if wrong:
+        raise ValueError(wrong)
 
 
 def _next_life(world: World, storage: Storage, found: Verdict) -> Verdict:
     """The next run starts, saves once and keeps one: then a resume takes that, and nothing else is left."""
     run, step = len(RUNS) - 1, 90
+    places = [world.place(rank, run, storage) for rank in range(world.ranks)]
     try:
-        occupy(storage, world.root, Owner("saving", RUNS[run], "drill", "", 1, 1, 0.0, world.ranks), 0.0).leave()
-        for rank in range(world.ranks):
-            clean_own_folder(Place(storage, world.root, RUNS[run], rank, world.ranks))
-        Committer(Place(storage, world.root, RUNS[run], 0, world.ranks)).adopt()
+        owner = Owner("saving", RUNS[run], "drill", "", 1, 1, 0.0, world.ranks)
+        claim = occupy(storage, world.root, owner, 0.0, traced=world.format == ITERATION)
+        for place in places:
+            clean_own_folder(place)
+        Committer(places[0]).adopt()
         save_quietly(world.root, world.format, world.ranks, run, step, commit=False, storage=storage)
-        Committer(Place(storage, world.root, RUNS[run], 0, world.ranks), KeepLast(1)).saved(step)
+        Committer(places[0], KeepLast(1)).saved(step)
+        claim.leave()
     except (MindResumeError, OSError) as error:
         return Verdict(HARD_FAIL, f"the next run cannot save: {error}", found.chosen)
     after = _resume(world, storage, (RUNS[run], step))
+    if after.verdict == PASS:
+        after = _pointers(world, after)
     if after.verdict != PASS:
         return Verdict(after.verdict, f"after the next run: {after.reason}", found.chosen)
-    return Verdict(PASS, found.reason, found.chosen, tuple(_left(world, storage)))
+    return Verdict(PASS, found.reason, found.chosen, tuple(_left(world, storage, step)))
 
 
-def _left(world: World, storage: Storage) -> list[str]:
+def _left(world: World, storage: Storage, step: int) -> list[str]:
     """Files of no checkpoint, and checkpoints that should have gone."""
-    _, known, _ = scan_records(storage, world.root)
-    names = storage.list(os.path.join(world.root, FOLDER))
-    left = [f"{FOLDER}/{name}" for name in names if not any(True for _ in attempts([name]))]
-    left += [f"{FOLDER}/{name}" for name, step, _ in attempts(names) if step != 90]
-    for rank in range(world.ranks):
-        folder = folder_name(rank)
+    candidates, known, _ = scan_records(storage, world.root)
+    attempted = storage.list(os.path.join(world.root, FOLDER))
+    if world.format == ITERATION:
+        base = iteration_name(step)
+        known |= {file.path for candidate in candidates for file in candidate.small}
+        left = [f"{FOLDER}/{name}" for name in attempted if name != f"ended-{RUNS[-1]}.json"]     # tells the number of the run
+        left += [name for name in storage.list(world.root) if name not in (FOLDER, TRACKER, base)]
+        left += [f"{base}/{name}" for name in storage.list(os.path.join(world.root, base))
+                 if f"{base}/{name}" not in known and name != FOLDER]
+        return left + [f"{base}/{FOLDER}/{name}" for name in storage.list(os.path.join(world.root, base, FOLDER))
+                       if name != attempt_name(step, RUNS[-1])]
+    left = [f"{FOLDER}/{name}" for name in attempted if parse_attempt(name) is None]
+    left += [f"{FOLDER}/{name}" for name, found, _ in attempts(attempted) if found != step]
+    for folder in map(folder_name, range(world.ranks)):
         left += [f"{folder}/{name}" for name in storage.list(os.path.join(world.root, folder))
                  if f"{folder}/{name}" not in known and name != META]
     return left

@@ -15,9 +15,8 @@ from typing import Any
 from mindresume.drill.faults import FAULTS, LAG, Fault, Killed, Machine, Operation
 from mindresume.drill.judge import Verdict, judge
 from mindresume.drill.ranks import Hang, Turns
-from mindresume.drill.stories import RUNS, STORIES, Saved, Story, World
+from mindresume.drill.stories import LAYOUTS, RUNS, STORIES, Saved, Story, World
 from mindresume.errors import MindResumeError, SaveError
-from mindresume.files import FORMATS
 from mindresume.store.storage import PosixStorage, Storage
 
 
@@ -58,7 +57,7 @@ class Task:
     operations: tuple[Operation, ...]
 
 
-def prepare(setup: Setup, stories: Sequence[str] = tuple(STORIES), formats: Sequence[str] = FORMATS) -> list[Task]:
+def prepare(setup: Setup, stories: Sequence[str] = tuple(STORIES), formats: Sequence[str] = LAYOUTS) -> list[Task]:
     """Runs every story once without a fault, to know its operations. SaveError if that does not pass already: then this is no
     file system for checkpoints."""
     tasks = []

@@ -12,16 +12,21 @@ import numpy as np
 
 from mindresume.drill.faults import Machine
 from mindresume.errors import SaveError
+from mindresume.files import FORMATS
 from mindresume.formats.names import FileName
+from mindresume.layout import TensorLayout
 from mindresume.manifest import run_name
 from mindresume.state import TrainingState
 from mindresume.store.background import Background
 from mindresume.store.claim import Owner, occupy
-from mindresume.store.commit import Committer, Place, Shard, clean_own_folder, write_shard
+from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL, KeepLast, Policy
 from mindresume.store.saver import Foreground, Outcome, Save, Work
-from mindresume.store.storage import PosixStorage, Storage
+from mindresume.store.shard import Place, Shard, clean_own_folder, iteration_shard, rank_shard, write_shard
+from mindresume.store.storage import PosixStorage, Storage, temporary_name
 
+ITERATION = "iteration"                     # Checkpoint 2.0; the others are formats of a file in rank folders
+LAYOUTS = (*FORMATS, ITERATION)
 PER_EPOCH = 10
 RUNS = (run_name(1, "0000aaaa"), run_name(2, "0000bbbb"), run_name(3, "0000cccc"))
 Saved = tuple[str, int]                     # (run, step)
@@ -29,8 +34,8 @@ Saved = tuple[str, int]                     # (run, step)
 
 @dataclass
 class World:
-    """One folder and the ranks that save into it. ``complete``: saves that all ranks have finished: from then on a resume must
-    not take anything older. ``recorded``: ranks that have finished a save."""
+    """One folder and the ranks that save into it. ``format``: one of LAYOUTS. ``complete``: saves that all ranks have finished:
+    from then on a resume must not take anything older. ``recorded``: ranks that have finished a save."""
     machine: Machine
     root: str
     format: str
@@ -38,8 +43,8 @@ class World:
     recorded: dict[Saved, set[int]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def place(self, rank: int, run: int) -> Place:
-        return Place(self.machine.view(rank), self.root, RUNS[run], rank, self.ranks)
+    def place(self, rank: int, run: int, storage: Storage | None = None) -> Place:
+        return place_of(storage or self.machine.view(rank), self.root, self.format, self.ranks, run, rank)
 
     def did(self, rank: int, run: int, step: int) -> None:
         self.recorded.setdefault((RUNS[run], step), set()).add(rank)
@@ -59,20 +64,30 @@ def tensors(run: int, step: int, rank: int) -> dict[str, np.ndarray]:
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def shard(run: int, step: int, rank: int, fmt: str) -> Shard:
-    state = TrainingState(step, PER_EPOCH, step, 8)
-    name = FileName("drill", rank, run, state.epoch, state.step_in_epoch, fmt)
-    return Shard(name, state, tensors(run, step, rank), random={"rank": rank}, metadata={"format": "ms"})
+def place_of(storage: Storage, root: str, fmt: str, ranks: int, run: int, rank: int) -> Place:
+    return Place(storage, root, RUNS[run], rank, ranks, fmt == ITERATION)
+
+
+def shard(place: Place, step: int, fmt: str) -> Shard:
+    run, state = RUNS.index(place.run), TrainingState(step, PER_EPOCH, step, 8)
+    arrays, random = tensors(run, step, place.rank), {"rank": place.rank}
+    if not place.iterations:
+        name = FileName("drill", place.rank, run, state.epoch, state.step_in_epoch, fmt)
+        return rank_shard(name, state, arrays, random=random, metadata={"format": "ms"})
+    cut = TensorLayout((place.world_size,), (0, -1)), (6 * place.world_size, 4)
+    weights = {name: array for name, array in arrays.items() if name == "embedding.weight"}
+    others = {name: array for name, array in arrays.items() if name not in weights}
+    return iteration_shard("drill", place, state, weights, others, {name: cut for name in arrays if "embedding" in name}, random)
 
 
 def save_quietly(root: str, fmt: str, ranks: int, run: int, step: int, commit: bool = True, only: int | None = None,
                  storage: Storage | None = None) -> None:
     """The past: written without anybody interfering."""
-    storage = storage or PosixStorage()
-    for rank in range(ranks if only is None else only):
-        write_shard(Place(storage, root, RUNS[run], rank, ranks), shard(run, step, rank, fmt))
+    places = [place_of(storage or PosixStorage(), root, fmt, ranks, run, rank) for rank in range(ranks)]
+    for place in places[:only]:
+        write_shard(place, shard(place, step, fmt))
     if commit:
-        Committer(Place(storage, root, RUNS[run], 0, ranks)).saved(step)
+        Committer(places[0]).saved(step)
 
 
 class _Told(Work):
@@ -99,7 +114,7 @@ def _save_steps(world: World, rank: int, run: int, steps: list[int], policy: Pol
     else:
         saver = Foreground(_Told(place, world.committer(run, policy) if rank == 0 else None, world, run))
     for number, step in enumerate(steps):
-        saver.save(Save(shard(run, step, rank, world.format)))
+        saver.save(Save(shard(place, step, world.format)))
         outcomes = saver.wait(60.0)
         if number == len(steps) - 1:            # a writer thread waits by the real clock, so it does not wait for other ranks
             outcomes += saver.finish(0.0 if background else 5.0)
@@ -148,7 +163,8 @@ def _claim(world: World, rank: int) -> None:
     """Rank 0 alone; the others wait for the name of the run, as they do in a training."""
     if rank == 0:
         owner = Owner("saving", RUNS[1], "drill", "", 1, 1, 0.0, world.ranks)
-        occupy(world.place(0, 1).storage, world.root, owner, 1.0, clock=world.machine.clock, sleep=world.machine.sleep)
+        occupy(world.place(0, 1).storage, world.root, owner, 1.0, clock=world.machine.clock, sleep=world.machine.sleep,
+               traced=world.format == ITERATION)
 
 
 def _start(world: World, rank: int) -> None:
@@ -199,7 +215,9 @@ def _one_rank_missing(root: str, fmt: str, ranks: int) -> None:
     save_quietly(root, fmt, ranks, 0, 20, commit=False)
     save_quietly(root, fmt, ranks, 0, 30, commit=False, only=ranks - 1)
     for rank in range(ranks):
-        with open(os.path.join(root, f"rank_{rank}", f".x.{RUNS[0]}.mindresume-tmp"), "wb") as file:
+        place = place_of(PosixStorage(), root, fmt, ranks, 0, rank)
+        folder = place.base(30) if place.iterations else os.path.join(root, f"rank_{rank}")
+        with open(temporary_name(os.path.join(folder, f"x{rank}"), RUNS[0]), "wb") as file:
             file.write(b"half")
 
 
@@ -209,7 +227,7 @@ STORIES: Mapping[str, Story] = {story.name: story for story in (
     Story("save again", "a later run, which went back, saves step 20 once more", _again, ((0, 10), (0, 20))),
     Story("background", "the same as save, in a background thread of every rank", _background),
     Story("prune", "saves of which only the newest is kept", _prune, ((0, 5), (0, 10))),
-    Story("pointers", "rank 0 commits, and points meta.json of all ranks to it", _pointers, also=_records_only),
+    Story("pointers", "rank 0 commits, and points meta.json of all ranks or the tracker to it", _pointers, also=_records_only),
     Story("start", "the next run claims the folder, cleans up after the last one, commits and saves", _start,
           also=_one_rank_missing, before=_claim),
 )}

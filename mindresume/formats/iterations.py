@@ -78,21 +78,19 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
 def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tuple[list[Candidate], list[str]]:
     """``named``: the step in the tracker. First it, then older steps, then the others."""
     notes = []
+    visible = [c for c in by_age if parse_iteration(c.base) is not None]
+    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.existed)), None)
     last = next((c for c in by_age if c.committed), None)
     if last is not None and last.step in intended and last.step != named:
         notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
-        named = last.step or named
-    visible = [c for c in by_age if parse_iteration(c.base) is not None]
-    if last is None or last.step != named:
-        last = next((c for c in visible if c.committed), None)
-        if not any(c.step == named for c in visible):
-            notes.append(f"{TRACKER} names step {named}, which is not there")
+        named, newest = last.step or named, last
+    elif not any(c.step == named for c in visible):
+        notes.append(f"{TRACKER} names step {named}, which is not there")
     # All ranks have finished it, nobody committed it: the newest of all, unless the tracker was set back.
-    if last is None or last.step == named:
+    ready = []
+    if newest is None or newest.step == named:
         ready = [c for c in by_age if c not in visible and c.existed and c.problem is None and
-                 (last is None or c.order > last.order)]
-    else:
-        ready = []
+                 (newest is None or c.order > newest.order)]
     upto = sorted((c for c in by_age if c not in ready and (c.step or 0) <= named), key=lambda c: (c.step or 0, c.order),
                   reverse=True)
     newer = [c for c in by_age if c not in ready and (c.step or 0) > named]

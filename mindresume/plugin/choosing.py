@@ -20,10 +20,11 @@ from mindresume.store.storage import Storage
 
 
 def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
-           legacy: bool, resume: bool = True, healthy: bool = False) -> Choice | None:
+           legacy: bool, resume: bool = True, healthy: bool = False, instead: str = "are initialised at random") -> Choice | None:
     """None: a fresh start. ``converts``: the number of ranks may differ, so all files are proven by all ranks together, and
     ``current.open_source`` is set. ``legacy``: which format counts where both are there. ``resume`` False: weights alone are
-    wanted, so there is no fresh start. ``healthy``: as for ``select``.
+    wanted, so there is no fresh start. ``healthy``: as for ``select``. ``instead``: ends a sentence on the weights
+    of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
     log, group = adapter.logger(), current.group
@@ -50,7 +51,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         if not resume:
             raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
                                          f"resume_training: False). Give another load_path, or none for random weights")
-        (log.info if known else log.warning)("mindresume: fresh start: %s %s; weights are initialised at random", path, reason)
+        (log.info if known else log.warning)("mindresume: fresh start: %s %s; weights %s", path, reason, instead)
         return None
     current.choice = choice
     hold_chosen(current, storage)

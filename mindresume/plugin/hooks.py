@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+from inspect import signature
 from typing import Any
 
 from mindresume.errors import ConfigError, TrainingCompleteError
@@ -240,11 +241,12 @@ def _compile(original: Any) -> Any:
 
 def _load_online(original: Any) -> Any:
     @functools.wraps(original)
-    def load(checkpoint: str, network: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load(*args: Any, **kwargs: Any) -> Any:
         current = session.current()
         if not current.online:
-            return original(checkpoint, network, optimizer, *args, **kwargs)
-        return online.load(network, optimizer, current)
+            return original(*args, **kwargs)
+        given = signature(original).bind(*args, **kwargs).arguments
+        return online.load(given["network"], given.get("optimizer"), current)
     return load
 
 
