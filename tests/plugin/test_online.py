@@ -1,0 +1,245 @@
+"""Checkpoint 2.0 in the trainer: both dialects of the keys, the choice, and the numbers that mindformers computes with."""
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindformers")
+
+from folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
+from mindformers.tools.register import MindFormerConfig  # noqa: E402
+
+from mindresume.errors import ConfigError, LoadError, MissingCheckpointError, ProgressError  # noqa: E402
+from mindresume.plugin import online, session  # noqa: E402
+from mindresume.plugin.online import Wish, common_for, wish_of  # noqa: E402
+from mindresume.reshard.weights import Tensor, Weights  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+from mindresume.store.commit import Committer  # noqa: E402
+from mindresume.store.shard import Place, iteration_shard, write_shard  # noqa: E402
+
+
+@pytest.fixture
+def current():
+    before = session.current()
+    yield session.begin(session.Session(Settings(), training=True))
+    session.begin(before)
+
+
+def config_of(**values):
+    return MindFormerConfig(**{"use_legacy_format": False, "output_dir": "output", "callbacks": [{"type": "CheckpointMonitor"}],
+                               **values})
+
+
+def saved(root, *steps, optimizer=True):
+    for step in steps:
+        place = Place(STORAGE, str(root), "0001-0000aaaa", 0, 1, True)
+        write_shard(place, iteration_shard("net", place, state_of(step), {"w": np.full(3, step, np.float32)},
+                                           {"adam_m.w": np.zeros(3, np.float32)} if optimizer else None))
+        Committer(place).saved(step)
+    return root
+
+
+# ---- the wish --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values, wish", [
+    ({"load_checkpoint": "a", "resume_training": True}, Wish("a", True)),
+    ({"load_checkpoint": "a", "resume_training": False}, Wish("a", False)),
+    ({"load_checkpoint": "a"}, Wish("a", True)),                                # mindformers: a key that is not there at all
+    ({"load_checkpoint": "a", "resume_training": None}, Wish("a", False)),
+    ({"load_checkpoint": "", "resume_training": True}, Wish("", True)),
+    ({"load_checkpoint": "a", "resume_training": "iteration_00000010"}, Wish("a", True, "iteration_00000010")),
+    ({"load_checkpoint": "a", "resume_training": True, "balanced_load": True}, Wish("a", True, None, True)),
+    ({"checkpoint": {"load_path": "b"}, "load_checkpoint": "a", "resume_training": True}, Wish("b", True)),
+    ({"checkpoint": {"load_path": "b"}, "resume_training": True}, Wish("b", True)),         # there it would start at step 0
+    ({"checkpoint": {"load_path": "b", "no_load_optim": False}, "resume_training": False}, Wish("b", True)),
+    ({"checkpoint": {"load_path": "b", "no_load_optim": True}, "resume_training": False}, Wish("b", False)),
+    ({"checkpoint": {"save_max": 3}, "load_checkpoint": "a", "resume_training": True}, Wish("a", True)),
+    ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, Wish("b", True)),
+    ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, Wish("b", True, None, True))])
+def test_both_dialects_mean_one_wish(values, wish):
+    assert wish_of(MindFormerConfig(**values)) == wish
+
+
+def test_a_contradiction_is_an_error():
+    with pytest.raises(ConfigError, match="resume_training is set, and checkpoint.no_load_optim: True"):
+        wish_of(config_of(checkpoint={"load_path": "b", "no_load_optim": True}, resume_training=True))
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("section", [False, True])
+def test_both_dialects_are_set_to_the_choice(tmp_path, current, section):
+    saved(tmp_path, 5, 10)
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=True, auto_trans_ckpt=True, load_ckpt_format="ckpt",
+                       **({"checkpoint": {"load_path": str(tmp_path)}} if section else {}))
+    online.choose(config, current, STORAGE)
+    folder = str(tmp_path / "iteration_00000010")
+    assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format, config.auto_trans_ckpt) == (
+        folder, True, "safetensors", False)
+    assert not section or (config.checkpoint.load_path, config.checkpoint.no_load_optim) == (folder, False)
+    assert current.resumes and current.online.resume and current.choice.chosen.step == 10
+    assert config.callbacks[0]["checkpoint_format"] == "safetensors"
+    current.release()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_path, current, exists):
+    if exists:
+        (tmp_path / "c").mkdir()
+    config = config_of(load_checkpoint=str(tmp_path / "c"), resume_training=True)
+    online.choose(config, current, STORAGE)
+    assert (config.load_checkpoint, config.resume_training, current.online) == ("", False, None) and not current.resumes
+    with pytest.raises(MissingCheckpointError, match="weights to begin with were asked for"):
+        online.choose(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
+
+
+def test_weights_alone_are_no_resume(tmp_path, current):
+    saved(tmp_path, 5)
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})
+    online.choose(config, current, STORAGE)
+    assert not current.resumes and current.online and not current.online.resume
+    assert (config.checkpoint.no_load_optim, config.resume_training) == (True, False)
+    current.release()
+
+
+def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_path, current):
+    saved(tmp_path, 5)
+    os.remove(tmp_path / "iteration_00000005" / "common.json")
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
+    online.choose(config, current, STORAGE)
+    assert os.path.isfile(os.path.join(config.load_checkpoint, "common.json")) and current.choice.chosen.step == 5
+    assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
+    current.release()
+
+
+def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
+    """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders count."""
+    save(tmp_path, 5, world=2)
+    online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
+    assert current.choice.chosen.step == 5 and current.choice.chosen.base == "" and current.open_source is not None
+    current.release()
+    saved(tmp_path, 3)
+    online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
+    assert current.choice.chosen.base == "iteration_00000003"
+    current.release()
+
+
+def test_weights_of_hugging_face(tmp_path, current):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_rank(tmp_path / "x", 5, 0, 1)
+    source, = (tmp_path / "x" / "rank_0").glob("*.safetensors")
+    (folder / "model.safetensors").write_bytes(source.read_bytes())
+    with pytest.raises(ConfigError, match="holds weights of Hugging Face, from which no training can be resumed"):
+        online.choose(config_of(load_checkpoint=str(folder), resume_training=True), current, STORAGE)
+    config = config_of(load_checkpoint="", pretrained_model_dir=str(folder), resume_training=False)
+    online.choose(config, current, STORAGE)
+    assert current.online.pretrained and config.load_checkpoint == str(folder) and not current.resumes
+    config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
+    online.choose(config, current, STORAGE)
+    assert current.online.pretrained and config.load_checkpoint == str(folder) and config.resume_training is False
+    saved(tmp_path / "none", 5)
+    config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
+    online.choose(config, current, STORAGE)
+    assert current.resumes and not current.online.pretrained                    # load_checkpoint wins
+    current.release()
+
+
+def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
+    saved(tmp_path, 5)
+    place = Place(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
+    from dataclasses import replace
+    write_shard(place, iteration_shard("net", place, replace(state_of(10), health=1), {"w": np.ones(3, np.float32)}, {}))
+    Committer(place).saved(10)
+    monitored = {"monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}}, "resume_training": True}
+    for path, step, more in ((tmp_path, 5, monitored), (tmp_path / "iteration_00000010", 10, monitored),
+                             (tmp_path, 10, {"resume_training": True})):
+        online.choose(config_of(load_checkpoint=str(path), **more), current, STORAGE)
+        assert current.choice.chosen.step == step
+        current.release()
+
+
+def test_a_damaged_one_is_refused_with_its_reason(tmp_path, current):
+    saved(tmp_path, 5, 10)
+    flip_bit(tmp_path / "iteration_00000010" / "net-model-0000000-0000001.safetensors", -3)
+    online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+    assert current.choice.chosen.step == 5 and "damaged: w" in current.choice.refused[0].reason
+    current.release()
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+def computed(common, runner, data_size):
+    """The formulas of mindformers 1.9.0 (trainer/base_trainer.py, training_process)."""
+    scale = common["global_batch_size"] / runner.global_batch_size
+    step = int(common["step_num"] * scale)
+    if runner.sink_mode:
+        return step, int(common["epoch_num"] * scale)
+    return step, int(common["epoch_num"]) - int(step % data_size != 0)
+
+
+@pytest.mark.parametrize("step, old, new, data_size, sink, expected", [
+    (15, 8, 8, 10, None, (15, 1, 15)), (20, 8, 8, 10, None, (20, 2, 20)), (15, 8, 4, 20, None, (30, 1, 30)),
+    (10, 8, 16, 5, None, (5, 1, 5)), (20, 8, 8, 10, 2, (20, 10, 20)), (20, 8, 4, 20, 4, (40, 10, 40)),
+    (20, 8, 8, 10, -1, (20, 2, 20))])
+def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, old, new, data_size, sink, expected):
+    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=SimpleNamespace(
+        step=step, global_step=step, global_batch_size=old, loss_scale=None)))
+    runner = SimpleNamespace(global_batch_size=new, sink_mode=sink is not None, sink_size=sink)
+    config = MindFormerConfig(runner_wrapper={"scale_sense": 64.0})
+    config.runner_config = runner
+    common = common_for(config, data_size, current)
+    assert computed(common, runner, data_size) == expected[:2]
+    assert (common["global_step"], current.global_step) == (expected[2], expected[2])
+    assert common["loss_scale"] == 64.0                     # none was saved: what the configuration says stays
+
+
+def test_a_step_that_does_not_scale_is_refused(current):
+    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=SimpleNamespace(
+        step=15, global_step=15, global_batch_size=8, loss_scale=1.0)))
+    config = MindFormerConfig()
+    config.runner_config = SimpleNamespace(global_batch_size=16, sink_mode=False, sink_size=1)
+    with pytest.raises(ProgressError, match="15 \\* 8 samples are no multiple of 16"):
+        common_for(config, 5, current)
+
+
+# ---- what is wanted --------------------------------------------------------------------------------------------------
+
+def weights_of(**shapes):
+    return Weights(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
+                                       for name, shape in shapes.items()}, lambda rank, name: None)
+
+
+def wanted(**shapes):
+    return {name.replace("__", "."): (shape, "float32") for name, shape in shapes.items()}
+
+
+def test_no_optimizer_state_names_the_key():
+    with pytest.raises(LoadError, match="holds no optimizer state.*set no_load_optim: True"):
+        online._regions(weights_of(w=(3,)), wanted(w=(3,), adam_m__w=(3,)), {}, {"w"}, 0, lambda name: False)
+
+
+@pytest.mark.parametrize("shapes, message", [
+    ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
+    ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
+    ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint")])
+def test_what_does_not_fit_is_named(shapes, message):
+    with pytest.raises(LoadError, match=message):
+        online._regions(weights_of(w=(3,), adam_m__w=(3,)), wanted(**shapes), {}, {"w", "v"}, 0, lambda name: False)
+
+
+@pytest.mark.parametrize("name, may", [("accu_grads.w", True), ("global_step", True), ("scale_sense", True), ("lora_a.w", True),
+                                       ("w", False), ("adam_m.w", False)])
+def test_what_a_checkpoint_need_not_have(current, name, may):
+    current.settings = Settings(allow_missing=("lora_*",))
+    assert online._optional(current, {"scale_sense"})(name) is may
+
+
+def test_settings_take_a_list_or_text():
+    assert Settings.load({"allow_missing": ["a*", "b"]}, {}).allow_missing == ("a*", "b")
+    assert Settings.load({}, {"MINDRESUME_ALLOW_MISSING": "a*, b"}).allow_missing == ("a*", "b")
+    for wrong in (3, [1], [""], {"a": 1}):
+        with pytest.raises(ConfigError, match="expected a list of patterns"):
+            Settings.load({"allow_missing": wrong}, {})
