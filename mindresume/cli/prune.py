@@ -12,10 +12,11 @@ from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, print_json, size_text, time_text
 from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
+from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.names import folder_rank
 from mindresume.formats.records import sizes
 from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_sequence
-from mindresume.store.removal import Plan, carry_out, plan, weights_of
+from mindresume.store.removal import Plan, carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -67,8 +68,8 @@ def prune(folder: Root, json: AsJson = False,
     made = plan(storage, root, policy, held, ended=ended)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and name.removeprefix(TRASH) not in held]
     going = [*made.victims, *made.debris]
-    size = {c.name: _size(storage, root, c.name) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
-    left = {name: _size(storage, root, name) for name in begun}
+    size = {c.name: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
+    left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
     removed = going if dry_run else carry_out(storage, root, made, claim.Holds(storage, root))
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
     groups = _groups(made, going, removed, size)
@@ -98,9 +99,12 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
     return any_of(policies)
 
 
-def _size(storage: Storage, root: str, attempt: str) -> int:
-    """Bytes of the weights of an attempt, recorded or not, that are there now."""
-    paths = weights_of(storage, root, os.path.join(root, FOLDER, attempt))
+def _size(storage: Storage, root: str, box: str) -> int:
+    """Bytes of the weights of a save, recorded or not, that are there now. ``box``: its iteration folder, or its records."""
+    if holds_weights(storage, box):
+        paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
+    else:
+        paths = weights_of(storage, root, box)
     return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
 
 

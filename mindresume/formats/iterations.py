@@ -149,12 +149,11 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
         common = common_of(storage, root, name)
     except DamagedFileError as error:
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
-    candidate = replace(candidate, step=common.step_num, state=state_of(common), epoch=common.epoch_num)
     if step not in (None, common.step_num):
-        return replace(candidate, step=step, problem=candidate.refuse(
+        return replace(candidate, problem=candidate.refuse(
             f"{COMMON} is of step {common.step_num}, the folder of step {step}: one of them is from elsewhere",
             f"{name}/{COMMON}"))
-    return candidate
+    return replace(candidate, step=common.step_num, state=state_of(common), epoch=common.epoch_num)
 
 
 def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str, str] | None:

@@ -31,7 +31,7 @@ from mindresume.reshard.balanced import Exchange, pass_on, plan
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
-from mindresume.reshard.load import read_regions, wanted_regions
+from mindresume.reshard.load import WORKERS, read_regions, wanted_regions
 from mindresume.reshard.target import is_counter
 from mindresume.reshard.weights import Weights
 from mindresume.state import is_transient
@@ -46,6 +46,7 @@ class Wish:
     resume: bool
     named: str | None = None
     balanced: bool = False
+    workers: int = 0
 
 
 def applies(config: Any) -> bool:
@@ -66,7 +67,10 @@ def wish_of(config: Any) -> Wish:
     resume = bool(asked) or without is False or (without is None and "resume_training" not in config and bool(path))
     named = asked if isinstance(asked, str) else None
     balanced = section.get("load_balanced")
-    return Wish(path, resume, named, bool(config.get("balanced_load") if balanced is None else balanced))
+    workers = section.get("reshard_worker_num") or config.get("reshard_worker_num") or 0
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ConfigError(f"reshard_worker_num is {workers!r}; expected a whole number of at least 1")
+    return Wish(path, resume, named, bool(config.get("balanced_load") if balanced is None else balanced), workers)
 
 
 def choose(config: Any, current: session.Session, storage: Storage) -> None:
@@ -94,7 +98,7 @@ def choose(config: Any, current: session.Session, storage: Storage) -> None:
         folder = wish.path or pretrained
     if choice is None and folder:
         adapter.logger().info("mindresume: weights of Hugging Face to begin with: %s", folder)
-    current.online = session.Online(resume, wish.balanced, folder, pretrained=choice is None) if folder else None
+    current.online = session.Online(resume, wish.balanced, folder, choice is None, wish.workers) if folder else None
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = folder, resume, "safetensors"
     if config.get("checkpoint"):
         config.checkpoint.load_path, config.checkpoint.no_load_optim = folder, not resume
@@ -189,7 +193,7 @@ def _arrays(network: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_
         log.warning("mindresume: not in %s, and left as they are initialised: %s", source.what, listed(initialised))
     mine, exchanges = _shared(source.weights, regions, layouts, current)
     traffic = Traffic()
-    arrays = agreed(group, partial(read_regions, source.weights, mine, traffic=traffic))
+    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, current.online.workers), traffic))
     received = 0
     if exchanges:
         passing = Passing()

@@ -23,11 +23,13 @@ from mindresume.store.claim import Claim
 @dataclass
 class Online:
     """Loading in Checkpoint 2.0. ``resume``: with optimizer and counters, else weights alone. ``folder``: what mindformers is
-    shown. ``common``: what it reads as ``common.json`` there, once. ``model``: mindspore's, as soon as it is made."""
+    shown. ``common``: what it reads as ``common.json`` there, once. ``model``: mindspore's, as soon as it is made.
+    ``workers``: threads that read, 0: as many as make sense."""
     resume: bool
     balanced: bool
     folder: str
     pretrained: bool = False
+    workers: int = 0
     config: Any = None
     model: Any = None
     common: dict[str, Any] | None = None

@@ -117,7 +117,7 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
 
 def assumption(found: Scan, world_size: int | None) -> list[str]:
     """One sentence on the number of ranks that is taken for granted; none if the user or the manifests say it."""
-    foreign = any(candidate.origin == MINDFORMERS for candidate in found.candidates)
+    foreign = any(candidate.origin == MINDFORMERS and not candidate.base for candidate in found.candidates)
     if world_size is not None or not foreign or found.expected_ranks is None:
         return []
     return [f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, for what mindformers wrote without a "

@@ -217,7 +217,7 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
 def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) -> None:
     status = storage.status(trash)
     if status is not None and not status.is_link:               # what lies behind a link is somebody else's
-        if _holds_weights(storage, trash):
+        if holds_weights(storage, trash):
             remove_tree(storage, trash)
             return
         _clear_weights(storage, root, trash, claimed)
@@ -226,7 +226,7 @@ def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) ->
     storage.remove(trash)
 
 
-def _holds_weights(storage: Storage, trash: str) -> bool:
+def holds_weights(storage: Storage, trash: str) -> bool:
     """Whether it was an iteration folder: then nothing of it lies elsewhere."""
     names = storage.list(trash)
     return FOLDER in names or any(map(parse_weight_file, names)) or COMMON in names
