@@ -250,13 +250,14 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
 @dataclass(frozen=True)
 class Manifest:
     """The commit of one checkpoint: the files of each rank in order of rank, and the checksum of each rank's record. ``small``:
-    what rank 0 wrote beside them, such as ``metadata.json``."""
+    what rank 0 wrote beside them, such as ``metadata.json``. ``deduplicated``: some rank wrote only its share."""
     run: str
     state: TrainingState
     saved_at: float
     files: tuple[tuple[FileRecord, ...], ...]
     records: tuple[str, ...]
     small: tuple[FileRecord, ...] = ()
+    deduplicated: bool = False
 
     @property
     def world_size(self) -> int:
@@ -270,7 +271,7 @@ class Manifest:
         return seal({"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
                      "state": self.state.to_json(), "saved_at": self.saved_at,
                      "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
-                     "small": [file.to_json() for file in self.small]}, MANIFEST_LIMIT)
+                     "small": [file.to_json() for file in self.small], "deduplicated": self.deduplicated}, MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
@@ -289,7 +290,8 @@ class Manifest:
                 raise RecordError(f"manifest: {Counter(paths).most_common(1)[0][0]} is named twice")
             for rank, checksum in enumerate(records):
                 _check_checksum(checksum, record_name(rank))
-            return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records), small)
+            return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records), small,
+                       _flag(head, "deduplicated"))
 
 
 def seal(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:

@@ -38,7 +38,8 @@ class Candidate:
     ``origin``: OURS or MINDFORMERS (written without records). ``run``: None for the latter. ``files``: those of each rank, paths
     relative to the root of the scan. ``world_size``: ranks that saved it; for MINDFORMERS in rank folders the number of ranks
     that have its file. ``attempt``: path of the folder of records. ``base``: the iteration folder relative to the root, empty
-    for rank folders; paths in records are relative to it. ``small``: files beside the weights that the manifest names.
+    for rank folders; paths in records are relative to it. ``deduplicated``: by its records some rank wrote only its
+    share of what several hold. ``small``: files beside the weights that the manifest names.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
@@ -59,6 +60,7 @@ class Candidate:
     records: tuple[str, ...] = ()
     base: str = ""
     small: tuple[FileRecord, ...] = ()
+    deduplicated: bool = False
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """What records say of the tensors of a checkpoint, as ``metadata.json`` says it: how each is cut, and which files hold what.
 
-    tensors = described(records, details_of)        # records of all ranks; details_of(rank) reads the long part of one
+    tensors = described(files, deduplicated, details_of)     # files of all ranks; details_of(rank) reads the long part of a
+    record
 """
 from __future__ import annotations
 
@@ -11,42 +12,42 @@ from functools import lru_cache
 from mindresume.errors import RecordError
 from mindresume.formats.metadata import Described, Stored, ordinals
 from mindresume.layout import TensorLayout
-from mindresume.manifest import Details, Record, TensorRecord
+from mindresume.manifest import Details, TensorRecord
 
 
-def described(records: Sequence[Record], details_of: Callable[[int], Details]) -> list[Described]:
-    """Of every tensor with a layout; the others are counters, which mindformers does not list either. As all ranks of a stage
-    hold the same tensors, the details of one are read, and those of all where redundancy was removed. A tensor of several
-    stages (a shared embedding) is that of the first one. RecordError if the stages are not of one size."""
+def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> list[Described]:
+    """``files``: names of those of each rank. Of every tensor with a layout; the others are counters, which mindformers does
+    not list either. As all ranks of a stage hold the same tensors, the details of one are read, and those of all where
+    redundancy was removed. A tensor of several stages (a shared embedding) is that of the first one. RecordError if the stages
+    are not of one size."""
     first_details = details_of(0)
-    size = _stage_size(first_details.tensors.values(), len(records))
+    size = _stage_size(first_details.tensors.values(), len(files))
     found: dict[str, Described] = {}
-    for first in range(0, len(records), size):
+    for first in range(0, len(files), size):
         ranks = range(first, first + size)
-        shared = any(records[rank].deduplicated for rank in ranks)
         rows = {rank: first_details.tensors if rank == 0 else details_of(rank).tensors
-                for rank in (ranks if shared else ranks[:1])}
+                for rank in (ranks if deduplicated else ranks[:1])}
         for name in dict.fromkeys(name for table in rows.values() for name in table):
             writers = [rank for rank, table in rows.items() if name in table]
             row = rows[writers[0]][name]
             if row.layout is None or row.global_shape is None:
                 continue
             if name in found:
-                found[name] = _shared(found[name], records, rows, name, row, writers if shared else ranks, first)
+                found[name] = _shared(found[name], files, rows, name, row, writers if deduplicated else ranks, first)
                 continue
             if row.layout.stage_size != size:
                 raise RecordError(f"{name} is cut over {row.layout.stage_size} ranks, other tensors over {size}")
             found[name] = Described(name, row.dtype, row.global_shape, row.layout, first,
-                                    _stored(records, rows, name, row, writers if shared else ranks, first))
+                                    _stored(files, rows, name, row, writers if deduplicated else ranks, first))
     return list(found.values())
 
 
-def _shared(known: Described, records: Sequence[Record], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
+def _shared(known: Described, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
             row: TensorRecord, writers: Iterable[int], first: int) -> Described:
     """With the copies of a further stage, if it cuts the tensor alike."""
     if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
         return known
-    more = _stored(records, rows, name, row, writers, first)
+    more = _stored(files, rows, name, row, writers, first)
     return replace(known, stored={number: (*copies, *more.get(number, ())) for number, copies in known.stored.items()})
 
 
@@ -57,16 +58,16 @@ def _stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
     return size
 
 
-def _stored(records: Sequence[Record], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
+def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
             writers: Iterable[int], first: int) -> dict[int, tuple[Stored, ...]]:
     held = _ordinals(row.layout, row.global_shape)
     groups = _groups(row.layout, row.global_shape, first)
     found: dict[int, tuple[Stored, ...]] = {}
     for rank in writers:
-        file = records[rank].files[rows[rank][name].file if rank in rows else row.file]
+        file = files[rank][rows[rank][name].file if rank in rows else row.file]
         number = held[rank - first]
         before = found.get(number, ())
-        found[number] = (*before, Stored(file.path, rank, () if before else groups[number]))     # once is enough to be found
+        found[number] = (*before, Stored(file, rank, () if before else groups[number]))     # once is enough to be found
     return found
 
 

@@ -128,7 +128,8 @@ def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candida
     candidate = Candidate(
         manifest.step, OURS, manifest.files[0][0].format, dict(enumerate(manifest.files)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
-        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, small=manifest.small)
+        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, small=manifest.small,
+        deduplicated=manifest.deduplicated)
     there = set(content)
     for rank in range(manifest.world_size):
         if record_name(rank) not in there:
@@ -175,7 +176,8 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=not certain or
                      MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
                      epoch=first.state.epoch if first else None,
-                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else ())
+                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else (),
+                     deduplicated=any(record.deduplicated for record in records.values()))
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 
 import xxhash
 
@@ -19,11 +20,11 @@ from mindresume.formats.described import described
 from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
 from mindresume.formats.records import header_of, listed
-from mindresume.manifest import Details, read_record, record_name
+from mindresume.manifest import Details
 from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
 from mindresume.resume.prove import record_of
 from mindresume.state import is_transient
-from mindresume.store.storage import Storage, parallel
+from mindresume.store.storage import Storage
 
 
 def of_iteration(storage: Storage, root: str, candidate: Candidate) -> Weights:
@@ -89,26 +90,26 @@ class _Records:
         return row.checksum if row else None
 
     def described(self) -> dict[str, Described]:
-        def read(rank: int):                                    # noqa: ANN202  a record
-            with self.storage.open(os.path.join(self.candidate.attempt or "", record_name(rank))) as file:
-                return read_record(file)[0]
-        heads = parallel(self.storage, read, range(self.candidate.world_size))
-        return {row.name: row for row in described(heads, self.details)}
+        files = [[os.path.basename(file.path) for file in self.candidate.files[rank]]
+                 for rank in range(self.candidate.world_size)]
+        return {row.name: row for row in described(files, self.candidate.deduplicated, self.details)}
 
 
 def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, Described]:
+    """Records say the same as the metadata: of few ranks if all of a stage hold the same tensors, else of all, and then one
+    file is read instead of thousands."""
     folder = os.path.join(root, candidate.base)
+    if candidate.attempt is None:
+        return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
+    if candidate.world_size == 1:
+        return {}
     written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
-    if written is not None:
-        try:
+    if candidate.deduplicated and written is not None:
+        with suppress(DamagedFileError):                        # then by the records
             data = _content(storage, os.path.join(folder, METADATA))
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA))
-        except DamagedFileError:
-            pass                                                # the records say the same
-    if candidate.attempt is not None:
-        return records.described() if candidate.world_size > 1 else {}
-    return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
+    return records.described()
 
 
 def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, Described],

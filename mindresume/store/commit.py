@@ -137,7 +137,8 @@ class Committer:
         state = replace(first.state, metrics=tuple(sorted(metrics.items())))
         small = iteration.write_small(place, state, [record for record, _ in records]) if place.iterations else ()
         return Manifest(first.run, state, max(record.saved_at for record, _ in records),
-                        tuple(record.files for record, _ in records), tuple(checksum for _, checksum in records), small)
+                        tuple(record.files for record, _ in records), tuple(checksum for _, checksum in records), small,
+                        any(record.deduplicated for record, _ in records))
 
     def _point(self, place: Place, manifest: Manifest) -> None:
         """So that mindformers without us finds the same checkpoint. An iteration folder that an error left without its name gets

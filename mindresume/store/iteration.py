@@ -55,7 +55,9 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
     contents = {COMMON: [encode_common(common_from(state), with_status=state.health is not None)]}
     if place.world_size > 1:
         try:
-            contents[METADATA] = encode_metadata(described(records, lambda rank: _details(place, state.step, rank)))
+            contents[METADATA] = encode_metadata(described(
+                [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
+                lambda rank: _details(place, state.step, rank)))
         except ValueError as error:
             raise RecordError(f"{METADATA} cannot be made: {error}") from error
     found = []
