@@ -9,7 +9,9 @@ Sources are iteration folders and, so that a job can go over to Checkpoint 2.0 i
 """
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -111,6 +113,7 @@ def _shown(root: str, base: str) -> str:
     if os.path.isfile(os.path.join(folder, COMMON)):
         return folder
     folder = tempfile.mkdtemp(prefix="mindresume-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with open(os.path.join(folder, COMMON), "w") as file:
         file.write("{}")
     return folder
