@@ -129,20 +129,25 @@ def core_network(network: Any) -> Any:
 def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
     """Hands the arrays to the parameters, without a copy; ``arrays`` is emptied on the way. With ``remove_redundancy`` replicas
     receive what other ranks loaded. Returns the names of parameters of the network that got nothing."""
-    from mindspore import Parameter, load_param_into_net
-    parameters = {name: Parameter(tensor_of(arrays.pop(name)), name=name) for name in list(arrays)}
+    from mindspore import load_param_into_net
+    parameters = {name: _parameter(name, tensor_of(arrays.pop(name))) for name in list(arrays)}
     return load_param_into_net(network, parameters, remove_redundancy=remove_redundancy)[0]
 
 
+def _parameter(name: str, tensor: Any) -> Any:
+    """A parameter in the memory of ``tensor``: ``Parameter(tensor)`` would copy it, ``set_data`` does not."""
+    from mindspore import Parameter, Tensor
+    parameter = Parameter(Tensor([0], tensor.dtype), name=name)
+    return parameter.set_data(tensor, slice_shape=True)
+
+
 def tensor_of(array: Any) -> Any:
-    """A MindSpore tensor with the very bits of ``array``, in the memory of ``array`` where MindSpore can."""
+    """A MindSpore tensor with the very bits of ``array``, in its memory. ``array``: C-contiguous, writable."""
     import ml_dtypes
     from mindspore import Tensor
-    from mindspore import dtype as mstype
-    from mindspore.train.serialization import Tensor_
+    from mindspore.common import np_dtype
     if array.dtype == ml_dtypes.bfloat16:
-        # by way of float32 the payload of a NaN would be lost
-        return Tensor(Tensor_.convert_bytes_to_tensor(array.tobytes(), tuple(array.shape), mstype.bfloat16))
+        array = array.view(np_dtype.bfloat16)          # MindSpore's own type of the same bits
     return Tensor.from_numpy(array)
 
 

@@ -1,0 +1,42 @@
+"""Handing arrays to real MindSpore parameters."""
+import numpy as np
+import pytest
+
+ms = pytest.importorskip("mindspore")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+from mindresume.plugin import adapter  # noqa: E402
+
+
+class Holder(ms.nn.Cell):
+    def __init__(self, arrays):
+        super().__init__()
+        for name, (shape, dtype) in arrays.items():
+            self.insert_param_to_cell(name, ms.Parameter(ms.ops.zeros(shape, dtype), name=name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64"])
+@pytest.mark.parametrize("shape", [(3, 4), (1,), ()])
+def test_the_bits_arrive(shape, dtype):
+    bits = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    array = (np.arange(12).reshape(3, 4)[tuple(slice(n) for n in shape)] if len(shape) == 2 else np.full(shape, 7)).astype(bits)
+    network = Holder({"a": (shape, getattr(ms, dtype))})
+    assert adapter.load_into(network, {"a": array.copy()}, False) == []
+    found = network.parameters_dict()["a"]
+    assert found.dtype == getattr(ms, dtype) and tuple(found.shape) == shape
+    assert np.array_equal(found.astype(ms.float32).asnumpy(), array.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_copied_and_no_bit_is_lost(dtype):
+    array = np.arange(1 << 16, dtype=np.float32).astype(dtype)
+    array.view(np.uint16)[3] = 0x7f81                      # with bfloat16: a signalling NaN
+    network, arrays = Holder({"a": ((1 << 16,), getattr(ms, dtype))}), {"a": array}
+    adapter.load_into(network, arrays, False)
+    assert not arrays and network.parameters_dict()["a"].data_ptr() == array.ctypes.data
+    assert network.parameters_dict()["a"].asnumpy().tobytes() == array.tobytes()
+
+
+def test_names_of_what_got_nothing():
+    network = Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)})
+    assert adapter.load_into(network, {"a": np.ones(2, np.float32), "other": np.ones(1, np.float32)}, False) == ["b"]
