@@ -175,8 +175,8 @@ class Bench:
             rows_of_commits.append([kind, f"{seconds:.2f}", _verdict(seconds <= TARGET), f"{median(f'open {kind}'):.2f}",
                                     f"{self.sizes[f'metadata {kind}'] / 2**20:.1f}", f"{manifest / 2**20:.2f}",
                                     _verdict(manifest <= 5e6)])
-        commits = measure.table(["copies", "commit, s", f"target {TARGET:.0f} s", "open, s", "metadata.json, MiB", "manifest, MiB",
-                                 "target 5 MB"], rows_of_commits)
+        commits = measure.table(["copies", "commit, s", f"target {TARGET:.0f} s", "open, s", "metadata.json, MiB",
+                                 "manifest, MiB", "target 5 MB"], rows_of_commits)
         return "\n".join([large, commits, *([small] if rows else [])])
 
 

@@ -14,7 +14,9 @@ from st.jobs import ROOT
 MEMORY = "/dev/shm"                 # flushing costs nothing there; what is durable is the drill's own bookkeeping
 
 
-@pytest.mark.parametrize("fmt, every", [("safetensors", 1), ("ckpt", 3)])        # the files differ, the operations hardly
+@pytest.mark.parametrize("fmt, every", [
+    ("safetensors", 1), ("ckpt", 3),                            # the files differ, the operations hardly
+    pytest.param("iteration", 1, marks=pytest.mark.xfail(strict=True, reason="start: adopt leaves the tracker behind"))])
 def test_every_cell_passes_and_nothing_is_left_behind(tmp_path, fmt, every):
     folder = MEMORY if os.access(MEMORY, os.W_OK) else str(tmp_path)
     before = set(os.listdir(folder))

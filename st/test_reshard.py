@@ -172,7 +172,7 @@ def leave_only(step: int, whole: Run, run: Run) -> None:
         attempt = parse_attempt(folder.name)
         if attempt and attempt[0] <= step:
             with open(folder / MANIFEST, "rb") as file:
-                files = [record.path for record in Manifest.read(file).files]
+                files = [record.path for records in Manifest.read(file).files for record in records]
             for path in [*files, *(f"{FOLDER}/{folder.name}/{path.name}" for path in folder.iterdir())]:
                 (run.checkpoints / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(whole.checkpoints / path, run.checkpoints / path)

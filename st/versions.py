@@ -101,8 +101,10 @@ def sha256(array: np.ndarray) -> str:
 
 
 def strategy_of(layouts: Layouts) -> Strategy | None:
-    """The layouts as one type; None = one process."""
-    return layouts if isinstance(layouts, Strategy) or not layouts else Strategy((layouts,))
+    """The layouts as one type; None or nothing = one process."""
+    if isinstance(layouts, Strategy) or not layouts:
+        return layouts or None
+    return Strategy((layouts,))
 
 
 def table(tensors: Mapping[str, np.ndarray], layouts: Layouts) -> dict[str, dict[str, Any]]:

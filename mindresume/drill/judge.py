@@ -57,8 +57,7 @@ def _newer(saved: Saved) -> tuple[str, int]:
 
 def _resume(world: World, storage: Storage, due: Saved | None) -> Verdict:
     try:
-        choice = select(storage, world.root, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files),
-                        legacy=world.format != ITERATION)
+        choice = select(storage, world.root, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files))
     except UnusableError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:

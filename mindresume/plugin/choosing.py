@@ -20,11 +20,10 @@ from mindresume.store.storage import Storage
 
 
 def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
-           legacy: bool, resume: bool = True, healthy: bool = False, instead: str = "are initialised at random") -> Choice | None:
+           resume: bool = True, healthy: bool = False, instead: str = "are initialised at random") -> Choice | None:
     """None: a fresh start. ``converts``: the number of ranks may differ, so all files are proven by all ranks together, and
-    ``current.open_source`` is set. ``legacy``: which format counts where both are there. ``resume`` False: weights alone are
-    wanted, so there is no fresh start. ``healthy``: as for ``select``. ``instead``: ends a sentence on the weights
-    of a fresh start.
+    ``current.open_source`` is set. ``resume`` False: weights alone are wanted, so there is no fresh start. ``healthy``:
+    as for ``select``. ``instead``: ends a sentence on the weights of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
     log, group = adapter.logger(), current.group
@@ -39,7 +38,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     else:
         choice = select(storage, path, group, None if converts else group.size, named,
                         ranks=partial(_share, group) if converts else None,
-                        complete=current.settings.verify == "full", legacy=legacy, healthy=healthy,
+                        complete=current.settings.verify == "full", healthy=healthy,
                         saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)

@@ -87,7 +87,7 @@ def choose(config: Any, current: session.Session, storage: Storage) -> None:
         return
     choice, resume = None, False
     if wish.path and not decide(current.group, lambda: is_pretrained(storage, wish.path)):
-        choice = choosing.choose(config, wish.path, wish.named, current, storage, converts=True, legacy=False, resume=wish.resume,
+        choice = choosing.choose(config, wish.path, wish.named, current, storage, converts=True, resume=wish.resume,
                                  healthy=wish.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
                                  "are initialised at random")
         resume = wish.resume and choice is not None

@@ -117,6 +117,11 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
             return _prove_recorded(storage, root, candidate, rank, progress, full)
         headers = [header_of(storage, root, file) for file in files]
         if candidate.base:                                  # its counters are in common.json, which the scan has read
+            for file, header in zip(files, headers, strict=True):
+                label = parse_label(header)
+                if label is not None and label[1] != candidate.step:
+                    return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
+                                            f"are mixed", file.path, rank)
             return ProvenShard(rank, tuple(map(Source, files)), candidate.state)
         header = headers[0]
         scalars = scalars_of(storage, root, file, header)

@@ -55,13 +55,13 @@ def describe(candidate: Candidate, complete: bool = True) -> str:
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked"
 
 
-def candidates_for(storage: Storage, path: str, named: str | None = None, world_size: int | None = None,
-                   legacy: bool | None = None) -> tuple[Scan, bool]:
+def candidates_for(storage: Storage, path: str, named: str | None = None, world_size: int | None = None
+                   ) -> tuple[Scan, bool]:
     """What ``load_checkpoint: path`` (a root folder, a rank folder, an iteration folder or a file) and ``resume_training: named``
     (a file, an iteration folder or a step) offer.
 
     Returns the scan, and whether the user insists on its single candidate. ``world_size``: how many ranks read a file that lies
-    outside rank folders. ``legacy``: as for ``scan``. MissingCheckpointError: a named checkpoint is not there at all;
+    outside rank folders. MissingCheckpointError: a named checkpoint is not there at all;
     ConfigError: a file of another kind.
     """
     status = storage.status(path)
@@ -71,7 +71,7 @@ def candidates_for(storage: Storage, path: str, named: str | None = None, world_
     if is_iteration(storage, path):
         return scan_one(storage, path), True
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
-    found = scan(storage, root, legacy)
+    found = scan(storage, root)
     if named is None:
         return found, False
     matching = [c for c in found.candidates if _is_named(c, named)]
@@ -127,20 +127,20 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
-           saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None, legacy: bool | None = None,
+           saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
            healthy: bool = False) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
     manifest, else ``Scan.expected_ranks``.
     ``saved_by(root, candidate)``: of how many ranks was a job that left no manifest, None: not known; asked on rank 0.
-    ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums. ``legacy``: as for ``scan``.
+    ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
     ``healthy``: one that mindformers' health monitor found to be sick is not taken, unless it is named.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
     checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, saved_by, legacy, healthy) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, saved_by, healthy) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
@@ -167,10 +167,10 @@ class _Chooser:
     """Rank 0's side: offers one candidate after the other, and says how it ends."""
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
-                 saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None, legacy: bool | None = None,
+                 saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
                  healthy: bool = False):
         self.storage, self.path, self.world_size, self.named, self.saved_by = storage, path, world_size, named, saved_by
-        self.legacy, self.healthy = legacy, healthy
+        self.healthy = healthy
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -184,7 +184,7 @@ class _Chooser:
 
     def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
         if self.found is None:
-            self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size, self.legacy)
+            self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size)
             self.queue = list(self.found.candidates)
         self.refused += verdicts[:1]
         while self.queue:

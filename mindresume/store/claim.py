@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from mindresume.errors import FolderInUseError, RecordError
+from mindresume.formats.iteration_files import parse_iteration
 from mindresume.manifest import FOLDER, TRASH, attempts, field_errors, run_name, run_sequence, seal, unseal
 from mindresume.state import is_count, is_number
 from mindresume.store.storage import TEMPORARY, Storage, publish
@@ -142,7 +143,7 @@ def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[
 
 
 def next_run(names: Iterable[str]) -> str:
-    """The name of a run later than every one that left a trace among ``names`` of the folder of records."""
+    """The name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
     used = [run for _, _, run in attempts([name.removeprefix(TRASH) for name in names])]
     used += _claimed(names) + _claimed(names, _ENDED)
@@ -227,7 +228,9 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     if living:
         raise FolderInUseError(_in_use(root, living[0], owner))
     names = storage.list(folder)
-    claim = Claim(storage, root, replace(owner, run=owner.run or next_run(names)), traced)
+    visible = [base for base in storage.list(root) if parse_iteration(base) is not None]        # also if copied from elsewhere
+    traces = [name for base in visible for name in storage.list(os.path.join(root, base, FOLDER))]
+    claim = Claim(storage, root, replace(owner, run=owner.run or next_run([*names, *traces])), traced)
     claim.publish()
     known = {other.run for other in dead}
     for other in claims(storage, root):             # two jobs that start at the same moment: the later name stays

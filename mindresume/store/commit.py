@@ -19,6 +19,7 @@ from dataclasses import replace
 from mindresume.errors import RecordError
 from mindresume.formats.names import META, meta_json, parse_name
 from mindresume.formats.records import find_attempts, listed, ranks_count, scan_records
+from mindresume.formats.scan import scan
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
@@ -166,6 +167,10 @@ class Committer:
         """Commits what earlier runs completed before they died, and makes it visible. Returns its steps, newest first."""
         storage, root, adopted = self.place.storage, self.place.root, []
         found = scan_records(storage, root)[0]
+        order = found
+        if any(candidate.base.startswith(FOLDER) for candidate in found):       # the tracker may have been set back
+            order = list(scan(storage, root).candidates)
+        newest = next((candidate.name for candidate in order if candidate.problem is None), "")
         for candidate in reversed(found):                       # the newest last: the pointers are its
             making = candidate.base.startswith(FOLDER)
             if candidate.problem is not None or (candidate.committed or candidate.base) and not making:
@@ -181,8 +186,8 @@ class Committer:
             if making and any(c.step == step and c.committed and c.order > candidate.order for c in found):
                 continue                                        # a later run has saved this step again
             if making:
-                iteration.show(place, step, newest=candidate is found[0])
-            elif candidate is found[0]:
+                iteration.show(place, step, newest=candidate.name == newest)
+            elif candidate.name == newest:
                 self._point(place, manifest)
             adopted.append(step)
         if any(candidate.base for candidate in found):

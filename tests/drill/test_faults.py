@@ -1,5 +1,6 @@
 """The simulated machine: what each fault does, and what is left after a loss of power."""
 import errno
+import itertools
 import os
 import random
 from itertools import product
@@ -225,6 +226,48 @@ def test_a_folder_whose_removal_is_durable_does_not_come_back(root):
         view.remove(root + "/a")
         view.sync(root)
     assert lost(root, steps) == {}
+
+
+def test_of_a_rename_to_another_folder_both_names_change_or_none(root):
+    os.mkdir(root + "/b")
+
+    def steps(view):
+        view.rename(root + "/a", root + "/b/c")
+    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "b": None}
+    for survives, synced in ((True, None), (False, "/b"), (False, "")):
+        def then(view, synced=synced):
+            steps(view)
+            if synced is not None:
+                view.sync(root + synced)
+        assert lost(root, then, lambda survives=survives: survives) == {
+            "b": None, "b/c": None, "b/c/f": b"one", "b/c/g": b"two"}, (survives, synced)
+        os.rename(root + "/b/c", root + "/a")
+
+
+@pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
+def test_a_folder_that_makes_way_for_another(root, fates):
+    """As an iteration that is saved once more: the old one goes to the trash, the new one takes its name."""
+    os.makedirs(root + "/hidden/new")
+    os.rename(root + "/a", root + "/old")
+
+    def steps(view):
+        view.rename(root + "/old", root + "/hidden/trash")
+        view.rename(root + "/hidden/new", root + "/old")
+        view.write(root + "/old/x", [b"x"])
+        view.sync(root + "/old")
+    left = iter(fates)
+    found = {name for name in lost(root, steps, lambda: next(left)) if not name.endswith(("f", "g"))}
+    new = {(True, True): {"old", "old/x"}, (True, False): {"hidden/new", "hidden/new/x"},
+           (False, False): {"old", "hidden/new", "hidden/new/x"}}
+    if fates in new:
+        assert found == {"hidden", *new[fates], *({"hidden/trash"} if fates[0] else ())}
+
+
+def test_a_new_folder_makes_the_changes_beside_it_durable(root):
+    def steps(view):
+        view.rename(root + "/a", root + "/b")
+        view.make_folder(root + "/a")
+    assert set(lost(root, steps)) == {"a", "b", "b/f", "b/g"}
 
 
 def test_a_new_folder_is_durable_at_once(root):

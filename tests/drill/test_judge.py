@@ -14,11 +14,13 @@ from mindresume.drill.ranks import Turns
 from mindresume.drill.stories import RUNS, World, save_quietly, shard
 from mindresume.files import read_header
 from mindresume.formats import Candidate
+from mindresume.formats.iteration_files import TRACKER
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.resume.select import Choice
 from mindresume.store.claim import occupy, owner_of_this_process
-from mindresume.store.commit import Committer, Place, write_shard
+from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
+from mindresume.store.shard import write_shard
 from mindresume.store.storage import PosixStorage
 
 RANKS = 2
@@ -38,7 +40,8 @@ def saved(world, *steps, run=0, **how):
 
 
 def file_of(world, step, rank, run=0):
-    return os.path.join(world.root, f"rank_{rank}", str(shard(run, step, rank, world.format).name))
+    place = world.place(rank, run)
+    return os.path.join(place.base(step), shard(place, step, world.format).files[0].path)
 
 
 def cut(path):
@@ -58,10 +61,12 @@ def flip(world, path, name="embedding.weight"):
 def write_altered(world, step, **arrays):
     """All ranks record other tensors than the story would have saved."""
     for rank in range(RANKS):
-        part = shard(0, step, rank, world.format)
-        kept = {name: array for name, array in {**part.tensors, **arrays}.items() if array is not None}
-        write_shard(Place(PosixStorage(), world.root, RUNS[0], rank, RANKS), replace(part, tensors=kept))
-    Committer(Place(PosixStorage(), world.root, RUNS[0], 0, RANKS)).saved(step)
+        place = world.place(rank, 0, PosixStorage())
+        part = shard(place, step, world.format)
+        kept = {name: array for name, array in {**part.files[0].tensors, **arrays}.items() if array is not None}
+        altered = replace(part, files=(replace(part.files[0], tensors=kept),))
+        write_shard(place, altered)
+    Committer(world.place(0, 0, PosixStorage())).saved(step)
 
 
 # ---- PASS ----------------------------------------------------------------------------------------------------------
@@ -254,3 +259,61 @@ def test_checkpoints_that_should_have_gone_are_listed(world, monkeypatch):
     monkeypatch.setattr(judging, "KeepLast", lambda count: KEEP_ALL)
     found = judge(saved(world, 10, 20), [OLD, NEW])
     assert sorted(found.left) == [f"{FOLDER}/{attempt_name(step, RUNS[0])}" for step in (10, 20)]
+
+
+# ---- iteration folders -----------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def iterations(folder):
+    machine = Machine(PosixStorage(), Turns(RANKS, random.Random(0)))
+    return World(machine, os.path.join(folder, "checkpoint"), "iteration", RANKS)
+
+
+def visible(world, step, *more):
+    return os.path.join(world.root, f"iteration_{step:08d}", *more)
+
+
+def test_iterations_pass_and_only_the_name_of_the_run_is_left(iterations):
+    found = judge(saved(iterations, 10, 20), [OLD, NEW])
+    assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "", NEW, ())
+    assert os.listdir(os.path.join(iterations.root, FOLDER)) == [f"ended-{RUNS[2]}.json"]
+    assert sorted(os.listdir(iterations.root)) == [FOLDER, "iteration_00000090", TRACKER]
+
+
+@pytest.mark.parametrize("content", ["", "15", "30", "ten"])
+def test_a_tracker_that_leads_nowhere(iterations, content):
+    saved(iterations, 10, 20)
+    with open(os.path.join(iterations.root, TRACKER), "w") as file:
+        file.write(content)
+    found = judge(iterations, [OLD] if content == "15" else [OLD, NEW], tidy=False)
+    assert found.verdict == HARD_FAIL and found.reason.startswith(f"{TRACKER} leads nowhere")
+
+
+def test_a_tracker_that_takes_an_older_one_is_lost_work(iterations):
+    saved(iterations, 10, 20)
+    with open(os.path.join(iterations.root, TRACKER), "w") as file:
+        file.write("10")
+    assert judge(iterations, [OLD, NEW]).verdict == LOST_WORK
+
+
+@pytest.mark.parametrize("name", ["common.json", "metadata.json"])
+def test_small_files_count_although_a_resume_can_do_without_them(iterations, name):
+    os.remove(visible(saved(iterations, 10, 20), 10, name))
+    found = judge(iterations, [OLD, NEW], tidy=False)
+    assert found.verdict == HARD_FAIL and found.reason.startswith("committed and not whole") and name in found.reason
+
+
+def test_weights_of_an_iteration_that_are_not_what_was_saved(iterations):
+    write_altered(iterations, 10, **{"embedding.weight": np.zeros((6, 4), np.float32)})
+    found = judge(iterations, [OLD])
+    assert found.verdict == SILENT_DIVERGENCE and "embedding.weight" in found.reason
+
+
+def test_what_is_left_of_iterations(iterations):
+    """Files of a folder, of the root, and of the folder of records, which nobody removes."""
+    strays = [f"{FOLDER}/other", "notes.txt"]
+    saved(iterations, 10)
+    for stray in strays:
+        with open(os.path.join(iterations.root, stray), "w") as file:
+            file.write("x")
+    assert judge(iterations, [OLD]).left == tuple(strays)

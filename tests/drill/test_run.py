@@ -26,7 +26,8 @@ def test_the_same_seed_gives_the_same_operations(setup, folder):
 
 def test_every_story_and_format_and_rank_has_operations(setup, folder):
     tasks = prepare(setup)
-    assert {(task.story, task.format) for task in tasks} == {(name, fmt) for name in STORIES for fmt in ("safetensors", "ckpt")}
+    assert {(task.story, task.format) for task in tasks} == {(name, fmt) for name in STORIES
+                                                          for fmt in ("safetensors", "ckpt", "iteration")}
     for task in tasks:
         assert [operation.number for operation in task.operations] == list(range(1, len(task.operations) + 1))
         assert {operation.rank for operation in task.operations} == ({0} if task.story == "pointers" else {0, 1})
@@ -45,9 +46,9 @@ def test_one_cell_for_every_fault_and_operation_it_can_hit(setup, monkeypatch):
     assert list(cells(setup, task, ["torn"])) == [fault for fault in found if fault.kind == "torn"]
 
 
-@pytest.mark.parametrize("story", ["save", "background", "start"])
-def test_a_number_means_the_same_operation_with_a_fault(setup, story):
-    task, = prepare(setup, [story], ["ckpt"])
+@pytest.mark.parametrize("story, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
+def test_a_number_means_the_same_operation_with_a_fault(setup, story, fmt):
+    task, = prepare(setup, [story], [fmt])
     for kind in FAULTS:
         for operation in task.operations[7::31]:
             if Fault(kind, operation.number).hits(operation.name):

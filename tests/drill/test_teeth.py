@@ -21,12 +21,13 @@ from mindresume.drill.stories import Story, World
 from mindresume.errors import FolderInUseError, SaveError
 from mindresume.files import FORMATS, read_header
 from mindresume.formats import rank_folders
-from mindresume.formats.names import META, folder_name, meta_json
-from mindresume.formats.rank_folders import scan_records
-from mindresume.manifest import FOLDER, Manifest, read_record, record_rank
+from mindresume.formats.iteration_files import COMMON, METADATA, TRACKER, iteration_name
+from mindresume.formats.names import META, folder_name, meta_json, parse_name
+from mindresume.formats.records import scan_records
+from mindresume.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import prove, select
 from mindresume.resume.prove import ProvenShard, Source
-from mindresume.store import claim, commit, removal, saver, storage
+from mindresume.store import claim, commit, iteration, removal, saver, shard, storage
 from mindresume.store.background import Background
 from mindresume.store.commit import Committer
 from mindresume.store.retention import surplus
@@ -41,7 +42,7 @@ Patch = pytest.MonkeyPatch
 @dataclass(frozen=True)
 class Mutant:
     """``verdict``: what the drill says of it in ``story`` under ``fault``. ``where``: only operations with this in their name or
-    path, to be fast. ``seed``: an order of the ranks in which it matters."""
+    path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: default one of the rank folders."""
     name: str
     mutate: Callable[[Patch], None]
     story: str
@@ -49,11 +50,12 @@ class Mutant:
     verdict: str
     where: str = ""
     seed: int = 0
+    format: str = ""
 
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """In every module that has imported it."""
-    for module in (storage, commit, claim, saver, removal, stories, judging, rank_folders, prove, select):
+    for module in (storage, shard, commit, iteration, claim, saver, removal, stories, judging, rank_folders, prove, select):
         if hasattr(module, name):
             patch.setattr(module, name, value)
 
@@ -143,13 +145,14 @@ def saved_before_it_is_written(patch: Patch) -> None:
 
 
 def pointer_before_the_file(patch: Patch) -> None:
-    right = commit.write_shard
+    right = shard.write_shard
 
-    def write_shard(place, shard, **how):
+    def write_shard(place, part, **how):
         folder = os.path.join(place.root, folder_name(place.rank))
         place.storage.make_folder(folder)
-        storage.publish_json(place.storage, os.path.join(folder, META), meta_json(shard.name), place.run)
-        return right(place, shard, **how)
+        name = parse_name(os.path.basename(part.files[0].path))
+        storage.publish_json(place.storage, os.path.join(folder, META), meta_json(name), place.run)
+        return right(place, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
@@ -157,14 +160,14 @@ def pointer_before_the_file(patch: Patch) -> None:
 
 def manifest_without_all_ranks(patch: Patch) -> None:
     """Whoever is there is enough."""
-    def _manifest(self, attempt):
-        found = []
+    def _manifest(self, place, step):
+        found, attempt = [], place.attempt(step)
         for name in self.place.storage.list(attempt):
             if record_rank(name) is not None:
                 with self.place.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
         first = found[0][0]
-        return Manifest(first.run, first.state, 0.0, tuple(record.file for record, _ in found), tuple(sums for _, sums in found))
+        return Manifest(first.run, first.state, 0.0, tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
     missing = Committer._missing
     patch.setattr(Committer, "_missing", lambda self, step: [rank for rank in missing(self, step) if rank == 0])
     patch.setattr(Committer, "_manifest", _manifest)
@@ -192,14 +195,14 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
 
 def oldest_first(patch: Patch) -> None:
     right = select.scan
-    patch.setattr(select, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+    patch.setattr(select, "scan", lambda disk, root, legacy: (lambda found: replace(found, candidates=found.candidates[::-1]))(
         right(disk, root)))
 
 
 def highest_step_first(patch: Patch) -> None:
     """Of whatever run."""
     right = select.scan
-    patch.setattr(select, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
+    patch.setattr(select, "scan", lambda disk, root, legacy: (lambda found: replace(found, candidates=tuple(sorted(
         found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
 
 
@@ -207,7 +210,7 @@ def missing_ranks_forgiven(patch: Patch) -> None:
     """A save without manifest counts as soon as one rank recorded it."""
     right = select.scan
 
-    def scan(disk, root):
+    def scan(disk, root, legacy):
         found = right(disk, root)
         return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
                                                for c in found.candidates))
@@ -218,7 +221,7 @@ def only_manifests_count(patch: Patch) -> None:
     """What all ranks recorded and nobody committed is not looked at."""
     right = select.scan
 
-    def scan(disk, root):
+    def scan(disk, root, legacy):
         found = right(disk, root)
         return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
     patch.setattr(select, "scan", scan)
@@ -227,7 +230,7 @@ def only_manifests_count(patch: Patch) -> None:
 def believe_everything(patch: Patch) -> None:
     """Records and files are taken as they are."""
     def prove_nothing(disk, root, candidate, rank, progress=None, full=True):
-        return ProvenShard(rank, (Source(candidate.files[rank]),), candidate.state)
+        return ProvenShard(rank, tuple(map(Source, candidate.files[rank])), candidate.state)
     patch.setattr(select, "prove", prove_nothing)
     patch.setattr(select, "quick", lambda disk, root, candidate, world, files=True: candidate.problem)
 
@@ -261,18 +264,18 @@ class _InPlace:
 
 def prune_before_saving(patch: Patch) -> None:
     """Room is made first, as if the new one were there already."""
-    right = commit.write_shard
+    right = shard.write_shard
 
-    def write_shard(place, shard, **how):
-        if place.rank == 0 and shard.state.step in (20, 30):
+    def write_shard(place, part, **how):
+        if place.rank == 0 and part.state.step in (20, 30):
             found = [c for c in scan_records(place.storage, place.root)[0] if c.committed]
             removal.carry_out(place.storage, place.root, removal.Plan(victims=tuple(found)))
-        return right(place, shard, **how)
+        return right(place, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
-    patch.setattr(removal, "_policy_says", lambda policy, committed, good, reasons: set(map(removal.folder_of, committed)))
+    patch.setattr(removal, "_policy_says", lambda policy, committed, good, reasons: {c.name for c in committed})
 
 
 def prune_takes_what_is_unfinished(patch: Patch) -> None:
@@ -324,6 +327,148 @@ def trash_is_never_emptied(patch: Patch) -> None:
     patch.setattr(removal, "empty_trash", lambda *args, **how: None)
 
 
+# ---- iteration folders -----------------------------------------------------------------------------------------------
+
+def tracker_before_the_rename(patch: Patch) -> None:
+    right = iteration.show
+
+    def show(place, step, newest=True):
+        iteration.point(place.storage, place.root, step, place.run)
+        right(place, step, newest)
+    patch.setattr(iteration, "show", show)
+
+
+def rename_before_the_manifest(patch: Patch) -> None:
+    """It has its name first, and is completed there."""
+    class There(shard.Place):
+        def base(self, step):
+            return os.path.join(self.root, iteration_name(step))
+
+    def try_commit(self, step):
+        missing = self._missing(step)
+        if not missing:
+            iteration.show(self.place, step)
+            place = There(**vars(self.place))
+            manifest = self._manifest(place, step)
+            commit.publish(place.storage, os.path.join(place.attempt(step), MANIFEST), [manifest.encode()], place.run)
+            self.prune()
+        return missing
+    patch.setattr(Committer, "try_commit", try_commit)
+
+
+def small_files_after_the_manifest(patch: Patch) -> None:
+    right, late = iteration.publish, threading.local()
+
+    def publish(disk, path, pieces, tag, size=0):
+        name = os.path.basename(path)
+        if name in (COMMON, METADATA):
+            late.files = [*getattr(late, "files", ()), (path, list(pieces))]
+            return sum(map(len, late.files[-1][1]))
+        return right(disk, path, pieces, tag, size)
+
+    def manifest_first(disk, path, pieces, tag, size=0):
+        count = right(disk, path, pieces, tag, size)
+        files, late.files = getattr(late, "files", ()), ()
+        for small, content in files:
+            right(disk, small, content, tag)
+        return count
+    patch.setattr(iteration, "publish", publish)
+    patch.setattr(commit, "publish", manifest_first)
+
+
+def replaced_folder_removed_first(patch: Patch) -> None:
+    """Room is made before the new one is complete, as mindformers does."""
+    right = shard.write_shard
+
+    def write_shard(place, part, **how):
+        target = os.path.join(place.root, iteration_name(part.state.step))
+        if place.rank == 0 and place.storage.status(target) is not None:
+            storage.remove_tree(place.storage, target)
+        return right(place, part, **how)
+    patch_all(patch, "write_shard", write_shard)
+
+
+def replaced_folder_written_into(patch: Patch) -> None:
+    """Its files are replaced one by one."""
+    right = iteration.show
+
+    def show(place, step, newest=True):
+        disk, target = place.storage, os.path.join(place.root, iteration_name(step))
+        if disk.status(target) is None:
+            return right(place, step, newest)
+        for name in disk.list(place.base(step)):
+            if name != FOLDER:
+                disk.rename(os.path.join(place.base(step), name), os.path.join(target, name))
+        disk.rename(place.attempt(step), os.path.join(target, FOLDER, os.path.basename(place.attempt(step))))
+        storage.remove_tree(disk, place.base(step))
+        return iteration.point(disk, place.root, step, place.run)
+    patch.setattr(iteration, "show", show)
+
+
+def tracker_names_what_is_being_replaced(patch: Patch) -> None:
+    patch.setattr(iteration, "_lead_elsewhere", lambda *args: None)
+
+
+def intent_forgotten(patch: Patch) -> None:
+    right = iteration.publish
+    patch.setattr(iteration, "publish", lambda disk, path, pieces, tag, size=0: 0 if os.path.basename(path).startswith(
+        "tracker-") else right(disk, path, pieces, tag, size))
+
+
+def intents_are_never_settled(patch: Patch) -> None:
+    patch.setattr(iteration, "settle", lambda *args: None)
+
+
+def renamed_without_sync(patch: Patch) -> None:
+    class NoSync:
+        def __init__(self, disk):
+            self.disk = disk
+
+        def __getattr__(self, name):
+            return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
+    right = iteration.show
+
+    def point(disk, root, step, tag):
+        temporary = temporary_name(os.path.join(root, TRACKER), tag)
+        disk.write(temporary, [str(step).encode()])
+        disk.rename(temporary, os.path.join(root, TRACKER))
+        PosixStorage().sync(root) if isinstance(disk, PosixStorage) else disk.disk.sync(root)
+
+    def show(place, step, newest=True):
+        patch.setattr(iteration, "point", point)
+        right(replace(place, storage=NoSync(place.storage)), step, newest)
+    patch.setattr(iteration, "show", show)
+
+
+def iteration_removed_without_rename(patch: Patch) -> None:
+    def carry_out(disk, root, made, holds=dict, log=print):
+        victims = [*made.victims, *made.debris]
+        for candidate in victims:
+            storage.remove_tree(disk, candidate.box)
+        removal.empty_trash(disk, root, holds)
+        return victims
+    patch_all(patch, "carry_out", carry_out)
+
+
+ITERATION_MUTANTS = [
+    Mutant("tracker before the rename", tracker_before_the_rename, "pointers", "kill all", HARD_FAIL, "rename"),
+    Mutant("rename before the manifest", rename_before_the_manifest, "pointers", "kill all", HARD_FAIL, "json"),
+    Mutant("small files after the manifest", small_files_after_the_manifest, "pointers", "kill all", HARD_FAIL, "common"),
+    Mutant("replaced folder removed first", replaced_folder_removed_first, "save again", "kill all", LOST_WORK, "sync"),
+    Mutant("replaced folder written into", replaced_folder_written_into, "save again", "kill all", HARD_FAIL,
+           "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/"),
+    Mutant("tracker names what is being replaced", tracker_names_what_is_being_replaced, "save again", "kill all", HARD_FAIL,
+           "rename checkpoint/.mindresume/step-0000000020"),
+    Mutant("intent forgotten", intent_forgotten, "pointers", "kill all", LOST_WORK, "latest"),
+    Mutant("intents are never settled", intents_are_never_settled, "pointers", "kill all", LEFT, "remove"),
+    Mutant("renamed without sync", renamed_without_sync, "pointers", "reorder", LOST_WORK, "sync checkpoint", seed=1),
+    Mutant("iteration removed without rename", iteration_removed_without_rename, "prune", "kill all", LEFT, "remove"),
+    Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK, "list"),
+    Mutant("publish without sync", publish_without_sync, "pointers", "power", LOST_WORK, "latest"),
+    Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL, "json"),
+    Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT, "remove"),
+]
+
 MUTANTS = [
     Mutant("publish without sync", publish_without_sync, "save", "power", LOST_WORK),
     Mutant("publish without sync", publish_without_sync, "first save", "power", HARD_FAIL),
@@ -354,6 +499,7 @@ MUTANTS = [
     Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
     Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),
     Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT),
+    *(replace(mutant, format=stories.ITERATION) for mutant in ITERATION_MUTANTS),
 ]
 
 
@@ -368,9 +514,9 @@ def hunt(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
             yield cell(setup, task, fault)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.story}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.story}, {mutant.format}")
 def test_a_mutant_is_found(mutant, folder):
-    setup, fmt = Setup(folder, seed=mutant.seed), FORMATS[MUTANTS.index(mutant) % 2]
+    setup, fmt = Setup(folder, seed=mutant.seed), mutant.format or FORMATS[MUTANTS.index(mutant) % 2]
     right, = prepare(setup, [mutant.story], [fmt])
     with pytest.MonkeyPatch.context() as patch:
         mutant.mutate(patch)
@@ -408,7 +554,7 @@ def play(patch: Patch, folder: str, story: Story, fault: Fault | None = None, di
 def _taken_over(world: World, rank: int) -> None:
     """Run 1 was taken for dead; now it wakes up and goes on."""
     try:
-        commit.write_shard(world.place(rank, 0), stories.shard(0, 30, rank, world.format))
+        shard.write_shard(world.place(rank, 0), stories.shard(world.place(rank, 0), 30, world.format))
     except FolderInUseError:
         return
     raise AssertionError("a run that lost its folder saves into it")
@@ -420,14 +566,15 @@ TAKEN_OVER = Story("taken over", "a run that was taken for dead wakes up", _take
 
 def test_a_late_writer_without_a_fence(folder, monkeypatch):
     assert play(monkeypatch, folder, TAKEN_OVER) == "PASS"
-    monkeypatch.setattr(commit, "fence", lambda *args: None)
+    monkeypatch.setattr(shard, "fence", lambda *args: None)
     assert play(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
 
 
 def _same_names(world: World, rank: int) -> None:
     """Another job saves step 10 under the names of the first run."""
-    place, part = world.place(rank, 1), stories.shard(1, 10, rank, world.format)
-    commit.write_shard(place, replace(part, name=stories.shard(0, 10, rank, world.format).name))
+    place, part = world.place(rank, 1), stories.shard(world.place(rank, 1), 10, world.format)
+    taken = stories.shard(world.place(rank, 0), 10, world.format).files[0].path
+    shard.write_shard(place, replace(part, files=(replace(part.files[0], path=taken),)))
 
 
 SAME_NAMES = Story("same names", "another job uses the names of the first run", _same_names)

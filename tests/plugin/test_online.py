@@ -114,14 +114,14 @@ def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_pa
 
 
 def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
-    """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders count."""
+    """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders are newer."""
     save(tmp_path, 5, world=2)
     online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
     assert current.choice.chosen.step == 5 and current.choice.chosen.base == "" and current.open_source is not None
     current.release()
-    saved(tmp_path, 3)
+    saved(tmp_path, 7)
     online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
-    assert current.choice.chosen.base == "iteration_00000003"
+    assert current.choice.chosen.base == "iteration_00000007"
     current.release()
 
 

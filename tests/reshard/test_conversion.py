@@ -126,7 +126,7 @@ class Disk(View):
         def act():
             self.machine.changing(folder, name)
             made = STORAGE.create(path, size)
-            self.machine.changed(folder, {name: b""})           # its bytes are not durable yet
+            self.machine.changed({folder: {name: b""}})           # its bytes are not durable yet
             return made
         return Pieces(self, path, self._do("create", path, act))
 
@@ -144,7 +144,8 @@ class Pieces:
     def finish(self):
         def act():
             self.inner.finish()
-            self.disk.machine.changed(os.path.dirname(self.path), {os.path.basename(self.path): Path(self.path).read_bytes()})
+            self.disk.machine.changed({
+                os.path.dirname(self.path): {os.path.basename(self.path): Path(self.path).read_bytes()}})
         try:
             self.disk._do("finish", self.path, act)
         except OSError:

@@ -129,7 +129,7 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
     content["storage_data"] = {key: row for key, row in content["storage_data"].items() if name not in key}
     (folder / METADATA).write_text(json.dumps(content))
     candidate = scan(STORAGE, str(tmp_path)).candidates[0]
-    with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.layers.0.qkv.weight \(.*metadata.json does not name"):
+    with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name"):
         iteration.of_iteration(STORAGE, str(tmp_path), candidate)
     (folder / METADATA).write_text("{")
     with pytest.raises(DamagedFileError, match="metadata.json"):

@@ -1,0 +1,116 @@
+"""What the parts of ``iterations.py`` share: the model, its layouts, and the parameters of one rank in live cells, as MindSpore
+and mindformers know them. mindformers' own functions are unchanged; what is replaced is where they learn how the graph cuts the
+parameters (no network is compiled here), and the collectives that MindSpore has no kernel for on CPU.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from mindresume.layout import TensorLayout
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [path for path in (str(ROOT), str(ROOT / "st" / "programs")) if path not in sys.path]
+
+PREFIX = "bench"
+WIDTH, MATRICES, NORMS = 1024, 18, 2
+Model = dict[str, tuple[tuple[int, ...], TensorLayout]]
+
+
+def model(mib: int, data: int, tensor: int) -> Model:
+    """{name: (global shape, layout)} of ``mib`` MiB of float32: 20 weights and two moments of each, over ``data`` x ``tensor``
+    ranks. Half of the matrices are cut by rows, half by columns; two weights are vectors, whole everywhere."""
+    matrix = (data, tensor)
+    rows = max(round(mib * 2**20 / 3 / MATRICES / 4 / WIDTH / 16), 1) * 16
+    weights: Model = {}
+    for number in range(MATRICES):
+        cut = (0, -1) if number % 2 == 0 else (-1, 0)
+        weights[f"layers.{number}.weight"] = ((rows, WIDTH), TensorLayout(matrix, cut))
+    for number in range(NORMS):
+        weights[f"norms.{number}.weight"] = ((WIDTH,), TensorLayout(matrix, (-1,)))
+    return {kind + name: row for kind in ("", "adam_m.", "adam_v.") for name, row in weights.items()}
+
+
+def size_of(tensors: Model) -> int:
+    """Bytes, every element once."""
+    return sum(math.prod(shape) * 4 for shape, _ in tensors.values())
+
+
+def held(tensors: Model) -> int:
+    """Bytes of one rank."""
+    return sum(math.prod(layout.local_shape(shape)) * 4 for shape, layout in tensors.values())
+
+
+def whole(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(list(name.encode())).random(shape, np.float32)
+
+
+def part(tensors: Model, name: str, rank: int) -> np.ndarray:
+    """What a rank holds."""
+    shape, layout = tensors[name]
+    return np.ascontiguousarray(whole(name, shape)[layout.slices(rank, shape)])
+
+
+def spec_of(tensors: Model) -> dict[str, dict[str, Any]]:
+    """layouts.json of st/programs/builtin_20_read.py, with the optimizer's counter."""
+    from st.versions import table
+    shapes = {name: np.broadcast_to(np.float32(0), shape) for name, (shape, _) in tensors.items()}
+    return table({**shapes, "global_step": np.zeros(1, np.int32)}, {name: layout for name, (_, layout) in tensors.items()})
+
+
+def cells_of(spec: Mapping[str, Any], tensors: Model, rank: int, values: bool) -> tuple[Any, Any]:
+    """(network, optimizer with all parameters) of a rank; without ``values`` ones are in them."""
+    import builtin_20_read as builtin
+    import mindspore as ms
+    arrays = {name: part(tensors, name, rank) if values else np.ones(layout.local_shape(shape), np.float32)
+              for name, (shape, layout) in tensors.items()}
+    arrays["global_step"] = np.full(1, 77, np.int32)
+    network, optimizer = builtin.cells(spec, {name: ms.Tensor(array) for name, array in arrays.items()})
+    for parameter in optimizer.get_parameters():
+        parameter.asnumpy()                     # the first access moves the bytes; training has done so long before
+    return network, optimizer
+
+
+class Strategies:
+    """What MindSpore says of the compiled network of a job, made once: it costs the built-in nothing here."""
+
+    def __init__(self, spec: Mapping[str, Any], ranks: int):
+        import builtin_20_read as builtin
+        self.of_rank = {rank: builtin.strategy_of(spec, rank) for rank in range(ranks)}
+
+    @contextlib.contextmanager
+    def told(self, rank: int) -> Iterator[None]:
+        """mindformers hears it everywhere. Its log is silent."""
+        import builtin_20_read as builtin
+        logging.disable(logging.WARNING)
+        answers = {"get_strategy_metadata": lambda *_, **__: self.of_rank,
+                   "get_current_strategy_metadata": lambda *_, **__: [self.of_rank[rank]]}
+        with contextlib.ExitStack() as patches:
+            for module in map(importlib.import_module, (f"mindformers.{name}" for name in builtin.MODULES)):
+                for name, answer in answers.items():
+                    if hasattr(module, name):
+                        patches.enter_context(mock.patch.object(module, name, answer))
+            yield
+
+
+def install_collectives() -> None:
+    """Before mindformers is imported. Both are AllReduce of float32, which is what MindSpore's library on CPU has."""
+    import mindspore.communication.comm_func as comm_func
+    from mindspore import Tensor, ops
+
+    from st.cpu_cluster import collectives
+    collectives.install_barrier()
+
+    def all_reduce(tensor: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+        return ops.AllReduce()(Tensor(tensor.asnumpy().astype(np.float32))), None
+    comm_func.all_reduce = functools.wraps(comm_func.all_reduce)(all_reduce)

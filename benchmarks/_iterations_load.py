@@ -1,0 +1,166 @@
+"""One rank of the loading part of ``iterations.py``: it loads a checkpoint of eight ranks as one of a job of four.
+
+    python _iterations_load.py built-in|ours RANK MIB
+
+One JSON line per task on standard input, {"root", "first", "prove"}, one in answer: {"seconds", "anonymous": peak MiB above
+that before, "read": bytes, "parameters": bytes of this rank}. ``first``: what arrived is compared, and with the built-in, which
+maps its files, the pages that it touched are counted; that takes time. ``prove``: ours also proves its share of the files, as a
+resume does when it chooses; "proof" are the seconds of that alone.
+"""
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import _iterations_job as job
+from _reshard_job import Peak
+
+SOURCE, TARGET = (2, 4), (2, 2)             # data x tensor
+RANKS = TARGET[0] * TARGET[1]
+
+
+class Ours:
+    """As mindresume.plugin.online loads."""
+
+    def __init__(self, optimizer: Any, strategies: job.Strategies, rank: int):
+        self.optimizer, self.strategies, self.rank = optimizer, strategies, rank
+
+    def load(self, root: str) -> int:
+        from mindresume.formats.scan import scan
+        from mindresume.network import strategy_layouts
+        from mindresume.plugin import adapter
+        from mindresume.reshard.direct import Traffic
+        from mindresume.reshard.iteration import of_iteration
+        from mindresume.reshard.load import read_regions, wanted_regions
+        from mindresume.store.storage import PosixStorage
+        storage, traffic = PosixStorage(), Traffic()
+        weights = of_iteration(storage, root, scan(storage, root).candidates[0])
+        wanted = adapter.wanted_of(self.optimizer)
+        shapes = {name: shape for name, (shape, _) in wanted.items()}
+        layouts = strategy_layouts(self.strategies.of_rank[self.rank], shapes, print)
+        arrays = read_regions(weights, wanted_regions(weights, wanted, layouts, self.rank), traffic=traffic)
+        left = adapter.load_into(self.optimizer, arrays, False)
+        if left:
+            raise SystemExit(f"{len(left)} parameters got no value, for example {left[0]}")
+        return traffic.read
+
+    def prove(self, root: str) -> None:
+        """The files of the source ranks that fall to this one."""
+        from mindresume.formats.scan import scan
+        from mindresume.resume.prove import ProvenShard, prove
+        from mindresume.store.storage import PosixStorage
+        storage = PosixStorage()
+        candidate = scan(storage, root).candidates[0]
+        for source in range(self.rank, candidate.world_size, RANKS):
+            found = prove(storage, root, candidate, source)
+            if not isinstance(found, ProvenShard):
+                raise SystemExit(f"the checkpoint just written is refused: {found}")
+
+
+class BuiltIn:
+    def __init__(self, network: Any, optimizer: Any):
+        self.network, self.optimizer = network, optimizer
+
+    def load(self, root: str) -> int:
+        from mindformers.checkpoint.checkpoint import load_checkpoint
+        load_checkpoint(root, self.network, self.optimizer)
+        return 0
+
+
+@contextmanager
+def mapped_counted() -> Iterator[list[int]]:
+    """[bytes of the pages touched in the files that MindSpore maps], right after the block."""
+    from mindspore.parallel import data_access_adapter
+    found = [0]
+
+    class Counted(mmap.mmap):
+        path = ""
+
+        def __new__(cls, handle: int, length: int, **options: Any) -> Any:
+            made = super().__new__(cls, handle, length, **options)
+            made.path = os.readlink(f"/proc/self/fd/{handle}")
+            return made
+
+        def __del__(self) -> None:
+            found[0] += touched(self.path)
+    with mock.patch.object(data_access_adapter, "mmap", SimpleNamespace(mmap=Counted, ACCESS_COPY=mmap.ACCESS_COPY)):
+        yield found
+    gc.collect()
+    found[0] += touched(".safetensors")
+
+
+def touched(path: str) -> int:
+    """Bytes in memory of this process's mappings of files whose name ends so."""
+    total, inside = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if "-" in line.split(" ", 1)[0] and not line.split(" ", 1)[0].endswith(":"):
+                inside = line.rstrip().endswith(path)
+            elif inside and line.startswith("Rss:"):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def characters_read() -> int:
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+def main() -> None:
+    kind, rank, mib = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)                               # MindSpore prints
+    import builtin_20_read as builtin
+    tensors = job.model(mib, *TARGET)
+    spec = job.spec_of(tensors)
+    strategies = job.Strategies(spec, RANKS)
+    network, optimizer = job.cells_of(spec, tensors, rank, values=False)
+    work = Ours(optimizer, strategies, rank) if kind == "ours" else BuiltIn(network, optimizer)
+    with builtin.as_rank(rank, RANKS, spec), strategies.told(rank):
+        for line in sys.stdin:
+            print(json.dumps(one(work, json.loads(line), tensors, optimizer, rank)), file=answers, flush=True)
+
+
+def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimizer: Any, rank: int) -> dict[str, Any]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    proof = 0.0
+    if task["prove"]:
+        started = time.perf_counter()
+        work.prove(task["root"])
+        proof = time.perf_counter() - started
+    before = characters_read()
+    if task["first"] and isinstance(work, BuiltIn):
+        with mapped_counted() as mapped:
+            work.load(task["root"])
+        told = {"read": characters_read() - before + mapped[0]}
+    else:
+        with Peak() as peak:
+            started = time.perf_counter()
+            read = work.load(task["root"])
+            seconds = time.perf_counter() - started
+        told = {"seconds": seconds, "anonymous": peak.mib, "read": read, "rchar": characters_read() - before, "proof": proof}
+    if task["first"]:
+        check(tensors, optimizer, rank)
+    return {**told, "parameters": job.held(tensors), "mapped": touched(".safetensors")}
+
+
+def check(tensors: job.Model, optimizer: Any, rank: int) -> None:
+    parameters = optimizer.parameters_dict()
+    for name in tensors:
+        if parameters[name].asnumpy().tobytes() != job.part(tensors, name, rank).tobytes():
+            raise SystemExit(f"rank {rank}: {name} is wrong")
+
+
+if __name__ == "__main__":
+    main()

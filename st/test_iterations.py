@@ -1,0 +1,263 @@
+"""Checkpoint 2.0 on several ranks: one training, one folder, another parallel layout at every start; and going over from 1.0.
+
+    steps  1-7    dp2 x tp2 with optimizer shard, 4 ranks      SIGKILL after step 7: the newest checkpoint is step 5
+    steps  6-12   dp2, replicas, 2 ranks                       SIGKILL after step 12: step 10
+    steps 11-17   one process                                  SIGKILL after step 17: step 15
+    steps 16-20   dp4 with optimizer shard, 4 ranks            to the end
+
+Nothing is said about old layouts, nothing is converted on disk. The first three save in the background and without redundancy,
+the last one neither. The uninterrupted run saves Checkpoint 1.0, so that its rank folders are where a job goes over from.
+
+Weights and moments must go from life to life bit for bit. The losses need not: sums over ranks are taken in another order.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.formats.scan import scan
+from mindresume.manifest import FOLDER, TensorRecord, parse_attempt
+from mindresume.state import is_transient
+from mindresume.store.storage import PosixStorage
+from st.copies import lines, said, steps_of
+from st.iterations import (
+    NEW,
+    PROGRAM,
+    begin,
+    candidate,
+    common_json,
+    copy_root,
+    files_of,
+    layout_table,
+    loaded_tensors,
+    not_equal,
+    of_network,
+    pieces_of,
+    saved_tensors,
+    steps_there,
+    tensors_of_ranks,
+    tracker,
+)
+from st.jobs import Run, differences
+from st.lives import Life, ended
+from st.test_reshard import BATCH, TOLERANCE, Layout, samples
+from st.versions import VERSIONS, expect_readable
+
+pytestmark = pytest.mark.timeout(1200)
+STEPS, COLUMNS, CONFIG = 20, 4, "quickstart_qwen3.yaml"
+LIFE = 600.0                     # seconds that one life may take on a busy machine
+BEHIND = "--callbacks.1.async_save True --callbacks.1.remove_redundancy True"
+COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}      # of a file of Checkpoint 1.0, not of the network
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One life: its layout, the step whose checkpoint it must take (None: a fresh start), the step after which it is killed,
+    and what is special about its command."""
+    layout: Layout
+    takes: int | None
+    killed: int | None
+    extra: str = BEHIND
+
+    @property
+    def saves(self) -> int:
+        """The last step that it saves."""
+        return (self.killed or STEPS) // 5 * 5
+
+
+@dataclass
+class Told:
+    """One life after its end. ``saved``: whole tensors of the checkpoint before it; ``loaded``: of what it started with,
+    without what lives within a step. ``samples``: {step: ids that all ranks saw}."""
+    plan: Plan
+    life: Life
+    saved: dict[str, np.ndarray]
+    loaded: dict[str, np.ndarray]
+    table: Mapping[str, TensorRecord]
+    samples: dict[int, list[str]] = field(default_factory=dict)
+
+
+FIRST = Layout(dp=2, tp=2)
+REPLICAS = "--parallel.enable_parallel_optimizer False"
+PLANS = (Plan(FIRST, None, 7), Plan(Layout(dp=2), 5, 12, f"{BEHIND} {REPLICAS}"), Plan(Layout(dp=1), 10, 17),
+         Plan(Layout(dp=4), 15, None, ""))              # add what the last life shall load with here, such as balanced_load
+
+
+# ---- the lives -----------------------------------------------------------------------------------------------------
+
+def start(run: Run, layout: Layout, extra: str, kill: str | None = None) -> Run:
+    run.workers = layout.ranks
+    return begin(run, f"--epochs 2 --callbacks.1.keep_checkpoint_max 4 {layout.options(COLUMNS)}", extra, kill=kill)
+
+
+def made(folder: Path, data: Path, device: str) -> Run:
+    return Run(folder, CONFIG, data, program=PROGRAM, device=device)
+
+
+@pytest.fixture(scope="module")
+def whole(data, device, tmp_path_factory) -> Run:
+    """The uninterrupted run, dp2 x tp2, Checkpoint 1.0. Keeps all four checkpoints."""
+    return start(made(tmp_path_factory.mktemp("whole"), data, device), FIRST, "").ended(LIFE)
+
+
+@pytest.fixture(scope="module")
+def chain(whole, data, device, tmp_path_factory) -> tuple[Run, list[Told]]:
+    """Plays the lives. What keeps the next one from starting is asserted here: that a life ends as planned."""
+    run, told = made(tmp_path_factory.mktemp("chain"), data, device), []
+    for plan in PLANS:
+        saved = saved_tensors(run.checkpoints, plan.takes) if plan.takes else {}
+        start(run, plan.layout, f"{NEW} {plan.extra}", f"{plan.killed}@{plan.saves}" if plan.killed else None)
+        status = run.wait(LIFE)
+        assert (status == 0) == (plan.killed is None), f"exit status {status}:\n" + run.log()[-4000:]
+        life, table = ended(run), layout_table(run.checkpoints, plan.saves)
+        loaded = parameters(run, table) if plan.takes else {}             # without a load nothing is compiled, or cut, yet
+        told.append(Told(plan, life, saved, loaded, table, samples(run)))
+    return run, told
+
+
+def parameters(run: Run, table: Mapping[str, TensorRecord]) -> dict[str, np.ndarray]:
+    return {name: array for name, array in loaded_tensors(run, table).items() if not is_transient(name)}
+
+
+# ---- the chain -----------------------------------------------------------------------------------------------------
+
+def test_every_life_goes_on_from_the_newest_checkpoint_of_the_one_before(chain):
+    for told in chain[1]:
+        plan = told.plan
+        assert told.life.chosen() == [plan.takes] * plan.layout.ranks
+        assert told.life.trained() == list(range((plan.takes or 0) + 1, (plan.killed or STEPS) + 1))
+        assert (told.life.status == 0) == (plan.killed is None)
+
+
+def test_what_a_life_starts_with_is_bit_for_bit_what_was_saved(chain):
+    """Weights, both moments, the step of the optimizer: whole tensors, however they were and are cut."""
+    for told in chain[1][1:]:
+        assert not_equal(told.saved, told.loaded) == [], told.plan
+        assert int(told.loaded["global_step"][0]) == told.plan.takes
+        moments = [name for name in told.loaded if name.startswith("adam_")]
+        assert len(moments) >= 36 and all(told.loaded[name].any() for name in moments)
+
+
+def test_the_losses_are_those_of_the_run_that_never_stopped(chain, whole, capsys):
+    reference = {row["step"]: row for row in whole.steps()}
+    assert sorted(reference) == list(range(1, STEPS + 1)) and reference[1]["loss"] - reference[STEPS]["loss"] > 0.5
+    assert [text for text in differences(whole.steps(), chain[1][0].life.steps) if "missing" not in text] == []
+    found = {told.plan.layout: max(abs(row["loss"] - reference[row["step"]]["loss"]) for row in told.life.steps)
+             for told in chain[1]}
+    with capsys.disabled():
+        print("\nlargest difference of a loss: " +
+              ", ".join(f"dp{layout.dp}tp{layout.tp} {difference:.2e}" for layout, difference in found.items()))
+    assert max(found.values()) <= TOLERANCE
+    assert all(row["lr"] == reference[row["step"]]["lr"] for told in chain[1] for row in told.life.steps)
+
+
+def test_every_step_sees_the_samples_that_it_sees_in_every_layout(chain, whole):
+    reference = samples(whole)
+    assert {len(ids) for ids in reference.values()} == {BATCH}
+    for told in chain[1]:
+        assert {step: ids for step, ids in told.samples.items() if reference[step] != ids} == {}
+        assert set(range((told.plan.takes or 0) + 1, told.plan.killed or STEPS + 1)) <= set(told.samples)
+
+
+def test_the_files_are_those_of_each_job(chain):
+    """Four checkpoints of four layouts in one folder, of which nothing but the tracker is shared."""
+    root = chain[0].checkpoints
+    assert steps_there(root) == [5, 10, 15, 20] and tracker(root) == STEPS
+    for told in chain[1]:
+        ranks, step = told.plan.layout.ranks, told.plan.saves
+        weights = [f"qwen3-{kind}-{rank:07d}-{ranks:07d}.safetensors" for kind in ("model", "opt") for rank in range(ranks)]
+        assert files_of(root, step) == sorted([*weights, "common.json", *["metadata.json"] * (ranks > 1)])
+        assert common_json(root, step) == {"epoch_num": -(-step // 10), "step_num": step, "global_step": step,
+                                           "loss_scale": 1.0, "global_batch_size": BATCH}
+    assert sorted(path.name for path in root.iterdir()) == [FOLDER, *(iteration_name(s) for s in (5, 10, 15, 20)), TRACKER]
+
+
+def test_redundancy_is_removed(chain):
+    """In dp2 without optimizer shards both ranks hold everything; each part is in the files of one of them, and both have some.
+    In the other layouts nothing is left twice."""
+    root = chain[0].checkpoints
+    for step in (5, 10):
+        parts = pieces_of(root, step)
+        assert len(set(parts)) == len(parts) > 50
+    assert all(layout.local_shape(row.global_shape) == row.global_shape for row in layout_table(root, 10).values()
+               if (layout := row.layout) is not None)
+    shares = [{name for name, row in rows.items() if row.layout} for rows in tensors_of_ranks(root, 10).values()]
+    assert len(shares) == 2 and all(len(share) > 20 for share in shares) and not shares[0] & shares[1]
+
+
+def test_verify_finds_four_whole_checkpoints(chain):
+    checked = chain[0].mindresume("verify", "--json", str(chain[0].checkpoints))
+    assert checked.returncode == 0, checked.stdout
+    assert [(row["step"], row["state"]) for row in json.loads(checked.stdout)["checkpoints"]] == [
+        (step, "verified") for step in (20, 15, 10, 5)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("plan", range(len(PLANS)), ids=["dp2tp2-nodup", "dp2-nodup", "one", "dp4-all"])
+def test_the_built_in_reads_it_without_a_trainer(chain, version, plan, tmp_path):
+    """In its own layout, in that of the life behind it, and in one process."""
+    told, behind = chain[1][plan], chain[1][(plan + 1) % len(PLANS)]
+    root = copy_root(chain[0].checkpoints, tmp_path / "copy", told.plan.saves)
+    tensors = of_network(saved_tensors(chain[0].checkpoints, told.plan.saves))
+    for table in (told.table, behind.table, {}):
+        layouts = {name: row.layout for name, row in table.items() if row.layout is not None and name in tensors}
+        expect_readable(root, tensors, layouts or None, version)
+
+
+# ---- from Checkpoint 1.0 and back ----------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def over(whole, data, device, tmp_path_factory) -> SimpleNamespace:
+    """The rank folders of the uninterrupted run as they were after step 10. One process goes on in Checkpoint 2.0 and is killed
+    after step 17 (``run``); then the same command without the key in a folder that has only what it saved (``back``)."""
+    base = tmp_path_factory.mktemp("over")
+    run, back = (made(base / name, data, device) for name in ("over", "back"))
+    for folder in (whole.checkpoints / FOLDER).iterdir():
+        attempt = parse_attempt(folder.name)
+        if attempt and attempt[0] <= 10:
+            shutil.copytree(folder, run.checkpoints / FOLDER / folder.name)
+            for files in candidate(whole.checkpoints, attempt[0], legacy=True).files.values():
+                for file in files:
+                    (run.checkpoints / file.path).parent.mkdir(exist_ok=True)
+                    shutil.copy(whole.checkpoints / file.path, run.checkpoints / file.path)
+    one = Layout(dp=1)
+    start(run, one, NEW, kill="17@15").wait(LIFE)
+    copy_root(run.checkpoints, back.checkpoints, 15)
+    return SimpleNamespace(run=run, back=start(back, one, "").ended(LIFE))
+
+
+def test_rank_folders_of_four_are_resumed_by_one_process_in_checkpoint_2(over, whole):
+    run, reference = over.run, {row["step"]: row for row in whole.steps()}
+    assert run.process.returncode == 128 + 9 and steps_there(run.checkpoints) == [15] and tracker(run.checkpoints) == 15
+    said(run, "mindresume: resume from step 10,", "4 ranks, every byte checked")
+    assert steps_of(run) == list(range(11, 18))
+    saved = {name: array for name, array in saved_tensors(whole.checkpoints, 10, legacy=True).items() if name not in COUNTERS}
+    assert not_equal(saved, parameters(run, layout_table(run.checkpoints, 15))) == []
+    assert max(abs(row["loss"] - reference[row["step"]]["loss"]) for row in run.steps(-1)) <= TOLERANCE
+
+
+def test_the_rank_folders_stay(over):
+    """keep_checkpoint_max counts what is there of both, and there are three."""
+    assert len(list(over.run.checkpoints.glob("rank_*/*.safetensors"))) == 8
+
+
+def test_once_there_are_newer_iteration_folders_they_come_first(over):
+    assert [candidate.step for candidate in scan(PosixStorage(), str(over.run.checkpoints)).candidates] == [15, 10, 5]
+
+
+def test_and_back(over):
+    """Checkpoint 1.0 resumes from an iteration folder, bit by bit, and saves rank folders beside it."""
+    back = over.back
+    said(back, "mindresume: resume from step 15,", "iteration_00000015")
+    assert steps_of(back) == [16, 17, 18, 19, 20]
+    assert [row["hex"] for row in back.steps()][:2] == [row["hex"] for row in over.run.steps()][-2:]
+    assert steps_there(back.checkpoints) == [15] and len(list(back.checkpoints.glob("rank_0/*.safetensors"))) == 1
+    assert lines(back, "mindresume: step 20 committed")

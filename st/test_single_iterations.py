@@ -1,0 +1,349 @@
+"""Checkpoint 2.0 in one process, on the real Trainer: interruption, the built-in reading ours and we reading its, both dialects
+of the keys, automatic recovery, another batch size and data set.
+
+    torn first save ─▶ killed after step 12 ─▶ to step 40         async_save: process; the same command three times over
+                           │                     └─▶ steps 30, 35, 40: what most runs below start from
+                           └─▶ mindformers alone, to step 40 ─▶ its tracker set back to 35, and we go on
+
+All losses are compared with the uninterrupted run, which saves Checkpoint 1.0.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mindresume.files import read_header, read_tensor
+from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.manifest import FOLDER, attempt_name, run_sequence
+from mindresume.state import is_transient
+from st.copies import LIMIT, lines, said, steps_of, together
+from st.iterations import (
+    NEW,
+    OF_STEP,
+    PROGRAM,
+    begin,
+    candidate,
+    common_json,
+    configured,
+    copy_root,
+    files_of,
+    flip_byte,
+    layout_table,
+    loaded_tensors,
+    not_equal,
+    of_network,
+    saved_tensors,
+    steps_there,
+    tracker,
+)
+from st.jobs import Run, differences
+from st.lives import CHOSEN, COMMITTED, assert_nothing_left
+from st.versions import VERSIONS, expect_readable
+
+pytestmark = pytest.mark.timeout(1200)
+PROCESS = "--callbacks.1.async_save process"
+BOTH = ["qwen3-model-0000000-0000001.safetensors", "qwen3-opt-0000000-0000001.safetensors"]
+
+
+def in_folder(folder: Path, whole: Run, *steps: int, of: Path | None = None) -> Run:
+    """A run like ``whole`` in ``folder``, which finds these iterations of ``of`` there."""
+    run = Run(folder, whole.config, whole.data, program=PROGRAM, device=whole.device)
+    if of is not None:
+        copy_root(of, run.checkpoints, *steps)
+    return run
+
+
+def tensors_in(path: Path) -> dict[str, np.ndarray]:
+    with open(path, "rb") as file:
+        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+
+
+def committed(run: Run, life: int = -1) -> list[int]:
+    """Steps whose commit the log of a life tells, in its order."""
+    log = (run.folder / f"launcher_{range(1, len(run.lives) + 1)[life]}.log").read_text(encoding="utf-8", errors="replace")
+    return [int(step) for step in COMMITTED.findall(log)]
+
+
+def goes_on(run: Run, whole: Run, step: int) -> None:
+    """Resumed from ``step``, and from there on bit by bit and sample by sample the uninterrupted run."""
+    said(run, f"mindresume: resume from step {step},")
+    assert steps_of(run) == list(range(step + 1, 41))
+    assert differences(whole.steps(), run.steps(-1)) == []
+
+
+def refused(run: Run, status: int) -> None:
+    assert run.process.returncode == status, run.log()[-3000:]
+    assert steps_of(run) == []
+
+
+# ---- the lives -----------------------------------------------------------------------------------------------------
+
+def torn_first_save(run: Run) -> None:
+    """What is left if a training dies in its very first save: of ours, and of mindformers (no tracker, a half file)."""
+    attempt = attempt_name(5, "0001-0000beef")
+    making, theirs = run.checkpoints / FOLDER / attempt, run.checkpoints / iteration_name(5)
+    (making / FOLDER / attempt).mkdir(parents=True)
+    theirs.mkdir()
+    (making / f".{BOTH[0]}.0001-0000beef.mindresume-tmp").write_bytes(b"\0" * 1000)
+    (theirs / BOTH[0]).write_bytes(b"\0" * 1000)
+
+
+@pytest.fixture(scope="module")
+def broken(whole_single, tmp_path_factory) -> SimpleNamespace:
+    """``early``: its checkpoints as they were after the kill."""
+    base = tmp_path_factory.mktemp("broken")
+    run = in_folder(base / "run", whole_single)
+    torn_first_save(run)
+    status = begin(run, NEW, PROCESS, kill="12@10").wait(LIMIT)
+    assert_nothing_left(run)                             # the process that writes ends what it has begun
+    shutil.copytree(run.checkpoints, base / "early")
+    begin(run, NEW, PROCESS).ended(LIMIT)
+    return SimpleNamespace(run=run, root=run.checkpoints, early=base / "early", status=status)
+
+
+@pytest.fixture(scope="module")
+def alone(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
+    """``run``: mindformers alone goes on where ours was killed. ``back``: we go on from there, with its tracker set back."""
+    base = tmp_path_factory.mktemp("alone")
+    run, back = in_folder(base / "alone", whole_single), in_folder(base / "back", whole_single)
+    shutil.copytree(broken.early, run.checkpoints)
+    shutil.rmtree(run.checkpoints / FOLDER)
+    begin(run, NEW, "--no-mindresume").ended(LIMIT)
+    shutil.copytree(run.checkpoints, back.checkpoints)
+    (back.checkpoints / TRACKER).chmod(0o600)
+    (back.checkpoints / TRACKER).write_text("35", encoding="utf-8")
+    begin(back, NEW).ended(LIMIT)
+    return SimpleNamespace(run=run, back=back)
+
+
+@pytest.fixture(scope="module")
+def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
+    """Everything that starts from steps 30, 35 and 40."""
+    base, root = tmp_path_factory.mktemp("others"), broken.root
+    runs = SimpleNamespace(**{name: in_folder(base / name, whole_single) for name in
+                              ("saves", "weights", "stateless", "both", "larger", "odd", "missing")},
+                           returned=in_folder(base / "returned", whole_single, 30, 35, 40, of=root))
+    flip_byte(runs.returned.checkpoints / iteration_name(35) / BOTH[1])
+    (runs.returned.checkpoints / TRACKER).write_text("35", encoding="utf-8")
+    configured(runs.saves, False, save_path="./kept/here", save_max=2, save_interleaved_steps=2, no_save_optim=True,
+               async_save=True, prefix="other", save_remove_redundancy=True, load_path=root / iteration_name(35),
+               load_balanced=True, no_load_optim=False, reshard_worker_num=2)
+    configured(runs.stateless, True, load_path=base / "absent")
+    configured(runs.returned, True, load_path="./output/checkpoint")
+    configured(runs.weights, False, load_path=root, no_load_optim=True)
+    configured(runs.both, True, load_path=root, no_load_optim=True)
+    configured(runs.missing, True, load_path=base / "absent", no_load_optim=False)
+
+    def saves_and_what_comes_of_it() -> None:
+        begin(runs.saves).ended(LIMIT)
+        begin(runs.stateless, f"--load_checkpoint {runs.saves.folder}/kept/here --epochs 5").wait(LIMIT)
+    together(
+        saves_and_what_comes_of_it,
+        lambda: begin(runs.returned).ended(LIMIT),
+        lambda: begin(runs.weights, "--epochs 1").ended(LIMIT),
+        lambda: begin(runs.both).wait(LIMIT),
+        lambda: begin(runs.larger, NEW, f"--load_checkpoint {root}/{iteration_name(30)} --batch_size 16 --num_samples 160",
+                      "--epochs 3 --callbacks.1.save_checkpoint_steps 4").ended(LIMIT),
+        lambda: begin(runs.odd, NEW, f"--load_checkpoint {root}/{iteration_name(35)} --batch_size 16").wait(LIMIT),
+        lambda: begin(runs.missing, CPU_CLUSTER_KILL="0@3").wait(LIMIT))
+    return runs
+
+
+# ---- interruption --------------------------------------------------------------------------------------------------
+
+def test_a_torn_first_save_is_a_fresh_start(broken, whole_single):
+    log = (broken.run.folder / "launcher_1.log").read_text(encoding="utf-8", errors="replace")
+    assert "mindresume: fresh start: ./output/checkpoint holds no checkpoint that was ever complete" in log
+    assert log.count("not resuming from step 5") == 2 and not CHOSEN.findall(log)
+    first = broken.run.steps(0)
+    assert broken.status == 128 + 9 and [row["step"] for row in first] == list(range(1, 13))
+    assert differences(whole_single.steps()[:12], first) == []
+    assert committed(broken.run, 0) == [5, 10]
+    assert steps_there(broken.early) == [5, 10] and tracker(broken.early) == 10
+    assert files_of(broken.early, 5) == ["common.json", *BOTH]
+
+
+def test_a_missing_folder_is_a_fresh_start(others, whole_single):
+    """Which mindformers refuses (is_hf_checkpoint of its trainer/utils.py), as it must be there to be looked into."""
+    run = others.missing
+    said(run, "mindresume: fresh start:", "absent does not exist", "WARNING")
+    assert steps_of(run) == [1, 2, 3] and differences(whole_single.steps()[:3], run.steps()) == []
+
+
+def test_the_same_command_goes_on_bit_by_bit(broken, whole_single):
+    goes_on(broken.run, whole_single, 10)
+    assert not_equal(saved_tensors(broken.early, 10), parameters(broken.run, broken.root, 40)) == []
+
+
+def parameters(run: Run, root: Path, step: int) -> dict[str, np.ndarray]:
+    """What the last life started with, without what lives within a step. ``step``: one that it saved to ``root``."""
+    loaded = loaded_tensors(run, layout_table(root, step))
+    return {name: array for name, array in loaded.items() if not is_transient(name)}
+
+
+def test_every_step_is_saved_once_the_last_one_too(broken):
+    assert committed(broken.run) == [15, 20, 25, 30, 35, 40]
+    assert steps_there(broken.root) == [30, 35, 40] and tracker(broken.root) == 40
+
+
+def test_the_folder_is_that_of_mindformers_and_one_of_ours(broken, alone):
+    """The same names, all of its tensors in the same file bit by bit, the same numbers, and nothing else beside .mindresume."""
+    assert sorted(path.name for path in broken.root.iterdir()) == [
+        FOLDER, *map(iteration_name, (30, 35, 40)), TRACKER]
+    assert {path.name.partition("-")[0] for path in (broken.root / FOLDER).iterdir()} <= {"ended"}
+    theirs = alone.run.checkpoints
+    for step in (30, 35, 40):
+        assert files_of(broken.root, step) == files_of(theirs, step) == ["common.json", *BOTH]
+        known = common_json(theirs, step)
+        assert known.pop("ckpt_status") is None and common_json(broken.root, step) == known
+        for name in BOTH:
+            ours, built_in = (tensors_in(root / iteration_name(step) / name) for root in (broken.root, theirs))
+            assert set(not_equal(ours, built_in)) == set(ours) - set(built_in) <= OF_STEP, f"{name} of step {step}"
+
+
+def test_mindformers_alone_goes_on_from_our_folder(alone, whole_single):
+    assert "mindresume: " not in alone.run.log()
+    assert steps_of(alone.run) == list(range(11, 41))
+    assert differences(whole_single.steps(), alone.run.steps()) == []
+
+
+def test_we_go_on_from_a_folder_of_mindformers_whose_tracker_was_set_back(alone, whole_single):
+    """Our step 40 takes the place of its step 40. What mindformers saved is not removed, and what we did counts."""
+    run = alone.back
+    goes_on(run, whole_single, 35)
+    said(run, "iteration_00000035, written by mindformers without records")
+    said(run, "newer than step 35", "step 40")
+    said(run, "random state not in the checkpoint")
+    assert tracker(run.checkpoints) == 40 and committed(run) == [40]
+    assert set(not_equal(saved_tensors(run.checkpoints, 40), of_mindformers(alone.run.checkpoints, 40))) <= OF_STEP
+    assert set(steps_there(run.checkpoints)) >= {30, 35, 40}
+
+
+def of_mindformers(root: Path, step: int) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name in BOTH:
+        arrays.update(tensors_in(root / iteration_name(step) / name))
+    return {name: np.atleast_1d(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_built_in_reads_it_without_a_trainer(broken, version):
+    expect_readable(broken.root, of_network(saved_tensors(broken.root, 40)), None, version)
+
+
+# ---- the checkpoint: section ---------------------------------------------------------------------------------------
+
+def test_load_path_and_resume_training_resume(others, whole_single):
+    """mindformers drops the wish and starts at step 0. The tracker was set back to 35, which is damaged: 30, and not 40."""
+    run = others.returned
+    goes_on(run, whole_single, 30)
+    said(run, "not resuming from step 35", BOTH[1], "WARNING")
+    said(run, "newer than step 35", "step 40")
+    assert not lines(run, "not resuming from step 40")
+
+
+def test_its_saves_take_the_place_of_those_that_were_left(others, broken):
+    root = others.returned.checkpoints
+    assert steps_there(root) == [5 * n for n in range(6, 9)] and tracker(root) == 40
+    own = candidate(root, 40).run
+    assert [candidate(root, step).run == own for step in (30, 35, 40)] == [False, True, True]
+    for step in (35, 40):
+        assert not_equal(saved_tensors(root, step), saved_tensors(broken.root, step)) == []
+    assert others.returned.mindresume("verify", str(root)).returncode == 0
+
+
+def test_no_load_optim_false_resumes_without_resume_training(others, whole_single):
+    goes_on(others.saves, whole_single, 35)
+
+
+def test_every_key_of_saving(others, broken):
+    """save_path, save_max, save_interleaved_steps, no_save_optim, async_save, prefix, save_remove_redundancy."""
+    run, root = others.saves, others.saves.folder / "kept" / "here"
+    assert committed(run) == [36, 38, 40] and steps_there(root) == [38, 40] and tracker(root) == 40
+    said(run, "step 36 is being saved as iteration_00000036")                        # behind the training
+    model = "other-model-0000000-0000001.safetensors"
+    assert files_of(root, 40) == ["common.json", model]
+    whole = tensors_in(broken.root / iteration_name(40) / BOTH[0])
+    assert not_equal(tensors_in(root / iteration_name(40) / model), whole) == []
+    assert not run.checkpoints.exists() or not list(run.checkpoints.glob("iteration_*"))
+
+
+def test_no_optimizer_in_the_checkpoint_is_an_error_that_names_the_key(others):
+    run = others.stateless
+    said(run, "--load_checkpoint wins over checkpoint.load_path")
+    refused(run, 1)
+    said(run, "LoadError", "holds no optimizer state", "no_save_optim", "set no_load_optim: True")
+
+
+def test_no_load_optim_takes_the_weights_alone(others, broken, whole_single):
+    """Step 0, moments of zeros, learning rate of a first step, first data: only the weights are those of step 40."""
+    run, saved = others.weights, saved_tensors(broken.root, 40)
+    rows = run.steps(-1)
+    assert steps_of(run) == list(range(1, 11)) and rows[0]["lr"] == whole_single.steps()[0]["lr"]
+    assert [row["samples"] for row in rows] == [row["samples"] for row in whole_single.steps()[:10]]
+    loaded = parameters(run, run.checkpoints, 10)
+    moments = {name for name in saved if name.startswith("adam_")}
+    assert len(moments) >= 36 and not any(loaded[name].any() for name in moments)
+    weights = set(tensors_in(broken.root / iteration_name(40) / BOTH[0]))
+    assert weights and not_equal({name: saved[name] for name in weights}, {name: loaded[name] for name in weights}) == []
+    assert int(loaded["global_step"][0]) == 0
+    said(run, "mindresume: weights of step 40")
+    assert common_json(run.checkpoints, 10)["global_step"] == 10
+
+
+def test_resume_training_and_no_load_optim_is_one_clear_error(others):
+    refused(others.both, 2)
+    found = lines(others.both, "no_load_optim")
+    assert len([line for line in found if line.startswith("run_mindformer.py: error")]) == 1, found
+    said(others.both, "resume_training is set, and checkpoint.no_load_optim: True", "remove one of them")
+    assert not lines(others.both, "Traceback")
+
+
+def test_a_run_is_later_than_those_of_the_iterations_that_it_finds(others, alone):
+    """Copied or moved without the folder of records of their root; else their older steps would count as the newer ones."""
+    for root, copied in ((others.returned.checkpoints, 30), (alone.back.checkpoints, 10)):
+        assert run_sequence(candidate(root, 40).run) > run_sequence(candidate(root, copied).run)
+
+
+# ---- another batch size, another data set --------------------------------------------------------------------------
+
+def test_twice_the_batch_of_another_data_set_for_more_epochs(others, broken):
+    """Step 30 of 40, batch 8, 80 samples an epoch -> step 15 of 30, batch 16, 160 samples: in the middle of epoch 2.
+
+        step_scale = 8 / 16; initial_step = 30 * step_scale = 15; global_step = 30 * step_scale = 15"""
+    run = others.larger
+    said(run, "continues after step 15 (epoch 1 done)", "global batch size 16", "steps scaled by 0.5 from 30")
+    rows = {row["step"]: row for row in run.steps(-1)}                               # step: the optimizer's global_step
+    assert list(rows) == list(range(16, 31))
+    assert [rows[step]["epoch"] for step in (16, 20, 21, 30)] == [2, 2, 3, 3]
+    first = [row["samples"] for row in sorted(broken.run.steps(0), key=lambda row: row["step"])][:10]
+    assert [rows[step]["samples"] for step in range(21, 26)] == [first[i] + first[i + 1] for i in range(0, 10, 2)]
+    assert [rows[step]["samples"] for step in range(16, 21)] == [rows[step]["samples"] for step in range(26, 31)]
+    assert not {sample for step in range(16, 21) for sample in rows[step]["samples"]} & {s for row in first for s in row}
+    loaded, saved = parameters(run, run.checkpoints, 28), saved_tensors(broken.root, 30)
+    assert not_equal(saved, loaded) == ["global_step"] and int(loaded["global_step"][0]) == 15
+
+
+def test_what_it_saves_counts_in_its_own_steps(others):
+    root = others.larger.checkpoints
+    assert committed(others.larger) == [16, 20, 24, 28, 30] and tracker(root) == 30
+    assert common_json(root, 28) == {"epoch_num": 3, "step_num": 28, "global_step": 28, "loss_scale": 1.0,
+                                     "global_batch_size": 16}
+    assert int(saved_tensors(root, 28)["global_step"][0]) == 28
+
+
+def test_a_batch_size_that_would_cut_a_step_is_refused(others):
+    refused(others.odd, 1)
+    said(others.odd, "ProgressError", "step 35 at global batch size 8 is 17.5 steps at global batch size 16",
+         "35 * 8 samples are no multiple of 16")
+
+
+def test_which_says_what_a_resume_takes(broken):
+    answer = json.loads(broken.run.mindresume("which", "--json", str(broken.root)).stdout)
+    assert answer["chosen"]["step"] == 40 and answer["refused"] == []
+    assert {Path(path).name for path in answer["chosen"]["files"]} == set(BOTH)

@@ -1,0 +1,175 @@
+"""Folders of records of both formats: where they are found, what they say, what is wrong with them."""
+import os
+import shutil
+
+import folders
+import pytest
+from folders import RUN, STORAGE
+from iterations import folder_of, making, records_of, save, unname, write_all, write_rank
+
+from mindresume.errors import DamagedFileError
+from mindresume.formats.records import (
+    attempts_within,
+    find_attempts,
+    header_of,
+    listed,
+    ranks_count,
+    read_attempts,
+    scan_records,
+    sizes,
+    state_of_counters,
+    whole,
+)
+from mindresume.manifest import FOLDER, MANIFEST, FileRecord, Manifest, attempt_name, record_name, run_name
+from mindresume.store.storage import PosixStorage
+
+NEXT = run_name(2, "0000bbbb")
+
+
+def candidates(root, **how):
+    return scan_records(STORAGE, str(root), **how)[0]
+
+
+def test_attempts_of_both_formats_and_in_every_state(tmp_path):
+    folders.save(tmp_path, 5, world=2)
+    save(tmp_path, 10, 15)
+    unname(tmp_path, 15)
+    write_rank(tmp_path, 20, 1)
+    (tmp_path / FOLDER / "trash-step-0000000001-run-0001-0000aaaa").mkdir()
+    (tmp_path / "iteration_00000030").mkdir()
+    found = {(a.step, a.base): (a.path(str(tmp_path)), MANIFEST in a.content) for a in find_attempts(STORAGE, str(tmp_path))}
+    assert found == {
+        (5, ""): (str(tmp_path / FOLDER / attempt_name(5, RUN)), True),
+        (10, "iteration_00000010"): (str(records_of(folder_of(tmp_path, 10), 10)), True),
+        (15, f"{FOLDER}/{attempt_name(15, RUN)}"): (str(records_of(making(tmp_path, 15), 15)), True),
+        (20, f"{FOLDER}/{attempt_name(20, RUN)}"): (str(records_of(making(tmp_path, 20), 20)), False)}
+
+
+def test_candidates_have_paths_from_the_root_and_say_whether_they_are_committed(tmp_path):
+    save(tmp_path, 10)
+    write_all(tmp_path, 20)
+    found, known, notes = scan_records(STORAGE, str(tmp_path))
+    assert [(c.step, c.committed, c.existed, c.problem, c.format) for c in found] == [
+        (20, False, True, None, "safetensors"), (10, True, True, None, "safetensors")]
+    assert notes == [] and len(known) == 8 and all((tmp_path / path).exists() for path in known)
+    assert [file.path for file in found[1].small] == ["iteration_00000010/common.json", "iteration_00000010/metadata.json"]
+    assert found[1].box == str(folder_of(tmp_path, 10)) and found[1].name == attempt_name(10, RUN)
+    assert [file.path for file in found[1].files[1]] == [
+        f"iteration_00000010/net-{kind}-0000001-0000002.safetensors" for kind in ("model", "opt")]
+
+
+def test_of_two_folders_of_records_in_one_iteration_the_later_run_counts(tmp_path):
+    save(tmp_path, 10)
+    (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).mkdir()
+    assert [a.run for a in attempts_within(STORAGE, str(tmp_path), "iteration_00000010")] == [NEXT]
+    candidate, = candidates(tmp_path)
+    assert candidate.existed and candidate.problem.reason.startswith("the save never completed: no rank recorded")
+
+
+def test_a_visible_folder_was_committed_once_so_it_existed(tmp_path):
+    """Its manifest and a record are gone: no reason to begin afresh."""
+    save(tmp_path, 10)
+    for name in (MANIFEST, record_name(1)):
+        os.remove(records_of(folder_of(tmp_path, 10), 10) / name)
+    candidate, = candidates(tmp_path)
+    assert candidate.existed and "missing: rank 1" in candidate.problem.reason
+    os.rename(folder_of(tmp_path, 10), making(tmp_path, 10))
+    assert not candidates(tmp_path)[0].existed
+
+
+@pytest.mark.parametrize("iterations", [True, False])
+def test_records_that_name_files_of_the_other_format_are_refused(tmp_path, iterations):
+    if iterations:                                              # rank folders' records in an iteration folder
+        folders.save(tmp_path, 10, world=2)
+        os.makedirs(tmp_path / "iteration_00000010" / FOLDER)
+        os.rename(tmp_path / FOLDER / attempt_name(10, RUN), records_of(folder_of(tmp_path, 10), 10))
+    else:                                                       # records out of an iteration folder
+        save(tmp_path, 10)
+        os.makedirs(tmp_path / FOLDER, exist_ok=True)
+        os.rename(records_of(folder_of(tmp_path, 10), 10), tmp_path / FOLDER / attempt_name(10, RUN))
+    candidate, = candidates(tmp_path)
+    assert "which is none of its files" in candidate.problem.reason
+
+
+def test_a_manifest_of_another_step_is_not_believed(tmp_path):
+    save(tmp_path, 10, 15)
+    shutil.copy(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, records_of(folder_of(tmp_path, 15), 15) / MANIFEST)
+    found, _, notes = scan_records(STORAGE, str(tmp_path))
+    assert [(c.step, c.committed, c.problem) for c in found] == [(15, False, None), (10, True, None)]
+    assert "it is of run" in notes[0] and "judged by the records" in notes[0] and notes[0].startswith("iteration_00000015/")
+
+
+def test_a_file_system_in_trouble_makes_a_manifest_doubtful_but_loses_nothing(tmp_path):
+    save(tmp_path, 10)
+
+    class Trouble(PosixStorage):
+        def open(self, path):
+            if path.endswith(MANIFEST):
+                raise OSError(5, "Input/output error", path)
+            return super().open(path)
+    found, _, notes = scan_records(Trouble(), str(tmp_path))
+    assert found[0].problem is None and not found[0].committed and "Input/output error" in notes[0]
+
+
+def test_brief_reads_one_record_of_what_never_completed(tmp_path):
+    for rank in (1, 2):
+        write_rank(tmp_path, 10, rank, 4)
+    opened = []
+
+    class Counting(PosixStorage):
+        def open(self, path):
+            opened.append(os.path.basename(path))
+            return super().open(path)
+    found, _, _ = scan_records(Counting(), str(tmp_path), brief=True)
+    assert opened == [record_name(1)] and list(found[0].files) == [1] and "missing: rank 0, 3" in found[0].problem.reason
+    scan_records(Counting(), str(tmp_path))
+    assert opened == [record_name(1), record_name(1), record_name(2)]
+
+
+def test_records_of_one_folder_alone(tmp_path):
+    save(tmp_path, 10)
+    found, _, _ = read_attempts(STORAGE, str(tmp_path), attempts_within(STORAGE, str(tmp_path), "iteration_00000010"))
+    assert [c.step for c in found] == [10] and attempts_within(STORAGE, str(tmp_path), "none") == []
+
+
+def test_sizes_and_whole(tmp_path):
+    save(tmp_path, 10)
+    candidate, = candidates(tmp_path)
+    files = candidate.every_file
+    assert sizes(STORAGE, str(tmp_path), files) == [file.size for file in files] and whole(STORAGE, str(tmp_path), files)
+    os.truncate(tmp_path / files[0].path, 5)
+    os.remove(tmp_path / files[1].path)
+    assert sizes(STORAGE, str(tmp_path), files[:2]) == [5, None] and not whole(STORAGE, str(tmp_path), files[:1])
+    assert not whole(STORAGE, str(tmp_path), files[1:2]) and whole(STORAGE, str(tmp_path), [FileRecord(files[0].path, "ckpt")])
+
+
+def test_headers(tmp_path):
+    save(tmp_path, 10)
+    file = candidates(tmp_path)[0].first
+    assert set(header_of(STORAGE, str(tmp_path), file).tensors) == {"embedding.weight"}
+    os.truncate(tmp_path / file.path, 5)
+    with pytest.raises(DamagedFileError):
+        header_of(STORAGE, str(tmp_path), file)
+    os.remove(tmp_path / file.path)
+    with pytest.raises(DamagedFileError, match="the file is missing"):
+        header_of(STORAGE, str(tmp_path), file)
+
+
+def test_texts():
+    assert (ranks_count(1), ranks_count(4)) == ("1 rank", "4 ranks")
+    assert listed(range(3)) == "0, 1, 2" and listed(range(10), 2) == "0, 1 and 8 more"
+
+
+@pytest.mark.parametrize("step, epoch, within, per_epoch", [(15, 2, 5, 10), (15, 2, 0, 8), (15, 1, 0, 15), (20, None, 0, 20)])
+def test_steps_of_an_epoch_follow_from_the_counters(step, epoch, within, per_epoch):
+    state = state_of_counters(step, epoch, None, 8, None, within)
+    assert (state.step, state.steps_per_epoch, state.global_step) == (step, per_epoch, step)
+    assert state.epoch == (epoch or 1)
+
+
+def test_a_manifest_is_read_back_with_every_file(tmp_path):
+    save(tmp_path, 10)
+    with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
+        manifest = Manifest.read(file)
+    assert [len(files) for files in manifest.files] == [2, 2] and [file.path for file in manifest.small] == [
+        "common.json", "metadata.json"]

@@ -1,0 +1,122 @@
+"""Iteration folders for the tests: written by the product itself, as several ranks would, or by mindformers (the fixtures)."""
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from folders import RUN, STORAGE, state_of
+
+from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.formats.iterations import intent_name
+from mindresume.layout import TensorLayout
+from mindresume.manifest import FOLDER, attempt_name
+from mindresume.store.commit import Committer
+from mindresume.store.retention import KEEP_ALL, Policy
+from mindresume.store.shard import Place, iteration_shard, write_shard
+from mindresume.store.storage import Storage
+
+FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
+FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15
+
+
+def place_of(root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE) -> Place:
+    return Place(storage, str(root), run, rank, world, iterations=True)
+
+
+def tensors_of(rank: int, step: int, run: str = RUN) -> dict[str, np.ndarray]:
+    random = np.random.default_rng([rank, step, int(run[:4])])
+    return {"embedding.weight": random.standard_normal((4, 4)).astype(np.float32),
+            "adam_m.embedding.weight": random.standard_normal((4, 4)).astype(np.float32),
+            "global_step": np.array([step], np.int32)}
+
+
+def write_rank(root: Path, step: int, rank: int = 0, world: int = 2, run: str = RUN, health: int | None = None,
+               at: float = 1000.0, storage: Storage = STORAGE) -> None:
+    place, arrays = place_of(root, rank, world, run, storage), tensors_of(rank, step, run)
+    weights = {name: array for name, array in arrays.items() if name == "embedding.weight"}
+    others = {name: array for name, array in arrays.items() if name not in weights}
+    cut = TensorLayout((world,), (0, -1)), (4 * world, 4)
+    shard = iteration_shard("net", place, replace(state_of(step), health=health), weights, others,
+                            {name: cut for name in arrays if "embedding" in name}, {"python": f"of rank {rank}"})
+    write_shard(place, shard, clock=lambda: at + step)
+
+
+def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> None:
+    """All ranks have finished, nobody has committed."""
+    for rank in range(world):
+        write_rank(root, step, rank, world, run, **how)
+
+
+def save(root: Path, *steps: int, world: int = 2, run: str = RUN, policy: Policy = KEEP_ALL, **how) -> Committer:
+    """Whole, committed iterations."""
+    committer = Committer(place_of(root, 0, world, run), policy)
+    for step in steps:
+        write_all(root, step, world, run, **how)
+        committer.saved(step)
+        assert committer.pending == []
+    return committer
+
+
+def folder_of(root: Path, step: int) -> Path:
+    return Path(root) / iteration_name(step)
+
+
+def making(root: Path, step: int, run: str = RUN) -> Path:
+    """The iteration folder in the making."""
+    return Path(root) / FOLDER / attempt_name(step, run)
+
+
+def records_of(base: Path, step: int, run: str = RUN) -> Path:
+    return base / FOLDER / attempt_name(step, run)
+
+
+def weights_of(root: Path, step: int, rank: int = 0, kind: str = "model", world: int = 2) -> Path:
+    return folder_of(root, step) / f"net-{kind}-{rank:07d}-{world:07d}.safetensors"
+
+
+def track(root: Path, content: bytes | str | int) -> None:
+    """As somebody does by hand."""
+    data = content if isinstance(content, bytes) else str(content).encode()
+    (Path(root) / TRACKER).write_bytes(data)
+
+
+def tracker(root: Path) -> str | None:
+    path = Path(root) / TRACKER
+    return path.read_text() if path.exists() else None
+
+
+def intend(root: Path, step: int) -> Path:
+    path = Path(root) / FOLDER / intent_name(step)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    return path
+
+
+def unname(root: Path, step: int, run: str = RUN) -> Path:
+    """As if the writer had died between the manifest and the rename."""
+    os.rename(folder_of(root, step), making(root, step, run))
+    return making(root, step, run)
+
+
+def foreign(root: Path, name: str = "mf190_20_dp2tp2opt", steps: tuple[int, ...] = (10, 15), tracked: bool = True) -> Path:
+    """What mindformers wrote. Returns ``root``."""
+    source = FIXTURES / name / "output" / "checkpoint"
+    Path(root).mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        shutil.copytree(source / iteration_name(step), folder_of(root, step))
+    if tracked:
+        track(root, max(steps))
+    return Path(root)
+
+
+def listing(root: Path) -> list[str]:
+    """What is visible, without the folder of records."""
+    return sorted(name for name in os.listdir(root) if name != FOLDER)
+
+
+def hidden(root: Path) -> list[str]:
+    folder = Path(root) / FOLDER
+    return sorted(os.listdir(folder)) if folder.exists() else []
