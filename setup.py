@@ -13,7 +13,8 @@ MINDFORMERS = [
     "numpy>=1.26,<2",            # what mindformers 1.9.0 asks for
     "safetensors>=0.4.5,<0.8",   # 0.8.0 makes MindSpore's transform engine write wrong bytes without an error
 ]
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff>=0.6", "matplotlib>=3.7", "tokenizers>=0.20"]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "matplotlib>=3.7",
+        "tokenizers>=0.20"]
 
 setup(
     name="mindresume",

@@ -7,7 +7,7 @@ cd "$ROOT"
 echo "== ruff"
 "$PYTHON" -m ruff check .
 echo "== unit tests"
-"$PYTHON" -m pytest -q tests
+"$PYTHON" -m pytest -q -n 2 --dist worksteal tests
 if [ "${FAST:-0}" != 1 ]; then
     need_strace
     echo "== system tests"

@@ -1,10 +1,8 @@
-"""The product passes. Every operation of the two short stories here; all stories, exhaustively, in the system tests."""
+"""The product passes. Some operations here; every operation of all stories in the system tests."""
 import pytest
 
 from mindresume.drill.faults import FAULTS
 from mindresume.drill.run import Setup, count, prepare, units
-from mindresume.drill.stories import ITERATION
-from mindresume.files import FORMATS
 
 
 def troubles(setup, stories, every=1, jobs=2, **how):
@@ -16,14 +14,11 @@ def troubles(setup, stories, every=1, jobs=2, **how):
     return len(done), [cell for cell in done if cell.verdict != "PASS" or cell.left]
 
 
-def test_every_operation_of_the_first_save_and_of_the_pointers_under_every_fault(folder):
-    cells, found = troubles(Setup(folder), ["first save", "pointers"], formats=FORMATS)
-    assert found == [] and cells > 1000
-
-
-def test_every_operation_of_the_commit_of_an_iteration_under_every_fault(folder):
-    cells, found = troubles(Setup(folder), ["pointers"], formats=[ITERATION])
-    assert found == [] and cells > 400
+@pytest.mark.parametrize("story, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
+                                        ("pointers", "iteration")])
+def test_every_fault(folder, story, fmt):
+    cells, found = troubles(Setup(folder), [story], every=5, formats=[fmt])
+    assert found == [] and cells > 50
 
 
 @pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])

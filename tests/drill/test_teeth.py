@@ -195,14 +195,14 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
 
 def oldest_first(patch: Patch) -> None:
     right = select.scan
-    patch.setattr(select, "scan", lambda disk, root, legacy: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+    patch.setattr(select, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
         right(disk, root)))
 
 
 def highest_step_first(patch: Patch) -> None:
     """Of whatever run."""
     right = select.scan
-    patch.setattr(select, "scan", lambda disk, root, legacy: (lambda found: replace(found, candidates=tuple(sorted(
+    patch.setattr(select, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
         found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
 
 
@@ -210,7 +210,7 @@ def missing_ranks_forgiven(patch: Patch) -> None:
     """A save without manifest counts as soon as one rank recorded it."""
     right = select.scan
 
-    def scan(disk, root, legacy):
+    def scan(disk, root):
         found = right(disk, root)
         return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
                                                for c in found.candidates))
@@ -221,7 +221,7 @@ def only_manifests_count(patch: Patch) -> None:
     """What all ranks recorded and nobody committed is not looked at."""
     right = select.scan
 
-    def scan(disk, root, legacy):
+    def scan(disk, root):
         found = right(disk, root)
         return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
     patch.setattr(select, "scan", scan)

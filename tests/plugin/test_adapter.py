@@ -1,4 +1,4 @@
-"""Handing arrays to real MindSpore parameters. No operator runs here: the first one takes over the SIGINT of the whole process."""
+"""Handing arrays to real MindSpore parameters. No operator runs here: the first takes over the SIGINT of the process."""
 import numpy as np
 import pytest
 
