@@ -18,7 +18,7 @@ def troubles(setup, stories, every=1, jobs=2, **how):
                                         ("pointers", "iteration")])
 def test_every_fault(folder, story, fmt):
     cells, found = troubles(Setup(folder), [story], every=5, formats=[fmt])
-    assert found == [] and cells > 50
+    assert found == [] and cells > 20
 
 
 @pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])
