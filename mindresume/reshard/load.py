@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,10 +56,11 @@ def read_regions(weights: Weights, regions: Mapping[str, Region], workers: int =
                  ) -> dict[str, np.ndarray]:
     """{name: array} of the regions. A piece that is needed whole is compared with its recorded checksum. DamagedFileError,
     LoadError or OSError."""
+    room = Room()
+
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
         dtype = plain(weights.tensors[name].dtype)
-        out = np.empty(shape_of(region), dtype)
-        staging, sources = np.empty(min(out.nbytes, TILE), np.uint8), Sources()
+        out, staging, sources = np.empty(shape_of(region), dtype), room.of_thread, Sources()
         for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
             part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
             _pass(weights, files, name, part, view(out, block), staging, sources)
@@ -69,15 +71,24 @@ def read_regions(weights: Weights, regions: Mapping[str, Region], workers: int =
 def check_tensors(weights: Weights, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
     """Reads whole tensors and compares every piece with its recorded checksum; nothing is kept. Errors as of
     ``read_regions``."""
+    buffers, room = Room(), Room()
+
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
-        dtype, sources = plain(weights.tensors[name].dtype), Sources()
+        dtype, staging, sources = plain(weights.tensors[name].dtype), room.of_thread, Sources()
         most = max(TILE // dtype.itemsize, 1)
-        buffer, staging = np.empty(min(most, elements(region)), dtype), np.empty(TILE, np.uint8)
+        buffer = buffers.of_thread[:most * dtype.itemsize].view(dtype)
         for block in blocks(shape_of(region), most):
             out = buffer[:elements(block)].reshape(shape_of(block))
             _pass(weights, files, name, block, out, staging, sources)
         return buffer[:0], sources.verified
     _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
+
+
+class Room(threading.local):
+    """A buffer of a tile a thread, used again: memory that is new costs more than what is read into it."""
+
+    def __init__(self) -> None:
+        self.of_thread = np.empty(TILE, np.uint8)
 
 
 def _pass(weights: Weights, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray, sources: Sources
