@@ -7,7 +7,8 @@ save    float32 weights and two moments, --mib each of them once, on dp2 x tp2, 
         ours: as the monitor does. "stall": what the call and the callback in the following steps hold the training thread;
         "committed": until the tracker names the save; the slowest rank counts. Retention is measured for neither
 load    a checkpoint of eight ranks, dp2 x tp4, by four of dp2 x tp2, as four processes at once, so that both use all cores:
-        load_checkpoint beside of_iteration, wanted_regions, read_regions, load_into. The files are in the page cache
+        load_checkpoint beside plain reading, and of_iteration, wanted_regions, read_regions, load_into. The files are in the
+        page cache
 
 Everything is measured once a round, in changing order; a save after a sync, with the kernel's free memory warmed up. In a first
 round, which does not count, all tensors are compared bit for bit. The built-in has no asynchronous saving with
@@ -177,6 +178,7 @@ class Child:
 
 
 OF_OURS, OF_BUILT_IN = "of a checkpoint of ours", "of one of the built-in"
+PLAIN = "plain reading"
 PROVEN = f"ours, {OF_OURS}, and its proof before"
 
 
@@ -186,7 +188,8 @@ def load(folder: str, options: argparse.Namespace, rounds: measure.Rounds) -> tu
              OF_BUILT_IN: write_built_in(os.path.join(folder, "built-in"), options.mib)}
     children = {kind: [Child(kind, rank, folder, options.mib) for rank in range(loading.RANKS)]
                 for kind in ("built-in", "ours")}
-    works = [(kind, source) for source in roots for kind in children]
+    children[PLAIN] = children["ours"]
+    works = [(kind, source) for source in roots for kind in ("built-in", "ours")] + [(PLAIN, OF_OURS)]
     reads: dict[str, list[int]] = {}
     answers: list[dict[str, Any]] = []
     tensors = job.model(options.mib, *loading.TARGET)
@@ -195,11 +198,12 @@ def load(folder: str, options: argparse.Namespace, rounds: measure.Rounds) -> tu
             ours = kind == "ours"
             os.sync()
             for child in children[kind]:
-                child.begin({"root": roots[source], "first": number == 0, "prove": ours and source == OF_OURS})
+                child.begin({"root": roots[source], "first": number == 0, "prove": ours and source == OF_OURS,
+                             "plain": kind == PLAIN})
             told = [child.answer() for child in children[kind]]
             name = f"{kind}, {source}"
             answers.append({"round": number, "what": name, "ranks": told})
-            if ours or number == 0:
+            if kind != "built-in" or number == 0:
                 reads[name] = [row["read"] for row in told]
             if number == 0:
                 continue
@@ -207,7 +211,7 @@ def load(folder: str, options: argparse.Namespace, rounds: measure.Rounds) -> tu
             rounds.add(f"{name}: MiB", max(row["anonymous"] for row in told))
             if ours and source == OF_OURS:
                 rounds.add(PROVEN, max(row["seconds"] + row["proof"] for row in told))
-    for child in (child for group in children.values() for child in group):
+    for child in children["built-in"] + children["ours"]:
         child.close()
     shutil.rmtree(folder)
     return load_text(rounds, reads, works, tensors), {"answers": answers}
@@ -222,7 +226,8 @@ def load_text(rounds: measure.Rounds, reads: dict[str, list[int]], works: list[t
         times = 1 / rounds.ratio(name, base)
         read, most = sum(reads[name]), max(rounds.values[f"{name}: MiB"])
         beyond = most - own / 2**20
-        rows.append([name, f"{rounds.median(name):.3f}", *([f"{times:.1f}", rounds.spread(base, name)] if ours else ["", ""]),
+        compared = [f"{times:.1f}", rounds.spread(base, name)] if name != base else ["", ""]
+        rows.append([name, f"{rounds.median(name):.3f}", *compared,
                      verdict(ours, times >= FASTER), f"{read / 2**20:.0f}", f"{read / needed:.3f}",
                      verdict(ours, read <= OVER * needed), f"{most:.0f}", f"{beyond:+.0f}", verdict(ours, beyond <= MEMORY)])
     base = f"built-in, {OF_OURS}"
@@ -233,7 +238,8 @@ def load_text(rounds: measure.Rounds, reads: dict[str, list[int]], works: list[t
                            f"target {MEMORY}"], rows)
     return (f"Loading by {loading.RANKS} ranks of dp2 x tp2 what 8 of dp2 x tp4 saved: {job.size_of(tensors) / 2**20:.0f} MiB "
             f"in {len(tensors)} tensors; each rank has {own / 2**20:.0f} MiB of parameters, {needed / 2**20:.0f} in all are "
-            f"needed. The slowest rank counts, and the one with most memory (the largest of all rounds, above that before the "
+            f"needed. Plain reading is as many bytes of one file into new arrays, and nothing else. "
+            f"The slowest rank counts, and the one with most memory (the largest of all rounds, above that before the "
             f"load). What the built-in reads: the pages it touches of the files it maps, and what it reads otherwise:\n\n"
             f"{table}")
 
