@@ -13,6 +13,7 @@ Weights and moments must go from life to life bit for bit. The losses need not: 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ pytestmark = pytest.mark.timeout(1200)
 STEPS, COLUMNS, CONFIG = 20, 4, "quickstart_qwen3.yaml"
 LIFE = 600.0                     # seconds that one life may take on a busy machine
 BEHIND = "--callbacks.1.async_save True --callbacks.1.remove_redundancy True"
+EXCHANGED = re.compile(r"([0-9.]+) MiB read, ([0-9.]+) MiB from other ranks")
 COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}      # of a file of Checkpoint 1.0, not of the network
 
 
@@ -87,8 +89,9 @@ class Told:
 
 FIRST = Layout(dp=2, tp=2)
 REPLICAS = "--parallel.enable_parallel_optimizer False"
-PLANS = (Plan(FIRST, None, 7), Plan(Layout(dp=2), 5, 12, f"{BEHIND} {REPLICAS}"), Plan(Layout(dp=1), 10, 17),
-         Plan(Layout(dp=4), 15, None, ""))              # add what the last life shall load with here, such as balanced_load
+BALANCED = "--balanced_load True"
+PLANS = (Plan(FIRST, None, 7), Plan(Layout(dp=2), 5, 12, f"{BEHIND} {REPLICAS} {BALANCED}"), Plan(Layout(dp=1), 10, 17),
+         Plan(Layout(dp=4), 15, None, ""))
 
 
 # ---- the lives -----------------------------------------------------------------------------------------------------
@@ -191,6 +194,13 @@ def test_redundancy_is_removed(chain):
                if (layout := row.layout) is not None)
     shares = [{name for name, row in rows.items() if row.layout} for rows in tensors_of_ranks(root, 10).values()]
     assert len(shares) == 2 and all(len(share) > 20 for share in shares) and not shares[0] & shares[1]
+
+
+def test_balanced_load_reads_once_what_both_ranks_need(chain):
+    """The second life: each rank reads about half and has the rest from the other; the sum is what both need."""
+    (first, to_first), (second, to_second) = (map(float, EXCHANGED.search(log).groups()) for log in chain[1][1].life.logs)
+    assert first == pytest.approx(to_second, abs=0.2) and second == pytest.approx(to_first, abs=0.2)
+    assert 0.8 < first / second < 1.25
 
 
 def test_verify_finds_four_whole_checkpoints(chain):

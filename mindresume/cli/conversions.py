@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -68,27 +69,38 @@ def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str 
     if dry_run or finished:
         _show(plan | {"dry_run": dry_run, "finished": finished}, json)
         return
-    traffic, started = Traffic(), time.monotonic()
+    traffic = Traffic()
+
+    def write() -> None:
+        try:
+            conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
+        except EngineError as error:
+            if engine != "auto":
+                raise
+            notes.append(f"MindSpore's engine cannot do this, the direct one did: {error}")
+            plan["engine"] = "direct"
+            conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+    _show(plan | {"dry_run": False, "finished": True, **carry_out(conversion, "converting", json, traffic, write)}, json)
+
+
+def carry_out(conversion: Conversion, doing: str, json: bool, traffic: Traffic, write: Callable[[], None],
+              check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """``check`` and ``write``, with a progress bar of the latter, and the commit; whatever fails, nothing is left. Returns what
+    was done."""
+    started = time.monotonic()
     try:
         conversion.prepare()
-        with progress_bar("converting", json) as meter:
-            meter.expect(plan["bytes_to_write"])
+        check()
+        with progress_bar(doing, json) as meter:
+            meter.expect(numbers(conversion.job)["bytes_to_write"])
             traffic.progress = meter.advance
-            try:
-                conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
-            except EngineError as error:
-                if engine != "auto":
-                    raise
-                notes.append(f"MindSpore's engine cannot do this, the direct one did: {error}")
-                plan["engine"] = "direct"
-                conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+            write()
         conversion.commit()
     except BaseException:
         conversion.abandon()
         raise
-    seconds = time.monotonic() - started
-    _show(plan | {"dry_run": False, "finished": True, "bytes_read": traffic.read, "bytes_written": traffic.written,
-                  "bytes_verified": traffic.verified, "seconds": round(seconds, 3)}, json)
+    return {"bytes_read": traffic.read, "bytes_written": traffic.written, "bytes_verified": traffic.verified,
+            "seconds": round(time.monotonic() - started, 3)}
 
 
 def numbers(job: Job) -> dict[str, Any]:

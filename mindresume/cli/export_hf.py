@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Annotated
 
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, progress_bar, size_text
-from mindresume.cli.conversions import DryRun, Dst, From, Memory, Src, Step, Workers, bytes_of, numbers, opened
+from mindresume.cli.common import AsJson, print_json, size_text
+from mindresume.cli.conversions import DryRun, Dst, From, Memory, Src, Step, Workers, bytes_of, carry_out, numbers, opened
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
 from mindresume.reshard.direct import BUFFERS, Traffic
@@ -54,26 +53,17 @@ def export_hf(src: Src, dst: Dst,
     notes = list(source.notes)
     conversion = Export(storage, job, dst, notes.append, config=document)
     tile = tile_for(bytes_of(memory, "--memory-limit") * BUFFERS // (BUFFERS + WOVEN) if memory else None, workers)
-    finished, traffic, started = conversion.finished(), Traffic(), time.monotonic()
+    finished, traffic, plan = conversion.finished(), Traffic(), numbers(job)
+    done = {"bytes_read": 0, "bytes_written": 0, "bytes_verified": 0, "seconds": 0.0}
     if not dry_run and not finished:
-        try:
-            conversion.prepare()
-            verify_woven(job, traffic)
-            with progress_bar("exporting", json) as meter:
-                meter.expect(numbers(job)["bytes_to_write"])
-                traffic.progress = meter.advance
-                conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
-            conversion.commit()
-        except BaseException:
-            conversion.abandon()
-            raise
-    plan = numbers(job)
+        done = carry_out(conversion, "exporting", json, traffic,
+                         lambda: conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append)),
+                         check=lambda: verify_woven(job, traffic))
     value = {"source": source.what, "target": os.path.abspath(dst), "model_type": model.kind, "files": len(job.files),
              "tensors": plan["tensors"], "dtypes": sorted({t.dtype for t in job.source.weights.tensors.values()}),
              "bytes_to_write": plan["bytes_to_write"], "memory_bytes": (BUFFERS + WOVEN) * workers * tile, "notes": notes,
              "refused": [refusal.to_json() for refusal in source.refused], "dry_run": dry_run,
-             "finished": finished or not dry_run, "bytes_read": traffic.read, "bytes_written": traffic.written,
-             "bytes_verified": traffic.verified, "seconds": round(time.monotonic() - started, 3)}
+             "finished": finished or not dry_run, **done}
     if json:
         print_json(value)
         return
