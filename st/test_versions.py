@@ -20,6 +20,10 @@ from hypothesis import given, strategies
 
 from mindresume.files import encode, read_header, read_tensor
 from mindresume.layout import TensorLayout
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.load import read_regions
+from mindresume.reshard.source import open_source
+from mindresume.store.storage import PosixStorage
 from mindresume.strategy import Strategy
 from st.jobs import ROOT
 from st.versions import VERSIONS, builtin, device_axes, differences, expect_readable, fixture, is_optimizer, parts, python_of
@@ -183,6 +187,18 @@ def test_what_one_writes_the_other_reads(name, writer, remove_redundancy, tmp_pa
     for reader in readers:
         for other in (name, OTHER[name]):
             expect_readable(root, TENSORS, JOBS[other], reader)
+
+
+@pytest.mark.parametrize("remove_redundancy", [False, True], ids=["all", "nodup"])
+@pytest.mark.parametrize("name", JOBS)
+def test_we_read_what_either_wrote(name, writer, remove_redundancy, tmp_path):
+    """Whole tensors. The counter that is in none of its files then comes from common.json."""
+    builtin(writer).write(tmp_path, TENSORS, JOBS[name], iteration=STEP, remove_redundancy=remove_redundancy)
+    source = open_source(PosixStorage(), str(tmp_path), None, None)
+    found = read_regions(source.weights, {name: whole(tensor.shape) for name, tensor in source.weights.tensors.items()})
+    missing = {"global_step"} if remove_redundancy and name != "one" else set()
+    assert set(TENSORS) - set(found) == missing
+    assert [name for name in found if found[name].tobytes() != TENSORS[name].tobytes()] == []
 
 
 def test_the_built_in_of_190_cannot_read_what_180_wrote_without_replicas(tmp_path):
