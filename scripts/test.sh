@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Sets up .venv if it is missing, then runs everything: ruff, the unit tests (tests/) and the system tests (st/: the real
 # Trainer in real processes). Arguments go to pytest of st/.   FAST=1: without st/.
+# The random examples are the same each time here, so that what fails was changed; plain pytest draws new ones.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 echo "== ruff"
 "$PYTHON" -m ruff check .
 echo "== unit tests"
-"$PYTHON" -m pytest -q -n 2 --dist worksteal tests
+"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests
 if [ "${FAST:-0}" != 1 ]; then
     need_strace
     echo "== system tests"
-    "$PYTHON" -m pytest -q --durations=10 st "$@"
+    "$PYTHON" -m pytest -q --durations=10 --hypothesis-seed=0 st "$@"
 fi

@@ -30,7 +30,7 @@ from st.jobs import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))
 TYPES = ["float32", "bfloat16", "float16", "int32", "bool", "float8_e4m3fn", "float8_e5m2", "uint8"]
-quick = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

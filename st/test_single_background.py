@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -88,8 +87,7 @@ def test_a_job_that_was_taken_over_stops_saving(whole_single, tmp_path):
     run.until(4)
     owner = owner_of_this_process(SAVING, 1)
     Claim(PosixStorage(), str(run.checkpoints), type(owner)(**{**vars(owner), "run": run_name(2, "0000beef")})).publish()
-    started = time.monotonic()
-    assert run.wait(LIMIT) != 0 and time.monotonic() - started < LIMIT
+    assert run.wait(LIMIT) != 0
     assert "run 0002-0000beef on host" in run.launcher_log() and "has taken over" in run.launcher_log()
     assert steps_of(run)[-1] < 40
     assert os.path.isdir(run.checkpoints / FOLDER) and run.which()["chosen"]["step"] >= 2

@@ -714,7 +714,7 @@ def mutation(draw):
     return change
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(mutation(), mutation(), st.sampled_from(["head", "details", "both"]))
 def test_any_altered_record_is_read_or_refused(change, change_details, part):
     content = resealed(RECORD, change if part != "details" else None, change_details if part != "head" else None)
@@ -729,7 +729,7 @@ def test_any_altered_record_is_read_or_refused(change, change_details, part):
             json.dumps(record.state.to_json(), allow_nan=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(mutation())
 def test_any_altered_manifest_is_read_or_refused(change):
     try:
@@ -741,7 +741,7 @@ def test_any_altered_manifest_is_read_or_refused(change):
         assert len(manifest.records) == len(manifest.files) > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mutation(), mutation(), st.sampled_from(["record", "details", "manifest"]), st.sampled_from([WORLD, None]))
 def test_whatever_is_altered_a_checkpoint_is_chosen(good, change, also, part, world):
     """The older one is untouched, so whatever lies there, one of the two is taken, and no error ends the job."""

@@ -84,7 +84,7 @@ def tensor_records(draw):
     return TensorRecord(draw(st.sampled_from(["float32", "bfloat16", "str"])), shape, "00" * 16, layout, whole)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(names, tensor_records(), max_size=5), st.dictionaries(names, st.integers() | names, max_size=3))
 def test_details_come_back_as_they_were(tensors, random):
     details = Details(tensors, random)
@@ -93,7 +93,7 @@ def test_details_come_back_as_they_were(tensors, random):
     assert list(found.tensors) == list(tensors)             # the order of the file
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.builds(TrainingState, st.integers(0, 2**50), st.integers(1, 2**30), st.integers(0, 2**50),
                  st.none() | st.integers(1, 2**30), st.none() | st.floats(allow_nan=False, allow_infinity=False),
                  st.none() | st.integers(1, 2**20), st.none() | st.integers(1, 2**40)),

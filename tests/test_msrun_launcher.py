@@ -49,7 +49,7 @@ if failed:
     for w in workers:
         w.poll() is None and os.killpg(w.pid, signal.SIGKILL)
     if os.environ.get("FAKE_SCHEDULER_STAYS"):
-        time.sleep(60)
+        time.sleep(3600)
     raise SystemExit(1)
 sys.exit(int(os.environ.get("FAKE_STATUS", 0)))
 """
@@ -254,9 +254,7 @@ def test_status_without_a_report_is_that_of_msrun(job):
 
 def test_scheduler_that_waits_for_dead_workers_is_ended(job):
     job.program("sys.exit(4)")
-    began = time.monotonic()
     assert job.run("train.py", "2", MSRUN_GRACE="0", FAKE_SCHEDULER_STAYS="1").returncode == 4
-    assert time.monotonic() - began < 40
     assert job.processes() == []
 
 

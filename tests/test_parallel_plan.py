@@ -3,7 +3,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError
@@ -11,7 +11,7 @@ from mindresume.layout import MAX_RANKS, TensorLayout
 from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
 from mindresume.strategy import read_strategy, write_strategy
 
-few = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=50)
 ROWS, COLUMNS, WHOLE, PLAIN = (TensorLayout((2, 2), cuts) for cuts in ((0, -1), (-1, 0), (-1, -1), (-1,)))
 
 

@@ -426,7 +426,7 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(max_examples=25, stateful_step_count=20, deadline=None, print_blob=True,
+TestTraining.settings = settings(max_examples=25, stateful_step_count=20, print_blob=True,
                                  suppress_health_check=list(HealthCheck))
 
 

@@ -14,7 +14,7 @@ from mindresume.store.storage import PosixStorage
 from mindresume.strategy import Strategy, read_strategy, write_strategy
 from mindresume.strategy_file import _field, _number, decode_strategy, encode_strategy
 
-few = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
 
 

@@ -66,7 +66,7 @@ def described(tensors):
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(files())
 def test_round_trip_is_bit_exact(case):
     fmt, tensors, metadata = case
@@ -164,7 +164,7 @@ def test_appended_bytes_are_refused(fmt):
             read_all(data + more, fmt)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.sampled_from(FORMATS), st.data())
 def test_altered_bytes_raise_nothing_but_damaged_file_error(fmt, data):
     raw = bytearray(content(fmt, TENSORS, {"run": "1"}))
@@ -181,7 +181,7 @@ def test_altered_bytes_raise_nothing_but_damaged_file_error(fmt, data):
     assert all(array.nbytes == header.tensors[name].nbytes for name, array in found.items())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(FORMATS), st.binary(max_size=80))
 def test_random_bytes_raise_nothing_but_damaged_file_error(fmt, data):
     for raw in (data, len(data).to_bytes(8, "little") + data, b"\x0a" + bytes([len(data)]) + data):

@@ -97,7 +97,7 @@ def test_every_rank_gets_its_part_and_each_piece_is_read_once(monkeypatch, most)
 
 
 @given(st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(0, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_stage_of_any_job(stages, dp, tp, count):
     layout = {number: (TensorLayout((dp, tp), (0, -1) if number % 3 else (-1, -1)), (tp * (1 + number), 3))
               for number in range(count)}

@@ -1,4 +1,5 @@
 """Comparing two checkpoints: against plain Python element by element, and across layouts and formats."""
+import gc
 import math
 import os
 import tempfile
@@ -97,7 +98,7 @@ def pairs(draw):
     return a, b
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pairs(), st.sampled_from([1, 16, 100, 1 << 20]), st.sampled_from([1, 3, 1 << 16]))
 def test_values_against_plain_python(both, tile, portion):
     a, b = both
@@ -192,14 +193,15 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
 
 def test_memory_is_bounded_whatever_the_tensor(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PORTION", 4096)
-    array = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    array = np.arange(1 << 21, dtype=np.float32).reshape(2048, 1024)
     a, b = uncut(tmp_path / "a.safetensors", {"w": array}), uncut(tmp_path / "b.ckpt", {"w": -array})
+    gc.collect()                                   # what other tests left behind is not reported while we measure
     tracemalloc.start()
     (it,) = compare(a, b, workers=1, tile=1 << 16)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (it.count, it.absolute, it.relative) == (array.size, 2 * (array.size - 1), 2.0)
-    assert peak < 1 << 20, peak                    # of 4 MiB on each side
+    assert peak < 1 << 22, peak                    # of 8 MiB on each side
 
 
 # ---- trouble ---------------------------------------------------------------------------------------------------------

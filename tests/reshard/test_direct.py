@@ -212,7 +212,7 @@ def test_tensors_in_several_slices_of_a_ckpt(tmp_path, monkeypatch, slice_bytes,
     check(targets, transform(weights, STORAGE, targets, workers, 100), target, tensors)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts(), layouts(), st.sampled_from(["float32", "bfloat16", "int8", "int64"]), st.sampled_from([1, 24, 100]),
        st.integers(1, 3))
 def test_any_layout_to_any_other(one, other, dtype, tile, workers):
@@ -334,7 +334,7 @@ def test_one_rank_gathers_what_it_needs_and_no_more(sources, monkeypatch, given,
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_region_is_gathered(data):
     (layout, shape), dtype = data.draw(layouts()), data.draw(st.sampled_from(["float32", "bfloat16", "int8"]))
     region = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)

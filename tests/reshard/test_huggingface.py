@@ -106,7 +106,7 @@ def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
     assert {tensor.dtype for tensor in weights.tensors.values()} == {"float32"} and weights.format == "safetensors"
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_region(tmp_path, data):
     model = data.draw(st.sampled_from([GROUPED, MOE, MODELS["contiguous"]]))
