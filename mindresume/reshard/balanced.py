@@ -9,7 +9,6 @@ redundancy removal (``store.share``): the bytes are spread evenly over the ranks
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -28,10 +27,15 @@ Broadcast = Callable[[tuple[int, ...], int, np.ndarray | None, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What ``owner`` has read and passes on to ``ranks`` (ascending, itself among them)."""
+    """What ``owner`` has read and passes on to ``ranks`` (ascending, itself among them): ``parts`` (name, first byte, end) of at
+    most MOST bytes in all."""
     ranks: tuple[int, ...]
     owner: int
-    names: tuple[str, ...]
+    parts: tuple[tuple[str, int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
 
 
 def plan(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
@@ -59,36 +63,41 @@ def plan(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout
 
 def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Mapping[str, Region],
               itemsizes: Mapping[str, int]) -> Iterator[Exchange]:
-    portion: list[str] = []
-    used = 0
+    parts: list[tuple[str, int, int]] = []
+    left = MOST
     for name in names:
-        count = elements(regions[name]) * itemsizes[name]
-        if portion and used + count > MOST:
-            yield Exchange(ranks, owner, tuple(portion))
-            portion, used = [], 0
-        portion.append(name)
-        used += count
-    if portion:
-        yield Exchange(ranks, owner, tuple(portion))
+        start, end = 0, elements(regions[name]) * itemsizes[name]
+        while start < end:
+            stop = min(end, start + left)
+            parts.append((name, start, stop))
+            start, left = stop, left - (stop - start)
+            if not left:
+                yield Exchange(ranks, owner, tuple(parts))
+                parts, left = [], MOST
+    if parts:
+        yield Exchange(ranks, owner, tuple(parts))
 
 
 def pass_on(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
             dtypes: Mapping[str, str], rank: int, broadcast: Broadcast) -> int:
     """Adds to ``arrays`` what other ranks have read. Returns the bytes received. Every rank must come here: what failed before
     was agreed upon before."""
-    received = 0
+    received, flat = 0, {}
     for exchange in exchanges:
-        shapes = {name: shape_of(regions[name]) for name in exchange.names}
-        sizes = {name: math.prod(shapes[name]) * DTYPES[dtypes[name]].itemsize for name in exchange.names}
-        total, own = sum(sizes.values()), exchange.owner == rank
-        data = np.concatenate([arrays[name].reshape(-1).view(np.uint8) for name in exchange.names]) if own else None
-        found = broadcast(exchange.ranks, exchange.owner, data, total)
+        own = exchange.owner == rank
+        for name, start, _ in exchange.parts:
+            if not start:
+                size = elements(regions[name]) * DTYPES[dtypes[name]].itemsize
+                flat[name] = arrays[name].reshape(-1).view(np.uint8) if own else np.empty(size, np.uint8)
+        views = [flat[name][start:stop] for name, start, stop in exchange.parts]
+        found = broadcast(exchange.ranks, exchange.owner, np.concatenate(views) if own else None, exchange.size)
         if own:
             continue
         position = 0
-        for name in exchange.names:
-            part = found[position:position + sizes[name]]
-            arrays[name] = part.copy().view(DTYPES[dtypes[name]]).reshape(shapes[name])
-            position += sizes[name]
-        received += total
+        for view in views:
+            view[:] = found[position:position + len(view)]
+            position += len(view)
+        received += position
+    for name in flat.keys() - arrays.keys():
+        arrays[name] = flat[name].view(DTYPES[dtypes[name]]).reshape(shape_of(regions[name]))
     return received

@@ -37,6 +37,7 @@ class Cable:
 
         def call(ranks, owner, data, count):
             assert rank in ranks and owner in ranks and (data is not None) == (rank == owner)
+            assert 0 < count <= balanced.MOST and (data is None or len(data) == count)
             number = counts[ranks] = counts.get(ranks, 0) + 1
             with self.condition:
                 calls = self.calls.setdefault((ranks, number), {})
@@ -76,7 +77,7 @@ def tensors_for(layouts, dtypes):
     return {**made, "global_step": np.array([7], np.int32)}
 
 
-@pytest.mark.parametrize("most", [1, 64, 64 << 20])
+@pytest.mark.parametrize("most", [1, 10, 64, 64 << 20])
 def test_every_rank_gets_its_part_and_each_piece_is_read_once(monkeypatch, most):
     monkeypatch.setattr(balanced, "MOST", most)
     tensors = tensors_for(LAYOUTS, DTYPES)
