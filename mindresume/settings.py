@@ -14,9 +14,8 @@
       keep_best_mode: min        # the smallest are the best; or max
       transform_engine: auto     # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
                                  # first), or auto: mindspore for ckpt, direct for safetensors
-      allow_missing: []          # Checkpoint 2.0: patterns (lora_*) of parameters that a checkpoint need not have; they stay as
-      they
-                                 # are initialised. In the environment separated by commas
+      allow_missing: []          # Checkpoint 2.0: patterns (lora_*) of parameters that a checkpoint need not have; they stay
+                                 # as they are initialised. In the environment separated by commas
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
