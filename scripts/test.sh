@@ -11,6 +11,11 @@ echo "== unit tests"
 "$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests
 if [ "${FAST:-0}" != 1 ]; then
     need_strace
-    echo "== system tests"
-    "$PYTHON" -m pytest -q --durations=10 --hypothesis-seed=0 st "$@"
+    system_tests() {                                                # 5: the arguments chose none of these
+        "$PYTHON" -m pytest -q --durations=10 --hypothesis-seed=0 "$@" || [ $? = 5 ]
+    }
+    echo "== system tests without trainings"
+    system_tests -n 2 --dist loadfile -m beside st "$@"
+    echo "== system tests with trainings"
+    system_tests -m "not beside" st "$@"
 fi

@@ -15,11 +15,17 @@ from st.jobs import ROOT, Run  # noqa: E402
 def pytest_addoption(parser):
     parser.addoption("--device-target", default="CPU", choices=["CPU", "Ascend"],
                      help="Ascend: the same tests on real devices, without the CPU cluster")
+    parser.addoption("--soak", action="store_true", help="everything, where else a part is taken: takes an hour longer")
 
 
 @pytest.fixture(scope="session")
 def device(request) -> str:
     return request.config.getoption("--device-target")
+
+
+@pytest.fixture(scope="session")
+def soak(request) -> bool:
+    return request.config.getoption("--soak")
 
 
 @pytest.fixture(scope="session")

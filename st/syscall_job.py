@@ -36,9 +36,10 @@ def big_tensors(step: int) -> dict[str, np.ndarray]:
     return {f"layer{index}.weight": random.standard_normal((275, 1024), np.float32) for index in range(3)}
 
 
-def shard_of(step: int, fmt: str) -> Shard:
-    small = shard(0, step, 0, fmt)
-    return replace(small, tensors={**small.tensors, **big_tensors(step)})
+def shard_of(place: Place, step: int, fmt: str) -> Shard:
+    small = shard(place, step, fmt)
+    (file,) = small.files
+    return replace(small, files=(replace(file, tensors={**file.tensors, **big_tensors(step)}),))
 
 
 def saver_of(place: Place, kind: str, log: list[str]) -> Saver:
@@ -52,11 +53,12 @@ def saver_of(place: Place, kind: str, log: list[str]) -> Saver:
 def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:
     storage, log = PosixStorage(), []
     storage.width = width
-    saver, status = saver_of(Place(storage, root, RUNS[0], 0, 1), kind, log), 0
+    place = Place(storage, root, RUNS[0], 0, 1)
+    saver, status = saver_of(place, kind, log), 0
     for step in steps:
         if step != steps[0]:
             sys.stdin.readline()
-        saver.save(Save(shard_of(step, fmt)))
+        saver.save(Save(shard_of(place, step, fmt)))
         outcomes = saver.wait(_WAIT)
         if step == steps[-1]:
             outcomes += saver.finish(1.0)

@@ -28,6 +28,8 @@ from mindresume.reshard.source import open_source
 from mindresume.store.storage import PosixStorage
 from st.jobs import ROOT
 
+pytestmark = pytest.mark.beside
+
 FIXTURES = ROOT / "st" / "fixtures"
 SINGLE, FOUR = (FIXTURES / name for name in ("mf190_10_safetensors_single", "mf190_10_safetensors_dp2tp2"))
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}            # float32, summed in another order

@@ -32,6 +32,8 @@ from st.jobs import ROOT
 from st.saver import KEPT, PER_EPOCH, PREFIX, tensors_of
 from tests.folders import Ranks, place_of, save, write_rank
 
+pytestmark = pytest.mark.beside
+
 STORAGE = PosixStorage()
 WEIGHTS = (".safetensors", ".ckpt")
 
@@ -106,7 +108,7 @@ class Story:
         if choice.chosen:
             self.resumed += 1
             assert sorted(choice.chosen.files) == list(range(self.ranks))
-            for rank, file in choice.chosen.files.items():
+            for rank, (file,) in choice.chosen.files.items():
                 holds(self.root / file.path, chosen, rank)
         self.check_final_names()
         assert len(complete) <= KEPT + 2, "retention lags behind by more than the saves that were cut"

@@ -47,6 +47,7 @@ from st.versions import VERSIONS, expect_readable
 
 pytestmark = pytest.mark.timeout(1200)
 PROCESS = "--callbacks.1.async_save process"
+SINKS = "--sink_mode True --runner_config.sink_size 4 --callbacks.1.save_checkpoint_steps 8"
 BOTH = ["qwen3-model-0000000-0000001.safetensors", "qwen3-opt-0000000-0000001.safetensors"]
 
 
@@ -126,7 +127,7 @@ def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
     """Everything that starts from steps 30, 35 and 40."""
     base, root = tmp_path_factory.mktemp("others"), broken.root
     runs = SimpleNamespace(**{name: in_folder(base / name, whole_single) for name in
-                              ("saves", "weights", "stateless", "both", "larger", "odd", "missing")},
+                              ("saves", "weights", "stateless", "both", "larger", "odd", "missing", "sinks")},
                            returned=in_folder(base / "returned", whole_single, 30, 35, 40, of=root))
     flip_byte(runs.returned.checkpoints / iteration_name(35) / BOTH[1])
     (runs.returned.checkpoints / TRACKER).write_text("35", encoding="utf-8")
@@ -142,8 +143,13 @@ def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
     def saves_and_what_comes_of_it() -> None:
         begin(runs.saves).ended(LIMIT)
         begin(runs.stateless, f"--load_checkpoint {runs.saves.folder}/kept/here --epochs 5").wait(LIMIT)
+
+    def twice_in_sinks() -> None:
+        begin(runs.sinks, NEW, SINKS, kill="20@16").wait(LIMIT)
+        begin(runs.sinks, NEW, SINKS).ended(LIMIT)
     together(
         saves_and_what_comes_of_it,
+        twice_in_sinks,
         lambda: begin(runs.returned).ended(LIMIT),
         lambda: begin(runs.weights, "--epochs 1").ended(LIMIT),
         lambda: begin(runs.both).wait(LIMIT),
@@ -234,6 +240,19 @@ def of_mindformers(root: Path, step: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_built_in_reads_it_without_a_trainer(broken, version):
     expect_readable(broken.root, of_network(saved_tensors(broken.root, 40)), None, version)
+
+
+# ---- sinks ---------------------------------------------------------------------------------------------------------
+
+def test_sinks_that_do_not_divide_an_epoch(others, whole_single):
+    """Sinks of 4 steps, epochs of 10: killed in sink 5, resumed from the end of sink 4, in the middle of epoch 2 of the data. The
+    loop is that of st/cpu_cluster/model_build.py, which stands in for a device's."""
+    run = others.sinks
+    assert [row["step"] for row in run.steps(0)] == list(range(1, 21))
+    assert differences(whole_single.steps()[:20], run.steps(0)) == []
+    goes_on(run, whole_single, 16)
+    said(run, "continues after step 16 (epoch 4 done)")                              # an epoch of mindformers is a sink
+    assert committed(run, 0) == [8, 16] and committed(run) == [24, 32, 40] and tracker(run.checkpoints) == 40
 
 
 # ---- the checkpoint: section ---------------------------------------------------------------------------------------

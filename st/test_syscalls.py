@@ -30,11 +30,13 @@ from mindresume.drill.judge import PASS, judge
 from mindresume.drill.ranks import Turns
 from mindresume.drill.stories import RUNS, World, save_quietly
 from mindresume.files import read_header, read_tensor
-from mindresume.formats.names import folder_name
+from mindresume.store.shard import Place
 from mindresume.store.storage import PosixStorage
 from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role
 from st.syscall_job import REPORTED, shard_of
+
+pytestmark = pytest.mark.beside
 
 PAST, STEP, NEXT = 10, 20, 30
 TOGETHER = 2                                    # jobs at a time
@@ -285,7 +287,7 @@ def strike_all(base: Path, setup: Setup, strikes: list[tuple[Target, str]], act:
     wrong = [f"{cell.fault} in call {cell.number} of {cell.name}, {cell.call}: {'; '.join(cell.problems)}"
              for cell in cells if cell.problems]
     assert not wrong, "\n".join([table(cells), *wrong])
-    assert len(cells) >= 15, "hardly anything was struck"
+    assert len(cells) >= 10, "hardly anything was struck"
 
 
 def world_of(base: Path, setup: Setup) -> World:
@@ -306,11 +308,11 @@ def look(world: World, setup: Setup, tidy: bool) -> tuple[str, str, list[str]]:
 
 def differing(world: World, step: int) -> list[str]:
     """Tensors that are not, bit for bit, what the job had. The judge knows the small ones only."""
-    shard = shard_of(step, world.format)
-    path = os.path.join(world.root, folder_name(0), str(shard.name))
+    (saved,) = shard_of(Place(PosixStorage(), world.root, RUNS[0], 0, 1), step, world.format).files
+    path = os.path.join(world.root, saved.path)
     with open(path, "rb") as file:
         header = read_header(file, path)
-        return [f"{name} of step {step} is not what was saved" for name, array in shard.tensors.items()
+        return [f"{name} of step {step} is not what was saved" for name, array in saved.tensors.items()
                 if name not in header.tensors or read_tensor(file, header.tensors[name]).tobytes() != array.tobytes()]
 
 
@@ -401,9 +403,9 @@ def faults(target: Target) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_an_error_in_every_call(targets, base, setup):
+def test_an_error_in_every_call(targets, base, setup, soak):
     """Of one saver with every error, also of calls that only read; of the others EIO in calls that change something, and a full
-    disk in those that write."""
+    disk in those that write. A third of all, without --soak."""
     found = targets(setup)
     if setup == SETUPS[0]:
         strikes = [(target, fault) for target in found for fault in faults(target)]
@@ -411,7 +413,7 @@ def test_an_error_in_every_call(targets, base, setup):
         strikes = [(target, "EIO") for target in found if target.call.changes]
         full = [target for target in found if target.call.kind in ("write", "fallocate")] if setup.saver == "foreground" else []
         strikes += [(target, "ENOSPC") for target in full]
-    strike_all(base, setup, [(target, fault) for target, fault in strikes if not harmless(target)], failing)
+    strike_all(base, setup, [(target, fault) for target, fault in strikes if not harmless(target)][::1 if soak else 3], failing)
 
 
 def harmless(target: Target) -> bool:
