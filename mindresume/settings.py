@@ -16,6 +16,7 @@
                                  # first), or auto: mindspore for ckpt, direct for safetensors
       allow_missing: []          # Checkpoint 2.0: patterns (lora_*) of parameters that a checkpoint need not have; they stay
                                  # as they are initialised. In the environment separated by commas
+      on_dataset_change: warn    # the data set is not that of the checkpoint, and nobody said so; or: error
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
@@ -31,7 +32,8 @@ from mindresume.errors import ConfigError
 
 ENVIRONMENT = "MINDRESUME_"
 _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
-            "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore")}
+            "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore"),
+            "on_dataset_change": ("warn", "error")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Settings:
     transform_engine: str = "auto"
     unified_checkpoint: int = 0
     allow_missing: tuple[str, ...] = ()
+    on_dataset_change: str = "warn"
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:

@@ -9,11 +9,13 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mindresume.data import DataPosition
 from mindresume.errors import RecordError
 
 MAX_COUNT = 2**63 - 1       # of steps, samples, bytes: what a file system, MindSpore and a message can hold
 _COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # needed, and their least value
-_OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0))    # or null
+_OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0),
+                    ("consumed", 0))                                                    # or null
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class TrainingState:
     ``global_batch_size``: samples per step over all ranks. ``loss_scale`` None: not used.
     ``metrics``: (name, finite number) of what was measured when it was saved: the loss of the step, what the user reported.
     ``health``: 0 healthy, 1 not (``ckpt_status`` of mindformers' health monitor), None not known.
+    ``consumed``: samples that the training has seen, over all data sets and resumes, None not known. ``data``: where it stands in
+    its data set, None not known.
     """
     step: int
     steps_per_epoch: int
@@ -36,6 +40,8 @@ class TrainingState:
     dataset_size: int | None = None
     metrics: tuple[tuple[str, float], ...] = ()
     health: int | None = None
+    consumed: int | None = None
+    data: DataPosition | None = None
 
     @property
     def epoch(self) -> int:
@@ -47,13 +53,9 @@ class TrainingState:
         """Counts from 1; in sink mode always the sink size."""
         return step_in_epoch(self.step, self.steps_per_epoch)
 
-    @property
-    def samples(self) -> int | None:
-        """Samples consumed by the whole job; None if the global batch size is not known."""
-        return None if self.global_batch_size is None else self.step * self.global_batch_size
-
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        return {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
+                "data": self.data and self.data.to_json()}
 
     @classmethod
     def from_json(cls, value: Any) -> TrainingState:
@@ -68,7 +70,9 @@ class TrainingState:
                                   f"{least} to {MAX_COUNT}")
         if known.get("loss_scale") is not None and not is_number(known["loss_scale"]):
             raise RecordError(f"training state: loss_scale is {known['loss_scale']!r}"[:200] + ", expected a finite number")
-        return cls(**{**known, "metrics": _metrics(known.get("metrics", {}))})
+        data = known.get("data")
+        return cls(**{**known, "metrics": _metrics(known.get("metrics", {})),
+                      "data": None if data is None else DataPosition.from_json(data)})
 
 
 def _metrics(value: Any) -> tuple[tuple[str, float], ...]:

@@ -54,7 +54,7 @@ def goes_on(run: Run, whole: Run, step: int) -> None:
 def test_folder_and_true_takes_the_newest_that_is_as_it_was_written(resumed, whole_single):
     goes_on(resumed.newest, whole_single, 35)
     said(resumed.newest, "not resuming from step 40", "qwen3_rank_0-4_10.safetensors", "tensor")
-    said(resumed.newest, "random state restored", "numpy")
+    said(resumed.newest, "random state", "restored", "numpy")
 
 
 def test_the_resumed_run_saves_under_new_names(resumed):

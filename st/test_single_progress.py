@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import beside, finished, names, records, said, steps_of, succeeded, together, upstream
+from st.copies import beside, names, records, said, succeeded, together, upstream
 from st.jobs import Run
 
 
@@ -20,7 +20,7 @@ def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
         "load_checkpoint: './output/checkpoint'": f"load_checkpoint: '{whole_single.checkpoints}'"})
     together(
         lambda: succeeded(runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"),
-        lambda: finished(runs["odd"], at_35, "--batch_size 16"),
+        lambda: succeeded(runs["odd"], at_35, "--batch_size 16"),
         lambda: succeeded(runs["again"], at_35, "--trainer.ignore_data_skip True"),
         lambda: succeeded(runs["third"], skip))
     return SimpleNamespace(**runs)
@@ -42,11 +42,12 @@ def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
             (record.state for record in records(run).values())] == [(16, 16, 5), (20, 16, 5)]
 
 
-def test_a_batch_size_that_would_cut_a_step_is_refused(resumed):
-    run = resumed.odd
-    assert run.process.returncode == 1 and steps_of(run) == []
-    said(run, "ProgressError", "step 35 at global batch size 8 is 17.5 steps at global batch size 16",
-         "35 * 8 samples are no multiple of 16")
+def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):
+    """35 * 8 / 16 = 17.5 steps: the data of step 35 is seen again, in step 18."""
+    run, before = resumed.odd, samples(whole_single)
+    said(run, "8 samples are seen again", "WARNING")
+    said(run, "step", "recomputed", "35 * 8 / 16 = 17.5, so 17")
+    assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
 
 
 def test_ignore_data_skip_begins_the_data_again(resumed, whole_single):

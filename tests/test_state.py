@@ -1,5 +1,8 @@
+import json
+
 import pytest
 
+from mindresume.data import DataPosition
 from mindresume.errors import RecordError
 from mindresume.state import TrainingState, crosses_multiple, epoch_of, step_in_epoch
 
@@ -24,7 +27,23 @@ def test_saves_fall_on_absolute_multiples(before, now, interval, due):
 def test_json_round_trip_ignores_unknown_fields():
     state = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
     assert TrainingState.from_json({**state.to_json(), "of a later version": 1}) == state
-    assert state.samples == 120 and (state.epoch, state.step_in_epoch) == (2, 5)
+    assert (state.epoch, state.step_in_epoch) == (2, 5)
+
+
+def test_the_position_in_the_data_is_kept():
+    state = TrainingState(15, 10, 14, 8, dataset_size=10, consumed=120, data=DataPosition(1, 40, 0, "", {"type": "MindDataset"}))
+    assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
+    old = {name: value for name, value in state.to_json().items() if name not in ("data", "consumed")}
+    assert (TrainingState.from_json(old).data, TrainingState.from_json(old).consumed) == (None, None)
+
+
+@pytest.mark.parametrize("key, value", [("passes", -1), ("samples", 1.5), ("first_epoch", None), ("declared", 1),
+                                        ("identity", []), ("identity", {"a": 1}), ("passes", 2**63), ("samples", True),
+                                        (None, "a text")])
+def test_a_position_of_another_form_is_refused(key, value):
+    data = DataPosition(1, 40).to_json()
+    with pytest.raises(RecordError, match="training state: data is"):
+        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "data": value if key is None else {**data, key: value}})
 
 
 def test_metrics_are_an_object_of_finite_numbers():

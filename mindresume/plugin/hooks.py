@@ -19,12 +19,14 @@ import os
 from inspect import signature
 from typing import Any
 
-from mindresume.errors import ConfigError, TrainingCompleteError
+from mindresume.agree import decide
+from mindresume.errors import AgreementError, ConfigError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.plugin import adapter, choosing, loading, online, session
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
+from mindresume.resume.dataset import identity_of
 from mindresume.settings import Settings
 from mindresume.store.storage import PosixStorage
 
@@ -77,8 +79,10 @@ def _rules(original: Any) -> Any:
     def check(self: Any) -> Any:
         for note in lift_data_skip(self.config):
             adapter.logger().info("mindresume: %s", note)
-        if session.current().training:
-            choose_checkpoint(self.config, session.current())
+        current = session.current()
+        if current.training:
+            current.identity = identity(self.config, current)
+            choose_checkpoint(self.config, current)
         return original(self)
     return check
 
@@ -143,6 +147,8 @@ def _runner_config(original: Any) -> Any:
         original(config, dataset)
         current, runner = session.current(), config.runner_config
         current.dataset_size = config.data_size
+        if not current.resumes:
+            current.origin = loading.begin(config, current)
         current.sink_size = runner.sink_size if runner.sink_mode else None
         if current.resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
@@ -251,6 +257,15 @@ def _load_online(original: Any) -> Any:
 
 
 # ---- what they do --------------------------------------------------------------------------------------------------
+
+def identity(config: Any, current: session.Session) -> dict[str, str]:
+    """Of the data set, before mindformers takes its configuration apart. As rank 0 sees it."""
+    try:
+        return decide(current.group, lambda: identity_of(PosixStorage(), config.get("train_dataset"), config.get("seed")))
+    except AgreementError as error:
+        adapter.logger().warning("mindresume: a change of the data set cannot be noticed: %s", error)
+        return {}
+
 
 def choose_checkpoint(config: Any, current: session.Session) -> None:
     """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config`` to what was chosen by all ranks.

@@ -4,42 +4,56 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from mindresume.data import DataPosition
 from mindresume.errors import LoadError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.network import check_fit
 from mindresume.plugin import adapter, convert, session
-from mindresume.resume.progress import Progress, check_sink, progress_of
+from mindresume.resume.account import account_of, warnings_of
+from mindresume.resume.progress import Progress, Setting, data_wish, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
-from mindresume.state import is_transient
+from mindresume.state import TrainingState, is_transient
 from mindresume.store.storage import Storage
 
 
-def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[Progress, int, float | None]:
-    """(counters of the run, steps of one of its epochs, loss scale), from the state of the chosen checkpoint. ProgressError: see
-    ``progress``."""
-    runner, state = config.runner_config, counters(current.choice)
+def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[Progress, float | None]:
+    """Counters of the run, and loss scale, from the state of the chosen checkpoint; mindformers is told where its data goes on.
+    ProgressError: see ``progress``."""
+    runner, state = config.runner_config, state_of(current.choice)
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
-    progress = progress_of(state["step_num"], state["global_step"], state["global_batch_size"], runner.global_batch_size,
-                           sink_size or dataset_size)
-    if sink_size:
-        check_sink(progress, sink_size)
-    current.global_step = progress.global_step
+    batch = runner.global_batch_size
+    setting = Setting(batch, dataset_size, sink_size, current.identity, data_wish(config.get("ignore_data_skip"),
+                                                                                config.get("data_skip_steps")))
+    progress = progress_of(state, setting)
+    current.origin = session.Origin(progress.initial_step, progress.position, progress.consumed)
+    current.global_step, current.account = progress.global_step, account_of(state, progress, setting)
+    for sentence in warnings_of(progress, setting, current.settings.on_dataset_change):
+        adapter.logger().warning("mindresume: %s", sentence)
+    config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
     adapter.logger().info("mindresume: continues after step %d (epoch %d done), global batch size %s, loss scale %s%s",
-                          progress.initial_step, progress.initial_epoch, runner.global_batch_size, state["loss_scale"],
-                          "" if progress.step_scale == 1 else
-                          f"; steps scaled by {progress.step_scale:g} from {state['step_num']}")
-    return progress, sink_size or dataset_size, state["loss_scale"]
+                          progress.initial_step, progress.initial_epoch, batch, state.loss_scale,
+                          "" if progress.step_scale == 1 else f"; steps scaled by {progress.step_scale:g} from {state.step}")
+    return progress, state.loss_scale
+
+
+def begin(config: Any, current: session.Session) -> session.Origin:
+    """Of a run that does not resume. mindformers skips data at its beginning, too, if it is told to."""
+    wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    skip = 0 if wish.ignore else wish.skip or 0
+    position = DataPosition(identity=current.identity).after(skip, config.data_size, config.runner_config.global_batch_size or 1)
+    return session.Origin(0, replace(position, first_epoch=-position.passes, declared=str(wish)))
 
 
 def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:
     """Initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
-    progress, _, scale = progress_for(config, dataset_size, current)
+    progress, scale = progress_for(config, dataset_size, current)
     runner = config.runner_config
     runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
     runner.initial_epoch = progress.initial_epoch
@@ -55,16 +69,14 @@ def runner_scale(config: Any) -> Any:
     return None if wrapper is None else wrapper.get("scale_sense")
 
 
-def counters(choice: Choice) -> dict[str, Any]:
-    """step_num, global_step, global_batch_size and loss_scale of the chosen checkpoint, from its records or its files."""
-    state = choice.chosen.state
-    if state is not None:
-        return {"step_num": state.step, "global_step": state.global_step, "global_batch_size": state.global_batch_size,
-                "loss_scale": state.loss_scale}
+def state_of(choice: Choice) -> TrainingState:
+    """Of the chosen checkpoint, from its records or its files."""
+    if choice.chosen.state is not None:
+        return choice.chosen.state
     scalars = dict(choice.shards[0].scalars)
     step = scalars.get("step_num", choice.chosen.step)
-    return {"step_num": step, "global_step": int(scalars.get("global_step", step)),
-            "global_batch_size": scalars.get("global_batch_size"), "loss_scale": scalars.get("loss_scale")}
+    return TrainingState(step, 1, int(scalars.get("global_step", step)), scalars.get("global_batch_size"),
+                         scalars.get("loss_scale"))
 
 
 def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session, storage: Storage) -> None:

@@ -27,10 +27,11 @@ from mindresume.agree import Group, decide, report
 from mindresume.errors import ConfigError, FolderInUseError, SaveError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import FileName, free_suffix, parse_name, stem
-from mindresume.formats.records import listed, scan_records
+from mindresume.formats.records import listed, ranks_count, scan_records
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
+from mindresume.resume.account import random_item, table
 from mindresume.state import TrainingState, crosses_multiple, is_transient
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
@@ -165,8 +166,9 @@ class CheckpointMonitor(BuiltIn):
         if current.resumes:
             details = current.shard.details if current.shard else None
             restored = live.restore_random(details.random) if details and details.random else []
-            log.info("mindresume: random state %s", f"restored ({', '.join(restored)})" if restored else
-                     "not in the checkpoint: the seeds of the configuration apply")
+            saved_by = current.choice.chosen.world_size
+            other = f"saved by {ranks_count(saved_by)}, this job has {group.size}" if saved_by != group.size else ""
+            log.info("mindresume: the state of the training:\n%s", table([*current.account, random_item(restored, other)]))
         log.info("mindresume: run %s saves to %s as %s-...", run, root, self.origin_prefix if self._iterations else self._prefix)
 
     def _root(self) -> str:
@@ -331,7 +333,8 @@ class CheckpointMonitor(BuiltIn):
             health = int(self.get_checkpoint_health_info(cb_params) != 0)
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
-                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()), health)
+                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()), health,
+                             *current.data_at(step, self.global_batch_size))
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
         """What mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""

@@ -135,10 +135,10 @@ def common_for(config: Any, dataset_size: int, current: session.Session) -> dict
     """Numbers of ``common.json`` with which the formulas of mindformers (trainer/base_trainer.py, training_process) give the
     progress of this run: at its own global batch size nothing is scaled any more. ProgressError: see
     ``loading.progress_for``."""
-    progress, steps_per_epoch, scale = loading.progress_for(config, dataset_size, current)
+    progress, scale = loading.progress_for(config, dataset_size, current)
     runner, epoch = config.runner_config, progress.initial_epoch
     if not runner.sink_mode:                                        # it subtracts one within an epoch
-        epoch += progress.initial_step % steps_per_epoch != 0
+        epoch += progress.initial_step % dataset_size != 0
     if scale is None:                                               # it would be set to that
         scale = loading.runner_scale(config)
         scale = getattr(scale, "loss_scale_value", scale)

@@ -5,15 +5,17 @@ A process trains one thing at a time, and mindformers passes its functions nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mindresume.agree import Group, Solo
+from mindresume.data import DataPosition
 from mindresume.errors import ConfigError
 from mindresume.reshard.source import Source
+from mindresume.resume.account import Item
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
@@ -35,6 +37,14 @@ class Online:
     common: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where this run began: its first step follows ``step``; ``consumed``: samples seen before, None not known."""
+    step: int = 0
+    position: DataPosition = DataPosition()
+    consumed: int | None = 0
+
+
 @dataclass
 class Session:
     """``choice`` with a chosen candidate: this training resumes, and ``shard`` is what this rank proved and loads."""
@@ -43,6 +53,9 @@ class Session:
     choice: Choice | None = None
     training: bool = False                   # inside Trainer.train or finetune
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
+    identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
+    origin: Origin = field(default_factory=Origin)
+    account: list[Item] = field(default_factory=list)            # of a resume, for people
     dataset_size: int | None = None          # steps of one pass over the data
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
@@ -56,6 +69,14 @@ class Session:
         chosen = self.choice.chosen if self.choice else None
         shards = self.choice.shards if chosen and chosen.world_size == self.group.size else ()
         return next((shard for shard in shards if shard.rank == self.group.rank), None)
+
+    def data_at(self, step: int, batch: int | None) -> tuple[int | None, DataPosition | None]:
+        """(samples seen, where the data stands) after ``step``; None where it is not known."""
+        if not batch or not self.dataset_size:
+            return None, None
+        done, origin = step - self.origin.step, self.origin
+        return (None if origin.consumed is None else origin.consumed + done * batch,
+                origin.position.after(done, self.dataset_size, batch))
 
     def release(self) -> None:
         """The chosen checkpoint has been read, or nobody is going to."""

@@ -29,6 +29,7 @@ from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
 from mindresume.plugin import adapter, convert, hooks, loading, online, session  # noqa: E402
+from mindresume.resume import account  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
 from mindresume.store.shard import rank_shard, write_shard  # noqa: E402
@@ -315,18 +316,23 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (10, 2, 0.5, 10)
 
 
-def test_a_step_that_does_not_scale_is_an_error(tmp_path, current):
+def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
     chosen(tmp_path, current, 15)
-    with pytest.raises(ProgressError, match=r"15 \* 8 samples are no multiple of 16"):
-        loading.set_progress(runner(batch=16), 5, current)
+    log = []
+    monkeypatch.setattr(loading, "warnings_of", lambda *given: log.extend(account.warnings_of(*given)) or [])
+    config = runner(batch=16)
+    loading.set_progress(config, 5, current)
+    assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
+    assert [line.partition(":")[0] for line in log] == ["8 samples are seen again"]
 
 
-@pytest.mark.parametrize("sink_size, epoch", [(5, 3), (-1, 1), (3, 5)])
-def test_counters_in_sink_mode(tmp_path, current, sink_size, epoch):
-    chosen(tmp_path, current, 15)
+@pytest.mark.parametrize("step, sink_size, epoch", [(15, 5, 3), (20, -1, 2), (15, 3, 5)])
+def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
+    chosen(tmp_path, current, step)
     config = runner(sink_mode=True, sink_size=sink_size)
-    loading.set_progress(config, 15, current)
-    assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (15, epoch)
+    loading.set_progress(config, 10, current)
+    assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (step, epoch)
+    assert (config.data_skip_steps, config.ignore_data_skip) == (step, False)
 
 
 def test_a_sink_is_not_cut(tmp_path, current):
@@ -471,4 +477,5 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
 
 def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
-    assert loading.counters(current.choice) == {"step_num": 15, "global_step": 15, "global_batch_size": 8, "loss_scale": 1.0}
+    state = loading.state_of(current.choice)
+    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)

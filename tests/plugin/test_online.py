@@ -10,11 +10,12 @@ pytest.importorskip("mindformers")
 from folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
 from mindformers.tools.register import MindFormerConfig  # noqa: E402
 
-from mindresume.errors import ConfigError, LoadError, MissingCheckpointError, ProgressError  # noqa: E402
+from mindresume.errors import ConfigError, LoadError, MissingCheckpointError  # noqa: E402
 from mindresume.plugin import online, session  # noqa: E402
 from mindresume.plugin.online import Wish, common_for, wish_of  # noqa: E402
 from mindresume.reshard.weights import Tensor, Weights  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from mindresume.state import TrainingState  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
 from mindresume.store.shard import Place, iteration_shard, write_shard  # noqa: E402
 
@@ -185,8 +186,7 @@ def computed(common, runner, data_size):
     (10, 8, 16, 5, None, (5, 1, 5)), (20, 8, 8, 10, 2, (20, 10, 20)), (20, 8, 4, 20, 4, (40, 10, 40)),
     (20, 8, 8, 10, -1, (20, 2, 20))])
 def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, old, new, data_size, sink, expected):
-    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=SimpleNamespace(
-        step=step, global_step=step, global_batch_size=old, loss_scale=None)))
+    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(step, 10, step, old)))
     runner = SimpleNamespace(global_batch_size=new, sink_mode=sink is not None, sink_size=sink)
     config = MindFormerConfig(runner_wrapper={"scale_sense": 64.0})
     config.runner_config = runner
@@ -196,13 +196,12 @@ def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, 
     assert common["loss_scale"] == 64.0                     # none was saved: what the configuration says stays
 
 
-def test_a_step_that_does_not_scale_is_refused(current):
-    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=SimpleNamespace(
-        step=15, global_step=15, global_batch_size=8, loss_scale=1.0)))
+def test_a_step_that_does_not_scale_is_rounded_down(current):
+    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(15, 10, 15, 8, 1.0)))
     config = MindFormerConfig()
     config.runner_config = SimpleNamespace(global_batch_size=16, sink_mode=False, sink_size=1)
-    with pytest.raises(ProgressError, match="15 \\* 8 samples are no multiple of 16"):
-        common_for(config, 5, current)
+    common = common_for(config, 5, current)
+    assert computed(common, config.runner_config, 5) == (7, 1) and (config.data_skip_steps, config.ignore_data_skip) == (7, False)
 
 
 # ---- what is wanted --------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_the_newest_complete_one(saved):
     assert (choice.chosen.step, choice.chosen.epoch, choice.chosen.run) == (15, 2, RUN)
     assert choice.refused == () and not choice.fresh
     assert choice.shards[2].details.random == {"python": "of rank 2"}
-    assert choice.shards[0].state.samples == 120
+    assert choice.shards[0].state.step == 15
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])

@@ -382,7 +382,7 @@ def test_mindformers_folders(tmp_path, name):
     foreign(tmp_path, name)
     choice = choose(tmp_path)
     assert taken(choice) == (15, None) and choice.refused == () and choice.notes == ()
-    assert (choice.chosen.state.samples, choice.chosen.epoch) == (120, choice.chosen.state.epoch)
+    assert (choice.chosen.state.global_batch_size, choice.chosen.epoch) == (8, choice.chosen.state.epoch)
     assert choice.chosen.world_size == {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
     track(tmp_path, 10)
     assert taken(choose(tmp_path)) == (10, None)

@@ -1,0 +1,92 @@
+"""What a resume says of itself: each part of the state of a training restored, recomputed or absent, and what is worth a warning.
+
+    step           restored    35
+    data           recomputed  pass 4, behind 32 of 80 samples: 34 steps are skipped; 8 samples are seen again
+    random state   absent      not in the checkpoint: the seeds of the configuration apply
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mindresume.data import IGNORED, SKIPPED
+from mindresume.errors import ProgressError
+from mindresume.resume.progress import Progress, Setting
+from mindresume.state import TrainingState
+
+RESTORED, RECOMPUTED, ABSENT = "restored", "recomputed", "absent"
+
+
+class Item(NamedTuple):
+    name: str
+    how: str
+    text: str
+
+
+def account_of(state: TrainingState, progress: Progress, new: Setting) -> list[Item]:
+    """Of everything but the random state, which is known last."""
+    scaled, old = progress.step_scale != 1, state.global_batch_size
+    how = RECOMPUTED if scaled else RESTORED
+    rows = [Item("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
+    if progress.consumed is not None:
+        rows.append(Item("samples", RESTORED, f"{progress.consumed} seen"))
+    rows += [Item("epoch", how, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
+             _data(state, progress, new), _data_set(state, progress)]
+    rate = "position of the schedule: " + (_scaled(state.global_step, progress.global_step, old, new.batch) if scaled else
+                                           f"step {state.global_step} of the optimizer")
+    rows.append(Item("learning rate", how, rate))
+    rows.append(Item("loss scale", ABSENT, "not in use") if state.loss_scale is None else
+                Item("loss scale", RESTORED, f"{state.loss_scale:g}"))
+    return rows
+
+
+def random_item(restored: Sequence[str], ranks: str = "") -> Item:
+    """``ranks``: why there can be none, such as "saved by 4 ranks, this job has 2"."""
+    if restored:
+        return Item("random state", RESTORED, ", ".join(restored))
+    return Item("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
+
+
+def table(items: Sequence[Item]) -> str:
+    """One block, a line for each item."""
+    width = max(len(item.name) for item in items)
+    return "\n".join(f"  {item.name:<{width}}  {item.how:<10}  {item.text}" for item in items)
+
+
+def warnings_of(progress: Progress, new: Setting, on_change: str) -> list[str]:
+    """ProgressError if the data set was changed, nobody said so, and ``on_change`` is "error"."""
+    found = []
+    if progress.changed and not progress.begins:
+        what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
+        do = (f"If it is a new one, set {IGNORED}: True to begin at its beginning, or {SKIPPED} to the steps of it that were "
+              f"trained already")
+        if on_change == "error":
+            raise ProgressError(f"{what}, and nobody said so (mindresume.on_dataset_change: error). {do}")
+        found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
+    if progress.repeated:
+        found.append(f"{progress.repeated} samples are seen again: the checkpoint stands within a step of global batch size "
+                     f"{new.batch}, and steps are rounded down")
+    return found
+
+
+def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
+    exact = count * (old or 1) / (new or 1)
+    return f"{count} * {old} / {new} = {exact:g}" + ("" if exact == result else f", so {result}")
+
+
+def _data(state: TrainingState, progress: Progress, new: Setting) -> Item:
+    position, size = progress.position, new.size * (new.batch or 1)
+    where = f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} steps are skipped"
+    if progress.begins:
+        return Item("data", RECOMPUTED, f"as {position.declared} says: {where}")
+    again = f"; {progress.repeated} samples are seen again" if progress.repeated else ""
+    how = RESTORED if state.data is not None and progress.step_scale == 1 and not again else RECOMPUTED
+    return Item("data", how, where + again)
+
+
+def _data_set(state: TrainingState, progress: Progress) -> Item:
+    if state.data is None or not state.data.identity:
+        return Item("data set", ABSENT, "not in the checkpoint: taken for the same")
+    if progress.changed:
+        return Item("data set", ABSENT, f"changed: {'; '.join(progress.changed)}")
+    return Item("data set", RESTORED, "the same")

@@ -1,0 +1,158 @@
+"""One process, and the data set is another one at a resume: declared or not, interrupted again, round after round.
+
+The data sets are windows of one text, in other numbers: a sample is known by its tokens, and no two sets have the same rows in
+the same places.
+"""
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from st.copies import beside, finished, lines, said, steps_of, succeeded, together
+from st.jobs import ROOT, Run
+
+pytestmark = pytest.mark.timeout(1200)
+NEW = "--use_legacy_format False"
+IGNORE, SKIP = "--ignore_data_skip True", "--data_skip_steps 2"
+SAMPLES = {"second": 120, "third": 56}
+
+
+@pytest.fixture(scope="module")
+def sets(data, tmp_path_factory) -> dict[str, str]:
+    """{name: arguments of the program}: the first has 80 samples (10 steps), the second 120 (15), the third 56 (7)."""
+    base = tmp_path_factory.mktemp("sets")
+    for name, count in SAMPLES.items():
+        subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(base / name), "--samples", str(count)],
+                       check=True)
+    return {"first": "", **{name: f"--train_dataset {base / name / 'mcore.mindrecord'} --num_samples {count}"
+                            for name, count in SAMPLES.items()}}
+
+
+def samples(run: Run, life: int = -1) -> dict[int, list[str]]:
+    """{step: ids of its samples}"""
+    return {row["step"]: row["samples"] for row in run.steps(life)}
+
+
+def passes(run: Run) -> list[list[str]]:
+    """Ids of each step of a run from its beginning."""
+    return [row["samples"] for row in run.steps(0)]
+
+
+@pytest.fixture(scope="module")
+def alone(whole_single, sets, tmp_path_factory) -> SimpleNamespace:
+    """One pass over the second and over the third set: which samples each step has."""
+    base = tmp_path_factory.mktemp("alone")
+    runs = {name: beside(whole_single, base / name, copied=False) for name in SAMPLES}
+    together(*(lambda name=name: succeeded(runs[name], sets[name], "--epochs 1") for name in SAMPLES))
+    found = {name: passes(run) for name, run in runs.items()}
+    assert {name: len(rows) for name, rows in found.items()} == {"second": 15, "third": 7}
+    return SimpleNamespace(**found)
+
+
+def twice(run: Run, kill: int, *command: str) -> Run:
+    """The same command two times; the first life is killed after step ``kill``."""
+    finished(run, *command, CPU_CLUSTER_KILL=f"all@{kill}")
+    return succeeded(run, *command)
+
+
+@pytest.fixture(scope="module")
+def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
+    """All go on from a copy of the uninterrupted run, which stands at step 40, at the end of epoch 4 of the first set."""
+    base = tmp_path_factory.mktemp("changed")
+    runs = SimpleNamespace(**{name: beside(whole_single, base / name) for name in
+                              ("ignored", "skipped", "larger", "silent", "refused", "new")})
+    shutil.rmtree(runs.new.checkpoints)
+    second, more = sets["second"], "--epochs 6"
+    together(
+        lambda: twice(runs.ignored, 47, second, IGNORE, more),
+        lambda: twice(runs.skipped, 47, second, SKIP, more),
+        lambda: succeeded(runs.larger, f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2"),
+        lambda: succeeded(runs.silent, second, more),
+        lambda: finished(runs.refused, second, more, MINDRESUME_ON_DATASET_CHANGE="error"),
+        lambda: (succeeded(runs.new, NEW, "--epochs 1"), twice(runs.new, 17, NEW, second, IGNORE, "--epochs 3")))
+    return runs
+
+
+# ---- a new data set that was declared ------------------------------------------------------------------------------
+
+def test_it_begins_at_its_beginning(changed, alone):
+    """Scenario 1. Two passes of 15 steps follow step 40."""
+    run = changed.ignored
+    assert [samples(run, 0)[step] for step in range(41, 48)] == alone.second[:7]
+
+
+def test_interrupted_again_it_goes_on_where_it_was(changed, alone):
+    """By the same command, which says ignore_data_skip: True: that was done already."""
+    run = changed.ignored
+    said(run, "mindresume: resume from step 45,")
+    assert steps_of(run) == list(range(46, 71))
+    assert [samples(run)[step] for step in range(46, 71)] == (alone.second * 2)[5:]
+    said(run, "data", "restored", "pass 1, behind 40 of 120 samples: 5 steps are skipped")
+
+
+def test_steps_that_were_trained_already_are_skipped(changed, alone):
+    """Scenario 2: the first two steps of the new set are left out, once."""
+    run = changed.skipped
+    assert [samples(run, 0)[step] for step in range(41, 48)] == alone.second[2:9]
+    assert [samples(run)[step] for step in range(46, 69)] == (alone.second * 2)[7:]
+    assert steps_of(run)[-1] == 68
+
+
+def test_another_batch_size_at_the_same_time(changed, alone):
+    """Scenario 3: step 40 of 8 samples is step 20 of 16; a pass of the new set has 7 steps, its last 8 samples are dropped."""
+    run, pairs = changed.larger, [alone.second[i] + alone.second[i + 1] for i in range(0, 14, 2)]
+    assert [samples(run)[step] for step in range(21, 28)] == pairs
+    said(run, "steps scaled by 0.5 from 40")
+
+
+def test_in_checkpoint_2_too(changed, alone):
+    run = changed.new
+    said(run, "mindresume: resume from step 15,")
+    assert [samples(run)[step] for step in range(16, 41)] == (alone.second * 2)[5:]
+    assert steps_of(run)[-1] == 40
+
+
+# ---- a new data set that nobody declared ---------------------------------------------------------------------------
+
+def test_a_silent_change_is_a_warning(changed, alone):
+    """The set is taken for the old one; here that stood between two passes, so nothing of the new one is left out."""
+    run = changed.silent
+    said(run, "WARNING", "the data set is not that of the checkpoint", "mcore.mindrecord", "set ignore_data_skip: True")
+    assert [samples(run)[step] for step in range(41, 71)] == alone.second * 2
+
+
+def test_or_an_error(changed):
+    run = changed.refused
+    assert run.process.returncode == 1 and steps_of(run) == []
+    said(run, "ProgressError", "the data set is not that of the checkpoint", "mindresume.on_dataset_change: error")
+
+
+def test_the_same_data_set_is_no_change(whole_single, tmp_path):
+    """Moved to another place, read by more threads."""
+    run = beside(whole_single, tmp_path / "run")
+    shutil.copytree(whole_single.data, tmp_path / "moved")
+    run.data = tmp_path / "moved"
+    finished(run, "--train_dataset.num_parallel_workers 2 --epochs 5", MINDRESUME_ON_DATASET_CHANGE="error")
+    assert steps_of(run) == list(range(41, 51)) and not lines(run, "is not that of the checkpoint")
+    said(run, "data set", "restored", "the same")
+
+
+# ---- a new data set each round -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["", NEW])
+def test_incremental_training(whole_single, sets, alone, tmp_path, fmt):
+    """One pass over each of three sets of 10, 15 and 7 steps; the curve of the learning rate is planned for all 32."""
+    planned = f"--lr_schedule.total_steps 32 {fmt}"
+    run = beside(whole_single, tmp_path / "rounds", copied=False)
+    whole = beside(whole_single, tmp_path / "planned", copied=False)
+    together(lambda: succeeded(whole, planned, "--epochs 4"),
+             lambda: [finished(run, planned, sets[name], f"--epochs {number}") for number, name in enumerate(sets, 1)])
+    first = [row["samples"] for row in whole_single.steps()][:10]
+    assert [row["samples"] for row in run.steps()] == first + alone.second + alone.third
+    curve = {row["step"]: row["lr"] for row in whole.steps()}
+    assert [row["step"] for row in run.steps()] == list(range(1, 33))
+    assert [row["lr"] for row in run.steps()] == [curve[step] for step in range(1, 33)]
