@@ -17,6 +17,7 @@
       allow_missing: []          # Checkpoint 2.0: patterns (lora_*) of parameters that a checkpoint need not have; they stay
                                  # as they are initialised. In the environment separated by commas
       on_dataset_change: warn    # the data set is not that of the checkpoint, and nobody said so; or: error
+      poison_limit: 2            # a checkpoint on which so many jobs in a row died right after loading is taken last; 0: never
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
@@ -53,6 +54,7 @@ class Settings:
     unified_checkpoint: int = 0
     allow_missing: tuple[str, ...] = ()
     on_dataset_change: str = "warn"
+    poison_limit: int = 2
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:

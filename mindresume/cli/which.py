@@ -13,6 +13,7 @@ from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json,
 from mindresume.errors import UnusableError
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import Choice, describe, select
+from mindresume.settings import Settings
 from mindresume.store.storage import PosixStorage
 
 NOTHING = 3
@@ -34,7 +35,7 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     try:
         with progress_bar("checking", json) as meter:
             choice = select(PosixStorage(), path, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
-                            progress=meter.advance, complete=not quick,
+                            progress=meter.advance, complete=not quick, poison_limit=Settings.load().poison_limit,
                             on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
     except UnusableError as failure:
         error = str(failure)

@@ -9,11 +9,13 @@ from typing import Any
 from mindresume.agree import Group, decide
 from mindresume.errors import LoadError, MissingCheckpointError
 from mindresume.formats import Candidate
+from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, session
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import saved_by
 from mindresume.resume.prove import damaged_small
 from mindresume.resume.select import Choice, describe, select
+from mindresume.resume.trials import Trial
 from mindresume.resume.witness import settle
 from mindresume.store.claim import hold
 from mindresume.store.storage import Storage
@@ -39,6 +41,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         choice = select(storage, path, group, None if converts else group.size, named,
                         ranks=partial(_share, group) if converts else None,
                         complete=current.settings.verify == "full", healthy=healthy,
+                        poison_limit=current.settings.poison_limit,
                         saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
@@ -54,6 +57,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         return None
     current.choice = choice
     hold_chosen(current, storage)
+    if resume and group.rank == 0 and current.settings.poison_limit and _has_monitor(config):
+        put_on_trial(current, storage)
     step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
     for sentence in damaged_small(storage, choice.root, choice.chosen) if group.rank == 0 else ():
@@ -80,6 +85,22 @@ def hold_chosen(current: session.Session, storage: Storage) -> None:
         return current.hold is not None
     if not decide(current.group, work):
         raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
+
+
+def _has_monitor(config: Any) -> bool:
+    """Whether somebody will say that a step is done."""
+    return any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])
+
+
+def put_on_trial(current: session.Session, storage: Storage) -> None:
+    """Until the first step is done, or the job ends for another reason. In a folder that is not ours to write to there are no
+    trials."""
+    if storage.status(os.path.join(current.choice.root, FOLDER)) is None:
+        return
+    try:
+        current.trial = Trial.begin(storage, current.choice.root, current.choice.chosen)
+    except OSError as error:
+        adapter.logger().info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
 
 
 def _share(group: Group, candidate: Candidate) -> list[int]:

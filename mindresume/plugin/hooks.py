@@ -20,7 +20,7 @@ from inspect import signature
 from typing import Any
 
 from mindresume.agree import decide
-from mindresume.errors import AgreementError, ConfigError, TrainingCompleteError
+from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.plugin import adapter, choosing, loading, online, session
@@ -65,8 +65,12 @@ def _training(original: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
         except TrainingCompleteError as error:
+            started.end_trial(passed=True)
             adapter.logger().info("mindresume: %s", error)
             return None
+        except (MindResumeError, KeyboardInterrupt):        # a contradiction, a disk, a person: not the checkpoint
+            started.end_trial(passed=False)
+            raise
         finally:
             started.release()
             started.training = False

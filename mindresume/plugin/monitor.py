@@ -84,6 +84,7 @@ class CheckpointMonitor(BuiltIn):
     def step_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().step_end(run_context)
+        session.current().end_trial(passed=True)
         if self._saver is not None:
             self._learn(self._saver.poll())
         self._save_ckpt(run_context.original_args())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from mindresume.reshard.source import Source
 from mindresume.resume.account import Item
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
+from mindresume.resume.trials import Trial
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
 
@@ -60,6 +62,7 @@ class Session:
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
     hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
+    trial: Trial | None = None               # of the chosen checkpoint, on rank 0, until a step is done
     open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
     online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
 
@@ -83,6 +86,13 @@ class Session:
         if self.hold is not None:
             self.hold.leave()
             self.hold = None
+
+    def end_trial(self, passed: bool) -> None:
+        """A step is done; or the job ends for a reason that is not the checkpoint's."""
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            with suppress(OSError):                 # the next job looks again
+                trial.passed() if passed else trial.withdraw()
 
     @property
     def resumes(self) -> bool:

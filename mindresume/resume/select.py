@@ -9,7 +9,7 @@ Everything travels through ``mindresume.agree``; an error on one rank reaches al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from mindresume.formats.records import header_of, no_step, ranks_count, scalars_
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
+from mindresume.resume.trials import key_of, trials
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
@@ -128,7 +129,7 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
            saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
-           healthy: bool = False) -> Choice:
+           healthy: bool = False, poison_limit: int = 0) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
@@ -136,11 +137,12 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     ``saved_by(root, candidate)``: of how many ranks was a job that left no manifest, None: not known; asked on rank 0.
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
     ``healthy``: one that mindformers' health monitor found to be sick is not taken, unless it is named.
+    ``poison_limit``: one on which so many jobs died in a row (``trials``) is taken last, unless it is named; 0: never suspected.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
     checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, saved_by, healthy) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, saved_by, healthy, poison_limit) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
@@ -168,9 +170,11 @@ class _Chooser:
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
                  saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
-                 healthy: bool = False):
+                 healthy: bool = False, poison_limit: int = 0):
         self.storage, self.path, self.world_size, self.named, self.saved_by = storage, path, world_size, named, saved_by
-        self.healthy = healthy
+        self.healthy, self.poison_limit = healthy, poison_limit
+        self.deaths: Mapping[str, int] = {}
+        self.suspected: list[Candidate] = []
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -186,9 +190,18 @@ class _Chooser:
         if self.found is None:
             self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size)
             self.queue = list(self.found.candidates)
+            self.deaths = trials(self.storage, self.found.root) if self.poison_limit and not self.insists else {}
         self.refused += verdicts[:1]
-        while self.queue:
+        while self.queue or self.suspected:
+            if not self.queue:                                  # better one that is suspected than none
+                self.queue, self.suspected, self.deaths = self.suspected, [], {}
             candidate = self.queue.pop(0)
+            if (died := self.deaths.get(key_of(candidate), 0)) >= max(self.poison_limit, 1):
+                self.suspected.append(candidate)
+                self.refused.append(candidate.refuse(
+                    f"it is suspected: {died} jobs in a row loaded it and died before their first step was done "
+                    f"(mindresume.poison_limit: {self.poison_limit}); name it to take it all the same"))
+                continue
             refusal = quick(self.storage, self.found.root, candidate, self.world_size or self._guess(candidate),
                             not candidate.committed) or self._sick(candidate)
             if refusal is None:

@@ -1,0 +1,144 @@
+"""Automatic recovery: something outside starts the same command again whenever the job ends, until it ends well.
+
+With --soak ten deaths of four processes, of all of them or of one: in the first save, in later saves, while a checkpoint is
+loaded, at the start and in the middle of nothing. Without it three deaths of one process. And a checkpoint on which every job
+dies.
+
+As a program, this file is run_mindformer.py that kills itself whenever its network was loaded with the weights of one step:
+
+    RECOVERY_POISON=15       dies right after loading step 15
+"""
+from __future__ import annotations
+
+import glob
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)          # not st/, whose modules have common names
+
+POISON = "RECOVERY_POISON"
+
+
+def train_and_die() -> None:
+    import mindspore as ms
+    train, poisoned = ms.Model._train, int(os.environ[POISON])
+
+    def die_or_train(self, *args, **kwargs):
+        counters = {parameter.name: parameter for parameter in self._train_network.get_parameters()}
+        if int(counters["global_step"].asnumpy().reshape(-1)[0]) == poisoned:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train(self, *args, **kwargs)
+    ms.Model._train = die_or_train
+    runpy.run_path(os.path.join(sys.path[0], "run_mindformer.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(train_and_die())
+
+import pytest  # noqa: E402
+
+from mindresume.store.storage import TEMPORARY  # noqa: E402
+from st.copies import LIMIT, beside, lines, said, steps_of  # noqa: E402
+from st.jobs import Run, differences  # noqa: E402
+from st.lives import assert_nothing_left  # noqa: E402
+
+pytestmark = pytest.mark.timeout(3000)
+LAST = 40
+Moment = Callable[[Run, random.Random], None]
+
+
+# ---- moments to die at: wait until the job is there --------------------------------------------------------------------
+
+def in_a_save(run: Run, chance: random.Random) -> None:
+    """As soon as a half-written file is seen, of the next save."""
+    folders = ("rank_*", ".mindresume/step-*")
+    while run.process.poll() is None and not any(
+            glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}") for folder in folders):
+        time.sleep(0.0005)
+
+
+def at_the_start(run: Run, chance: random.Random) -> None:
+    time.sleep(chance.uniform(0.5, 6))
+
+
+def while_it_loads(run: Run, chance: random.Random) -> None:
+    while run.process.poll() is None and not lines(run, "mindresume: resume from"):
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0, 1))
+
+
+def in_between(run: Run, chance: random.Random) -> None:
+    while run.process.poll() is None and not run.steps(-1):
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0, 1.5))
+
+
+def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance: random.Random) -> int:
+    """Starts ``command`` until it ends well; the first lives die at these moments, the whole job or (False) one rank of it.
+    Returns the number of starts. AssertionError if a life fails by itself."""
+    for moment, everything in deaths:
+        run.start(command, MSRUN_GRACE="1")
+        moment(run, chance)
+        if everything or run.workers == 1:
+            run.kill()
+        else:
+            os.kill(run.worker(chance.randrange(run.workers)), signal.SIGKILL)
+            assert run.wait(LIMIT) != 0
+        assert_nothing_left(run)
+    run.start(command).ended(LIMIT)
+    return len(run.lives)
+
+
+def as_if_nothing_had_happened(run: Run, whole: Run) -> None:
+    """Every step that any life did is that of the uninterrupted run, and none is missing."""
+    reference = {row["step"]: row for row in whole.steps()}
+    rows = run.steps()
+    assert {row["step"] for row in rows} == set(range(1, LAST + 1))
+    wrong = [row["step"] for row in rows if (row["hex"], row["samples"], row["lr"]) != (
+        reference[row["step"]]["hex"], reference[row["step"]]["samples"], reference[row["step"]]["lr"])]
+    assert wrong == []
+    assert differences(whole.steps(), run.steps(-1)) == []
+
+
+def test_a_few_deaths_of_one_process(whole_single, tmp_path):
+    run, chance = beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
+    starts = supervised(run, "", [(in_a_save, True), (in_between, True), (while_it_loads, True)], chance)
+    assert starts == 4
+    as_if_nothing_had_happened(run, whole_single)
+
+
+@pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
+def test_ten_deaths_of_four_processes(whole_four, tmp_path, soak, fmt):
+    if not soak:
+        pytest.skip("takes ten minutes: --soak")
+    run, chance = beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
+    moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_save, in_between, at_the_start, in_a_save,
+               while_it_loads, in_between]
+    deaths = [(moment, number % 2 == 0) for number, moment in enumerate(moments)]
+    assert supervised(run, fmt, deaths, chance) == 11
+    as_if_nothing_had_happened(run, whole_four)
+
+
+# ---- a checkpoint on which every job dies --------------------------------------------------------------------------
+
+def test_a_checkpoint_that_kills_is_left_for_an_older_one(whole_single, tmp_path):
+    """Steps 30, 35, 40 are there. 40 kills, twice; then 35 is taken, said aloud, and trained to 40, which is saved anew."""
+    run = beside(whole_single, tmp_path / "run")
+    run.program = Path(__file__)
+    command, poison = "--epochs 5", {POISON: "40"}
+    for _ in range(2):
+        assert run.start(command, **poison).wait(LIMIT) == 128 + signal.SIGKILL
+        said(run, "mindresume: resume from step 40,")
+    assert run.which()["chosen"]["step"] == 35
+    run.start(command, **poison).ended(LIMIT)
+    said(run, "WARNING", "not resuming from step 40: it is suspected: 2 jobs in a row loaded it and died")
+    said(run, "mindresume: resume from step 35,")
+    assert steps_of(run) == list(range(36, 51))
+    assert run.which()["chosen"]["step"] == 50
