@@ -68,8 +68,10 @@ def header_of(path: Path) -> Header:
 
 
 @pytest.fixture(scope="module", params=[NODUP, OPTIMIZER])
-def story(request, sequences, device, tmp_path_factory) -> SimpleNamespace:
+def story(request, sequences, device, tmp_path_factory, soak) -> SimpleNamespace:
     name = request.param
+    if name == OPTIMIZER and not soak:
+        pytest.skip("takes two minutes: --soak")
     run = beside(name, tmp_path_factory.mktemp(name) / "run", sequences, device, 4)
     story = SimpleNamespace(name=name, run=run, lives=[])
     prediction = run.which()

@@ -143,10 +143,9 @@ def test_the_same_data_set_is_no_change(whole_single, tmp_path):
 
 # ---- a new data set each round -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("fmt", ["", NEW])
-def test_incremental_training(whole_single, sets, alone, tmp_path, fmt):
+def test_incremental_training(whole_single, sets, alone, tmp_path):
     """One pass over each of three sets of 10, 15 and 7 steps; the curve of the learning rate is planned for all 32."""
-    planned = f"--lr_schedule.total_steps 32 {fmt}"
+    planned = "--lr_schedule.total_steps 32"
     run = beside(whole_single, tmp_path / "rounds", copied=False)
     whole = beside(whole_single, tmp_path / "planned", copied=False)
     together(lambda: succeeded(whole, planned, "--epochs 4"),

@@ -1,4 +1,4 @@
-"""The quickstart as README shows it: st/story.py, with four processes and with one."""
+"""The quickstart as README shows it: st/story.py, with one process, and with --soak with four."""
 from __future__ import annotations
 
 import re
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.parametrize("extra", [["--quick"], []], ids=["one process", "four processes"])
-def test_the_story_ends_well(extra, tmp_path, device):
+def test_the_story_ends_well(extra, tmp_path, device, soak):
+    if not extra and not soak:
+        pytest.skip("takes three minutes: --soak; what it shows is tested in st/test_cluster.py")
     if device != "CPU":
         pytest.skip("the story is played on the CPU cluster")
     done = subprocess.run([sys.executable, str(ROOT / "st" / "story.py"), *extra, "--folder", str(tmp_path / "told")],
