@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.data import DataPosition
 from mindresume.errors import LoadError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.network import check_fit
 from mindresume.plugin import adapter, convert, session
 from mindresume.resume.account import account_of, warnings_of
-from mindresume.resume.progress import Progress, Setting, data_wish, progress_of
+from mindresume.resume.progress import Progress, Setting, beginning, data_wish, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.state import TrainingState, is_transient
@@ -46,9 +45,8 @@ def progress_for(config: Any, dataset_size: int, current: session.Session) -> tu
 def begin(config: Any, current: session.Session) -> session.Origin:
     """Of a run that does not resume. mindformers skips data at its beginning, too, if it is told to."""
     wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    skip = 0 if wish.ignore else wish.skip or 0
-    position = DataPosition(identity=current.identity).after(skip, config.data_size, config.runner_config.global_batch_size or 1)
-    return session.Origin(0, replace(position, first_epoch=-position.passes, declared=str(wish)))
+    position = beginning(wish, config.data_size, config.runner_config.global_batch_size or 1)
+    return session.Origin(0, replace(position, identity=current.identity))
 
 
 def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:

@@ -1,7 +1,7 @@
 """What a resume says of itself: each part of the state of a training restored, recomputed or absent, and what is worth a warning.
 
     step           restored    35
-    data           recomputed  pass 4, behind 32 of 80 samples: 34 steps are skipped; 8 samples are seen again
+    data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
     random state   absent      not in the checkpoint: the seeds of the configuration apply
 """
 from __future__ import annotations

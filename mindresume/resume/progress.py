@@ -77,9 +77,8 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
     declared = str(new.wish)
     begins = bool(declared) and (declared != before.declared or bool(changed))
     if begins:
-        skip, epochs = 0 if new.wish.ignore else new.wish.skip or 0, position.first_epoch + position.passes
-        position = replace(DataPosition().after(skip, new.size, new.batch or 1), declared=declared)
-        position, repeated = replace(position, first_epoch=epochs - position.passes), 0
+        epochs = position.first_epoch + position.passes
+        position, repeated = beginning(new.wish, new.size, new.batch or 1, epochs), 0
     position = replace(position, identity=identity)
     skip = position.steps(new.size, new.batch or 1)
     if new.sink_size:
@@ -88,6 +87,12 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
     epoch = initial_step // new.sink_size if new.sink_size else position.first_epoch + position.passes
     consumed = step * old if state.consumed is None and old else state.consumed
     return Progress(initial_step, epoch, global_step, float(scale), position, skip, consumed, repeated, changed, begins)
+
+
+def beginning(wish: DataWish, size: int, batch: int, epochs: int = 0) -> DataPosition:
+    """Where a data set begins as ``wish`` says, after so many epochs of the training."""
+    position = DataPosition().after(0 if wish.ignore else wish.skip or 0, size, batch)
+    return replace(position, first_epoch=epochs - position.passes, declared=str(wish))
 
 
 def _position_of(state: TrainingState, new: Setting, initial_step: int) -> DataPosition:

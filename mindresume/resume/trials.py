@@ -28,7 +28,7 @@ def trials(storage: Storage, root: str) -> dict[str, int]:
     """{key: jobs that died}. What cannot be read counts as nothing: a damaged note must not cost a checkpoint."""
     found = {}
     for name in storage.list(os.path.join(root, FOLDER)):
-        if name.startswith(_PREFIX) and not name.endswith(".mindresume-tmp"):
+        if name.startswith(_PREFIX):                        # a half-written one begins with a dot
             found[name.removeprefix(_PREFIX)] = _read(storage, os.path.join(root, FOLDER, name))
     return {key: count for key, count in found.items() if count}
 
