@@ -283,7 +283,8 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         return None
     path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
     log = adapter.logger()
-    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt))
+    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt),
+                             healthy=bool(config.get("use_checkpoint_health_monitor")))
     if choice is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
         return None

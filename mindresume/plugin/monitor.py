@@ -32,6 +32,7 @@ from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.account import random_item, table
+from mindresume.resume.health import LIST
 from mindresume.state import TrainingState, crosses_multiple, is_transient
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
@@ -278,8 +279,8 @@ class CheckpointMonitor(BuiltIn):
             named = FileName(self.origin_prefix, self._place.rank, self._suffix, state.epoch, state.step_in_epoch,
                              self._config.format)
             name, save = str(named), Save(self._rank_file(cb_params, state, named), tuple(self._extras(cb_params, state)))
-            if self.use_checkpoint_health_monitor:
-                self._record_health(cb_params, name)
+            if state.health is not None:
+                self._record_health(state.health, name)
         self._saved.add(state.step)
         self._saver.save(save)
         self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
@@ -330,7 +331,7 @@ class CheckpointMonitor(BuiltIn):
         step = self._append_step_num + cb_params.cur_step_num
         current = session.current()
         health = None
-        if self._iterations and self.use_checkpoint_health_monitor:
+        if self.use_checkpoint_health_monitor:
             health = int(self.get_checkpoint_health_info(cb_params) != 0)
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
@@ -378,12 +379,11 @@ class CheckpointMonitor(BuiltIn):
                                    self._asked["keep_checkpoint_max"] or 0))
         return found
 
-    def _record_health(self, cb_params: Any, name: str) -> None:
-        """``health_ckpts.json`` as mindformers keeps it, replaced atomically."""
-        health = self.get_checkpoint_health_info(cb_params)
+    def _record_health(self, health: int, name: str) -> None:
+        """The list as mindformers keeps it (``mindresume.resume.health``), replaced atomically."""
         if self._place.rank != 0:
             return
-        path = os.path.join(self.health_ckpts_record_dir, "health_ckpts.json")
+        path = os.path.join(self.health_ckpts_record_dir, LIST)
         try:
             known = json.loads(read_bytes(self.storage, path) or b"[]") if self.storage.status(path) is not None else []
             publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)

@@ -9,7 +9,7 @@ Everything travels through ``mindresume.agree``; an error on one rank reaches al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from mindresume.formats.names import folder_name, folder_rank, name_for_rank
 from mindresume.formats.records import header_of, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
+from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.trials import key_of, trials
 from mindresume.state import TrainingState
@@ -129,20 +130,21 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
            saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
-           healthy: bool = False, poison_limit: int = 0) -> Choice:
+           sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
     manifest, else ``Scan.expected_ranks``.
     ``saved_by(root, candidate)``: of how many ranks was a job that left no manifest, None: not known; asked on rank 0.
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
-    ``healthy``: one that mindformers' health monitor found to be sick is not taken, unless it is named.
+    ``sick``: names of files that mindformers' health monitor called unhealthy (``health``); these, and what says so itself, are
+    not taken unless they are named. None: health does not matter.
     ``poison_limit``: one on which so many jobs died in a row (``trials``) is taken last, unless it is named; 0: never suspected.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
     checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, saved_by, healthy, poison_limit) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, saved_by, sick, poison_limit) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
@@ -170,11 +172,12 @@ class _Chooser:
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
                  saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
-                 healthy: bool = False, poison_limit: int = 0):
+                 sick: Collection[str] | None = None, poison_limit: int = 0):
         self.storage, self.path, self.world_size, self.named, self.saved_by = storage, path, world_size, named, saved_by
-        self.healthy, self.poison_limit = healthy, poison_limit
+        self.sick, self.poison_limit = sick, poison_limit
         self.deaths: Mapping[str, int] = {}
         self.suspected: list[Candidate] = []
+        self.unhealthy = False                                  # one of those refused is
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -214,10 +217,12 @@ class _Chooser:
                 "notes": self._notes(), "text": self._text(end, self.found.root)}
 
     def _sick(self, candidate: Candidate) -> Refusal | None:
-        if not self.healthy or self.insists or candidate.state is None or not candidate.state.health:
+        if self.sick is None or self.insists or not is_sick(candidate, self.sick):
             return None
-        return candidate.refuse("it was unhealthy when it was saved (ckpt_status 1: the embedding's local norm was above "
-                                "embedding_local_norm_threshold); name its folder to take it all the same")
+        self.unhealthy = True
+        return candidate.refuse(f"it was unhealthy when it was saved (the embedding's local norm was above "
+                                f"embedding_local_norm_threshold); name its {'folder' if candidate.base else 'file'} to take it "
+                                f"all the same")
 
     def _guess(self, candidate: Candidate) -> int | None:
         if candidate.origin != MINDFORMERS or self.insists:
@@ -232,7 +237,7 @@ class _Chooser:
         if end == "missing":
             return f"the checkpoint that was asked for cannot be used:\n{table}"
         if end == "none":
-            return (f"{root} holds checkpoints, but none can be used:\n{table}\n"
+            return (f"{NONE_HEALTHY + '. ' if self.unhealthy else ''}{root} holds checkpoints, but none can be used:\n{table}\n"
                     f"Repair or restore one of them, give another load_checkpoint, or, to start afresh, set "
                     f"resume_training: False")
         return ""

@@ -506,3 +506,14 @@ def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
     session.begin(session.Session(Settings(keep_best=1)))
     with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
         Job(build(tmp_path, keep_checkpoint_max=0, keep_checkpoint_per_n_minutes=0))
+
+
+def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, monkeypatch):
+    monitor = build(tmp_path, use_checkpoint_health_monitor=True)
+    found = iter([0, 1])
+    monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: next(found))
+    Job(monitor).steps(10)
+    rows = json.loads((tmp_path / "health_ckpts.json").read_text())
+    assert [row["is_health"] for row in rows] == [0, 1] and [row["ckpt_name"] for row in rows] == sorted(files(tmp_path), key=len)
+    states = [candidate.state.health for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates]
+    assert states == [1, 0]                                     # newest first
