@@ -19,11 +19,11 @@ import os
 from inspect import signature
 from typing import Any
 
-from mindresume.agree import decide
+from mindresume.agree import decide, report
 from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, loading, online, session
+from mindresume.plugin import adapter, choosing, leaving, loading, online, session
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.dataset import identity_of
@@ -63,7 +63,10 @@ def _training(original: Any) -> Any:
         started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
         started.training = True
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if started.left:
+                _leave(started)
+            return result
         except TrainingCompleteError as error:
             started.end_trial(passed=True)
             adapter.logger().info("mindresume: %s", error)
@@ -76,6 +79,14 @@ def _training(original: Any) -> Any:
             started.training = False
             started.choice = started.online = None      # an evaluation or another training after this one loads its own
     return run
+
+
+def _leave(current: session.Session) -> None:
+    """Waits until all ranks are done: who ends first would end the others. SystemExit after a signal."""
+    report(current.group, lambda: None)
+    adapter.logger().info("mindresume: left because of %s; start the same command again to go on", current.left)
+    if current.left == leaving.BY_SIGNAL:
+        raise SystemExit(leaving.STATUS)
 
 
 def _rules(original: Any) -> Any:

@@ -31,6 +31,7 @@ from mindresume.formats.records import listed, ranks_count, scan_records
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
+from mindresume.plugin.leaving import Leaving
 from mindresume.resume.account import random_item, table
 from mindresume.resume.health import LIST
 from mindresume.state import TrainingState, crosses_multiple, is_transient
@@ -61,6 +62,7 @@ class CheckpointMonitor(BuiltIn):
         self._place: Place | None = None
         self._saver: Saver | None = None
         self._claim: Claim | None = None
+        self._leaving: Leaving | None = None
         self._suffix = 0
         self._share: frozenset[str] | None = None           # with redundancy removal: what this rank writes of what has a layout
         self._saved: set[int] = set()
@@ -80,6 +82,9 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().on_train_begin(run_context)
         self._start(session.current())
+        callbacks = run_context.original_args().list_callback
+        self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or ())
+        self._leaving.listen()
         return None
 
     def step_end(self, run_context: Any) -> None:
@@ -89,7 +94,22 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is not None:
             self._learn(self._saver.poll())
         self._save_ckpt(run_context.original_args())
+        self._leave_if_asked(run_context)
         return None
+
+    def _leave_if_asked(self, run_context: Any) -> None:
+        """SIGTERM, or a graceful exit: all ranks save this step, and the training stops."""
+        if self._leaving is None or self._saver is None:
+            return
+        cb_params = run_context.original_args()
+        step = self._append_step_num + cb_params.cur_step_num
+        reason = self._leaving.at(step)
+        if not reason:
+            return
+        adapter.logger().warning("mindresume: %s: the training saves step %d and ends", reason, step)
+        self._save_ckpt(cb_params, True)
+        session.current().left = reason
+        run_context.request_stop()
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
@@ -111,6 +131,8 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is not None:
             self._learn(self._saver.finish(deadline))
             self._saver = None
+        if self._leaving is not None:
+            self._leaving.close()
         self._leave()
         return None
 

@@ -48,8 +48,9 @@ class Job:
         train = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), self.optimizer)
         self.net, self.train = net, train
         self.monitor, self.done = monitor, done
-        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, train_network=train, network=train,
-                                      optimizer=self.optimizer, net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
+        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, list_callback=[],
+                                      train_network=train, network=train, optimizer=self.optimizer,
+                                      net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
         self.context = SimpleNamespace(original_args=lambda: self.params)
         monitor.on_train_begin(self.context)
 
