@@ -94,6 +94,18 @@ def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], b
     return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
 
 
+def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+    """As ``parameters_to_save``, copied to the host on a stream of its own, because that of the training may wait for ranks that
+    are gone (mindspore train/serialization.py, save_checkpoint with __exception_save__)."""
+    from mindspore import hal
+    from mindspore.train.serialization import _convert_save_obj_to_param_list
+    stream = hal.Stream()
+    with hal.StreamCtx(stream):
+        rows = _convert_save_obj_to_param_list(network, False, {"__exception_save__": True}, choose)
+    stream.synchronize()
+    return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
+
+
 def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]:
     """Redundancy removal of Checkpoint 1.0: which of the replicated parameters this rank saves, by MindSpore's own
     assignment (mindformers core/callback/callback.py, remove_redundancy)."""

@@ -12,7 +12,7 @@ from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, session
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
-from mindresume.reshard.strategies import saved_by
+from mindresume.reshard.strategies import strategy_of
 from mindresume.resume.health import sick_files
 from mindresume.resume.prove import damaged_small
 from mindresume.resume.select import Choice, describe, select
@@ -44,7 +44,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
                         ranks=partial(_share, group) if converts else None,
                         complete=current.settings.verify == "full", sick=_sick(config, storage, group.rank) if healthy else None,
                         poison_limit=current.settings.poison_limit,
-                        saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
+                        strategy_of=partial(strategy_of, storage, config.get("src_strategy_path_or_dir") or None))
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:
