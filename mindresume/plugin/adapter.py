@@ -19,6 +19,8 @@ TRAINER = "mindformers.trainer.trainer"
 BASE_TRAINER = "mindformers.trainer.base_trainer"
 TRAINER_UTILS = "mindformers.trainer.utils"
 REGISTER = "mindformers.tools.register.register"
+SHARED_ASKED = (TRAINER, "mindformers.checkpoint.checkpoint", "mindformers.tools.resume_ckpt",      # is_publicly_accessible_path
+                "mindformers.utils.resume_ckpt_utils", "mindformers.utils.file_utils")
 
 
 def check_versions() -> list[str]:

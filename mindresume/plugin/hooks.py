@@ -28,6 +28,7 @@ from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.dataset import identity_of
 from mindresume.settings import Settings
+from mindresume.store.shared import is_shared
 from mindresume.store.storage import PosixStorage
 
 
@@ -40,6 +41,8 @@ def install() -> None:
     adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
     adapter.replace(adapter.TRAINER, "clear_auto_trans_output", _clear)
     adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
+    for module in adapter.SHARED_ASKED:
+        adapter.replace(module, "is_publicly_accessible_path", _shared)
     adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
     adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
@@ -136,6 +139,15 @@ def _only_folders(original: Any) -> Any:
     def is_hf(path: str) -> bool:
         return os.path.isdir(path) and original(path)      # 1.9.0 raises for a file and refuses to resume from one
     return is_hf
+
+
+def _shared(original: Any) -> Any:
+    """Without the part of mindformers that takes /data01 for a part of /data, and with file systems beyond NFS. Jobs of one node
+    and ModelArts it answers before it looks at the path: with one that is in nothing."""
+    @functools.wraps(original)
+    def is_accessible(path: str) -> bool:
+        return is_shared(path, os.environ.get("SHARED_PATHS", "")) or original(os.sep)
+    return is_accessible
 
 
 def _path_with_strategy(original: Any) -> Any:

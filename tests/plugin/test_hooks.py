@@ -492,3 +492,19 @@ def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
     state = loading.state_of(current.choice)
     assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
+
+
+# ---- what all nodes see ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("module", adapter.SHARED_ASKED)
+def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
+    """A job of more devices than one node has: /data01 is no part of /data."""
+    monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 16)
+    monkeypatch.setenv("SHARED_PATHS", "/mnt/other,/data")
+    asked = place(module, "is_publicly_accessible_path")
+    assert asked("/data/job") and not asked("/data01/job")
+    monkeypatch.setenv("MA_JOB_DIR", "/home")
+    assert asked("/data01/job")                                     # on ModelArts everything counts as shared
+    monkeypatch.delenv("MA_JOB_DIR")
+    monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 8)
+    assert asked("/data01/job")                                     # one node
