@@ -14,10 +14,11 @@ beyond a limit. What comes out of a reader here is a record that one rank could 
 """
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
@@ -251,7 +252,8 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
 @dataclass(frozen=True)
 class Manifest:
     """The commit of one checkpoint: the files of each rank in order of rank, and the checksum of each rank's record. ``small``:
-    what rank 0 wrote beside them, such as ``metadata.json``. ``deduplicated``: some rank wrote only its share."""
+    what rank 0 wrote beside them, such as ``metadata.json``. ``deduplicated``: some rank wrote only its share. ``part``: of nodes
+    that share no disk, the ranks of a job of ``world`` whose files these are; else all."""
     run: str
     state: TrainingState
     saved_at: float
@@ -259,10 +261,17 @@ class Manifest:
     records: tuple[str, ...]
     small: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
+    part: tuple[int, ...] = ()
+    world: int = 0
 
     @property
     def world_size(self) -> int:
-        return len(self.files)
+        return self.world or len(self.files)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those of ``files`` and ``records``, in order."""
+        return self.part or range(len(self.files))
 
     @property
     def step(self) -> int:
@@ -272,7 +281,8 @@ class Manifest:
         return seal({"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
                      "state": self.state.to_json(), "saved_at": self.saved_at,
                      "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
-                     "small": [file.to_json() for file in self.small], "deduplicated": self.deduplicated}, MANIFEST_LIMIT)
+                     "small": [file.to_json() for file in self.small], "deduplicated": self.deduplicated,
+                     **({"part": list(self.part)} if self.part else {})}, MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
@@ -282,17 +292,30 @@ class Manifest:
             run_sequence(head["run"])
             world_size = _counted(head, "world_size", 1, MAX_RANKS)
             rows, records = _row(head["files"], None, "files"), _row(head["records"], None, "records")
-            if not len(rows) == len(records) == world_size:
-                raise RecordError(f"manifest: {len(rows)} files and {len(records)} records for {world_size} ranks")
-            files = tuple(_files(row, rank) for rank, row in enumerate(rows))
+            part = _part(head.get("part"), world_size)
+            ranks = part or range(world_size)
+            if not len(rows) == len(records) == len(ranks):
+                raise RecordError(f"manifest: {len(rows)} files and {len(records)} records for {len(ranks)} ranks")
+            files = tuple(_files(row, rank) for rank, row in zip(ranks, rows, strict=True))
             small = tuple(FileRecord.small(row) for row in _row(head["small"], None, "small"))
             paths = [file.path for group in (*files, small) for file in group]
             if len(set(paths)) < len(paths):
                 raise RecordError(f"manifest: {Counter(paths).most_common(1)[0][0]} is named twice")
-            for rank, checksum in enumerate(records):
+            for rank, checksum in zip(ranks, records, strict=True):
                 _check_checksum(checksum, record_name(rank))
             return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records), small,
-                       _flag(head, "deduplicated"))
+                       _flag(head, "deduplicated"), part, world_size if part else 0)
+
+
+def _part(value: Any, world_size: int) -> tuple[int, ...]:
+    """Some ranks, ascending, not all; empty where there is no such field."""
+    if value is None:
+        return ()
+    ranks = tuple(_row(value, None, "part"))
+    if not 0 < len(ranks) < world_size or not all(is_count(rank, 0, world_size - 1) for rank in ranks) or \
+            any(rank >= later for rank, later in itertools.pairwise(ranks)):
+        raise RecordError(f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending")
+    return ranks
 
 
 def seal(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:

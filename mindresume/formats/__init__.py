@@ -40,7 +40,8 @@ class Candidate:
     that have its file. ``attempt``: path of the folder of records. ``base``: the iteration folder relative to the root, empty
     for rank folders; paths in records are relative to it. ``deduplicated``: by its records some rank wrote only its
     share of what several hold. ``absent``: ranks without files, which were lost before the others saved for the last
-    time; what they held is proven to be with the others. ``small``: files beside the weights that the manifest names.
+    time; what they held is proven to be with the others. ``part``: where nodes share no disk, the ranks of the node
+    whose files these are. ``small``: files beside the weights that the manifest names.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
@@ -63,6 +64,7 @@ class Candidate:
     small: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
     absent: tuple[int, ...] = ()
+    part: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

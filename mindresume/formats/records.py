@@ -96,7 +96,8 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                     manifest = Manifest.read(file)
                 if (manifest.run, manifest.step) != (attempt.run, attempt.step):
                     raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
-                candidate = _from_manifest(manifest, path, attempt.content)
+                if not (manifest.part and {record_name(rank) for rank in range(manifest.world_size)}.issubset(attempt.content)):
+                    candidate = _from_manifest(manifest, path, attempt.content)     # else the parts of all nodes lie together
             except (RecordError, OSError) as error:
                 notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; judged by the records of the ranks instead")
         if candidate is None:
@@ -131,12 +132,12 @@ def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
 
 def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
     candidate = Candidate(
-        manifest.step, OURS, manifest.files[0][0].format, dict(enumerate(manifest.files)),
+        manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
         committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, small=manifest.small,
-        deduplicated=manifest.deduplicated)
+        deduplicated=manifest.deduplicated, part=manifest.part)
     there = set(content)
-    for rank in range(manifest.world_size):
+    for rank in manifest.ranks:
         if record_name(rank) not in there:
             return replace(candidate, problem=candidate.refuse(
                 f"the record of rank {rank} is missing: {os.path.join(path, record_name(rank))}", rank=rank))

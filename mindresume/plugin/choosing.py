@@ -6,19 +6,21 @@ import os
 from functools import partial
 from typing import Any
 
-from mindresume.agree import Group, decide
-from mindresume.errors import LoadError, MissingCheckpointError
+from mindresume.agree import Group, decide, report
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
 from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, session
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import strategy_of
+from mindresume.resume.apart import select_apart
 from mindresume.resume.health import sick_files
 from mindresume.resume.prove import damaged_small
 from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.trials import Trial
 from mindresume.resume.witness import settle
 from mindresume.store.claim import hold
+from mindresume.store.islands import Islands, find, together
 from mindresume.store.storage import Storage
 
 
@@ -34,10 +36,15 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
-    waited = settle(storage, path, group)
+    apart = not converts and os.path.isdir(path) and islands_of(storage, path, current).apart
+    waited = 0.0 if apart else settle(storage, path, group)
     if waited >= 1:
         log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
-    if decide(group, lambda: is_complete_resume(storage, path, converts)):
+    if apart:
+        log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked for", path)
+        choice = select_apart(storage, path, group, named, current.settings.verify == "full",
+                              _sick(config, storage, group.rank) if healthy else None)
+    elif decide(group, lambda: is_complete_resume(storage, path, converts)):
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
         choice = select(storage, path, group, None if converts else group.size, named,
@@ -70,10 +77,24 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     return choice
 
 
+def islands_of(storage: Storage, path: str, current: session.Session) -> Islands:
+    """Which ranks see the same folder. Where one of them has none, or cannot write, nobody can look: they are taken for one."""
+    root = os.path.realpath(path)
+    if root not in current.islands:
+        if not any(report(current.group, lambda: storage.status(root) is not None)):
+            return together(current.group.size)
+        try:
+            current.islands[root] = find(storage, root, current.group)
+        except AgreementError as error:
+            adapter.logger().info("mindresume: %s is taken for a folder that all nodes share: %s", root, error)
+            current.islands[root] = together(current.group.size)
+    return current.islands[root]
+
+
 def hold_chosen(current: session.Session, storage: Storage) -> None:
-    """Rank 0 says that the chosen checkpoint is being read, so that neither retention of a job that still saves there nor
-    ``mindresume prune`` removes it. A folder that cannot be written to is read all the same. LoadError on all ranks if it was
-    removed between the choice and now."""
+    """Rank 0 (of nodes that share no disk the first rank of each) says that the chosen checkpoint is being read, so that neither
+    retention of a job that still saves there nor ``mindresume prune`` removes it. A folder that cannot be written to is read all
+    the same. LoadError on all ranks if it was removed between the choice and now."""
     chosen = current.choice.chosen
     if chosen.attempt is None:
         return
@@ -85,7 +106,8 @@ def hold_chosen(current: session.Session, storage: Storage) -> None:
             adapter.logger().info("mindresume: %s is read without a claim on it: %s", current.choice.root, error)
             return True
         return current.hold is not None
-    if not decide(current.group, work):
+    islands = current.islands.get(os.path.realpath(current.choice.root), together(current.group.size))
+    if not all(report(current.group, lambda: work() if islands.leads(current.group.rank) else True)):
         raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
 
 

@@ -28,11 +28,13 @@ _FILE_CHECK = 1.0                       # seconds between two looks at the file
 
 class Leaving:
     """``seconds``: about so often the ranks exchange what they noted; 0: never, so that nobody leaves. ``callbacks``: of the
-    training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves."""
+    training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves.
+    ``news()`` of all ranks goes along with each exchange, to ``told``."""
 
     def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (),
-                 clock: Callable[[], float] = time.monotonic):
-        self.group, self.seconds, self.clock = group, seconds, clock
+                 clock: Callable[[], float] = time.monotonic, news: Callable[[], Any] = lambda: None,
+                 told: Callable[[list[Any]], None] = lambda rows: None):
+        self.group, self.seconds, self.clock, self.news, self.told = group, seconds, clock, news, told
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
@@ -74,10 +76,11 @@ class Leaving:
             return self.noted()
         if step < self._next:
             return ""
-        rows = report(self.group, lambda: [self.noted(), self._propose(step)])
+        rows = report(self.group, lambda: [self.noted(), self._propose(step), self.news()])
+        self.told([row[2] for row in rows])
         self._interval = rows[0][1]
         self._next, self._asked = step + self._interval, (step, self.clock())
-        return next((reason for reason, _ in rows if reason), "")
+        return next((row[0] for row in rows if row[0]), "")
 
     def _propose(self, step: int) -> int:
         """Steps until the next exchange: as many as fit into ``seconds``, at most twice as many as the last time."""

@@ -16,44 +16,36 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
-from mindresume.agree import Group, decide, report
-from mindresume.errors import ConfigError, FolderInUseError, SaveError
-from mindresume.formats.iteration_files import iteration_name
-from mindresume.formats.names import FileName, free_suffix, parse_name, stem
-from mindresume.formats.records import listed, ranks_count, scan_records
+from mindresume.agree import Group, report
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.formats.names import stem
+from mindresume.formats.records import ranks_count
 from mindresume.plugin import adapter, session
 from mindresume.plugin.arguments import checked
+from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
 from mindresume.plugin.leaving import Leaving
+from mindresume.plugin.residence import Residence, move_in
 from mindresume.resume.account import random_item, table
 from mindresume.resume.health import LIST
-from mindresume.state import TrainingState, crosses_multiple, is_transient
+from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
-from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
-from mindresume.store.probe import examine
 from mindresume.store.retention import Policy, policy_of
-from mindresume.store.saver import Extra, Foreground, Outcome, Save, Saver
+from mindresume.store.saver import Foreground, Outcome, Save, Saver
 from mindresume.store.shard import (
     Place,
-    Shard,
-    blind_ranks,
     clean_own_folder,
-    iteration_shard,
     mark_emergency,
-    rank_shard,
     write_shard,
 )
 from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
 
 _RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
-_CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
 
 
 class CheckpointMonitor(BuiltIn):
@@ -71,12 +63,10 @@ class CheckpointMonitor(BuiltIn):
         self._group: Group | None = None
         self._place: Place | None = None
         self._saver: Saver | None = None
-        self._claim: Claim | None = None
+        self._home: Residence | None = None
+        self._contents: Contents | None = None
         self._leaving: Leaving | None = None
-        self._suffix = 0
-        self._share: frozenset[str] | None = None           # with redundancy removal: what this rank writes of what has a layout
         self._saved: set[int] = set()
-        self._warned: set[str] = set()
         self._failed_in_a_row = 0
         self._skipped = 0
         self._seen = 0
@@ -93,7 +83,8 @@ class CheckpointMonitor(BuiltIn):
             return super().on_train_begin(run_context)
         self._start(session.current())
         callbacks = run_context.original_args().list_callback
-        self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or ())
+        self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or (), news=self._home.news,
+                                told=self._home.told)
         self._leaving.listen()
         return None
 
@@ -143,7 +134,8 @@ class CheckpointMonitor(BuiltIn):
             self._saver = session.current().monitor = None
         if self._leaving is not None:
             self._leaving.close()
-        self._leave()
+        if self._home is not None:
+            self._home.leave()
         return None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
@@ -180,30 +172,22 @@ class CheckpointMonitor(BuiltIn):
 
     def _start(self, current: session.Session) -> None:
         """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
-        group, root, log = group_of_job(), self._root(), adapter.logger()
-        policy = self._policy()                         # on every rank: keys that contradict each other stop all of them
-        run, used = decide(group, lambda: self._occupy(root, group))
-        suffixes = report(group, lambda: free_suffix(self.storage.list(self._directory), self.origin_prefix, group.rank))
+        log, current.group = adapter.logger(), group_of_job()
+        group, policy = current.group, self._policy()   # on every rank: keys that contradict each other stop all of them
+        self._home = home = move_in(self.storage, self._root(), self.origin_prefix, current, self._iterations)
         current.release()                               # every rank has loaded before it comes here
-        self._group, self._place = group, Place(self.storage, root, run, group.rank, group.size, self._iterations)
+        self._group, self._place = group, home.place
         if not self._iterations:
-            self._suffix = max(used, *suffixes)
-            self._prefix = stem(self.origin_prefix, group.rank, self._suffix)
+            self._prefix = stem(self.origin_prefix, group.rank, home.suffix)
+        self._contents = self._make_contents(home)
         self._seen = self._append_step_num
-        blind = blind_ranks(self._place, group)
-        if blind and self._iterations:
-            raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
-                              f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk "
-                              f"that all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
-        if blind:
-            log.error("mindresume: rank %s cannot see what rank 0 writes to %s: the folder is not shared. Saves will not be "
-                      "committed and cannot be resumed; put output_dir on a disk that all nodes share", listed(blind), root)
+        home.begin(current)
         try:
             for name in clean_own_folder(self._place):
                 log.info("mindresume: removed %s, left half-written by an earlier run", name)
         except OSError as error:
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
-        self._saver = self._make_saver(policy if group.rank == 0 else None, current)
+        self._saver = self._make_saver(policy if home.leads else None, current)
         current.monitor = self
         if current.resumes:
             details = current.shard.details if current.shard else None
@@ -211,27 +195,24 @@ class CheckpointMonitor(BuiltIn):
             saved_by = current.choice.chosen.world_size
             other = f"saved by {ranks_count(saved_by)}, this job has {group.size}" if saved_by != group.size else ""
             log.info("mindresume: the state of the training:\n%s", table([*current.account, random_item(restored, other)]))
-        log.info("mindresume: run %s saves to %s as %s-...", run, root, self.origin_prefix if self._iterations else self._prefix)
+        log.info("mindresume: run %s saves to %s as %s-...", home.place.run, home.place.root,
+                 self.origin_prefix if self._iterations else self._prefix)
 
     def _root(self) -> str:
         if not self._iterations:
             return os.path.dirname(self._directory)
         return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
 
-    def _occupy(self, root: str, group: Group) -> tuple[str, int]:
-        """Rank 0 claims the folder for this job. Returns the name of the run, and the smallest suffix that no record knows: rank
-        folders can have been deleted by hand, and names with records are never used again."""
-        beat = session.current().settings.heartbeat
-        if root in _CLAIMS:                                 # an earlier training of this process, which is over
-            _CLAIMS.pop(root).leave()
-        examine(self.storage, root)
-        claim = occupy(self.storage, root, owner_of_this_process(SAVING, group.size), beat,
-                       lambda text: adapter.logger().info("mindresume: %s", text), traced=self._iterations)
-        self._claim = claim.start(beat) if beat else claim
-        _CLAIMS[root] = self._claim
-        atexit.register(self._leave)
-        names = [parse_name(os.path.basename(path)) for path in scan_records(self.storage, root)[1]]
-        return claim.run, max((name.suffix + 1 for name in names if name and name.prefix == self.origin_prefix), default=0)
+    def _make_contents(self, home: Residence) -> Contents:
+        inference = [(self.save_trainable_params, self.trainable_directory, "trainable_params"),
+                     (self.save_network_params, self.network_directory, "network")]
+        if self._iterations:                            # mindformers ignores them there (callback.py, step_end)
+            inference.clear()
+        return Contents(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
+                        self.global_batch_size, self.save_optimizer,
+                        tuple((folder, kind) for wanted, folder, kind in inference if wanted),
+                        self._asked["keep_checkpoint_max"] or 0,
+                        self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
 
     def _make_saver(self, policy: Policy | None, current: session.Session) -> Saver:
         """``policy``: on rank 0, which commits what earlier runs completed right away."""
@@ -248,10 +229,6 @@ class CheckpointMonitor(BuiltIn):
     @staticmethod
     def _log(text: str) -> None:
         adapter.logger().info("mindresume: %s", text)
-
-    def _leave(self) -> None:
-        if self._claim is not None:
-            self._claim.leave()
 
     def _policy(self) -> Policy:
         settings = session.current().settings
@@ -312,16 +289,13 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is None or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
         started = time.monotonic()
-        state = self._state(cb_params)
-        if self._iterations:
-            name, save = iteration_name(state.step), Save(self._iteration(cb_params, state))
-        else:
-            named = self._file_name(state)
-            name, save = str(named), Save(self._rank_file(cb_params, state, named), tuple(self._extras(cb_params, state)))
-            if state.health is not None:
-                self._record_health(state.health, name)
+        state = self._contents.state(cb_params)
+        name, shard = self._contents.name(state), self._contents.shard(cb_params, state)
+        extras = tuple(self._contents.extras(cb_params, state))
+        if state.health is not None and not self._iterations:
+            self._record_health(state.health, name)
         self._saved.add(state.step)
-        self._saver.save(save)
+        self._saver.save(Save(shard, extras))
         self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
         if not isinstance(self._saver, Foreground):
             adapter.logger().info("mindresume: step %d is being saved as %s; training stopped for %.3f s", state.step, name,
@@ -339,115 +313,14 @@ class CheckpointMonitor(BuiltIn):
                     self._saved.discard(outcome.step)
             mark_emergency(self._place, step)
             if step not in self._saved:
-                state = self._state(cb_params, rescue=True)
-                write_shard(self._place, self._iteration(cb_params, state, rescue=True) if self._iterations else
-                            self._rank_file(cb_params, state, self._file_name(state), rescue=True))
+                state = self._contents.state(cb_params, rescue=True)
+                write_shard(self._place, self._contents.shard(cb_params, state, rescue=True))
                 self._saved.add(step)
         except Exception as error:          # whatever it is: these ranks have nothing else left
             adapter.logger().error("mindresume: step %d was not saved before the end: %s; mindformers saves it", step, error)
             return False
         adapter.logger().warning("mindresume: other ranks are lost; rank %d saved step %d", self._place.rank, step)
         return True
-
-    def _file_name(self, state: TrainingState) -> FileName:
-        return FileName(self.origin_prefix, self._place.rank, self._suffix, state.epoch, state.step_in_epoch, self._config.format)
-
-    def _rank_file(self, cb_params: Any, state: TrainingState, name: FileName, rescue: bool = False) -> Shard:
-        net = self._config.saved_network if self._config.saved_network is not None else cb_params.train_network
-        if rescue:
-            tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
-        else:
-            tensors = live.deferred(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
-        tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
-        tensors.update(live.snapshot(self._counters(cb_params, state)))
-        return rank_shard(name, state, tensors, tables, live.capture_random(),
-                          {**self._metadata(), **({"remove_redundancy": "False"} if rescue else {})})
-
-    def _iteration(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
-        """Two files: what the network has, and what only the optimizer and the train step have; without save_optimizer the
-        first. ``rescue``: nothing is left to other ranks."""
-        net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
-        save_optimizer, deduplicates = self.save_optimizer or rescue, self._deduplicates() and not rescue
-
-        def wanted_here(name: str) -> bool:
-            return _lasting(name) and (save_optimizer or name in model)
-        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if rescue else
-                                                adapter.parameters_to_save(net, False, wanted_here))
-        tables = live.job_layouts(net, _shapes(tensors), self._place.world_size, self._warn_once)
-        if deduplicates:
-            if self._share is None:
-                self._share = live.own_share(tensors, tables, self._place.rank)
-            tensors = {name: array for name, array in tensors.items() if name not in tables or name in self._share}
-        parts = [{name: array for name, array in tensors.items() if (name in model) is wanted} for wanted in (True, False)]
-        return iteration_shard(self.origin_prefix, self._place, state, parts[0], parts[1] if save_optimizer else None,
-                               tables, live.capture_random(), deduplicates)
-
-    @staticmethod
-    def _model(cb_params: Any) -> Any:
-        """The network without optimizer and train step."""
-        net = cb_params.network
-        return net.network if getattr(net, "optimizer", None) is not None else net
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            adapter.logger().warning("mindresume: %s", text)
-
-    def _state(self, cb_params: Any, rescue: bool = False) -> TrainingState:
-        optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        outputs, scale = cb_params.net_outputs, self._append_dict.get("loss_scale")
-        if "loss_scale" in self._append_dict and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
-            scale = outputs[2]
-        step = self._append_step_num + cb_params.cur_step_num
-        current = session.current()
-        health = None
-        if self.use_checkpoint_health_monitor and not rescue:       # it asks other ranks
-            health = int(self.get_checkpoint_health_info(cb_params) != 0)
-        return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
-                             None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
-                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()), health,
-                             *current.data_at(step, self.global_batch_size))
-
-    def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
-        """What mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
-        append = dict(self._append_dict)
-        optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        append.update(epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step)
-        if "loss_scale" in append and state.loss_scale is not None:
-            append["loss_scale"] = state.loss_scale
-        if self.global_batch_size is not None:
-            append["global_batch_size"] = self.global_batch_size
-        self._append_dict.update({key: append[key] for key in ("epoch_num", "step_num")})
-        return list(append.items())
-
-    def _chooser(self, net: Any) -> Any:
-        if self._deduplicates():
-            mine = adapter.own_share(net, self._place.rank, self._place.world_size)
-            return lambda name: mine(name) and _lasting(name)
-        return _lasting
-
-    def _deduplicates(self) -> bool:
-        return bool(self._config.remove_redundancy) and self._place.world_size > 1
-
-    def _metadata(self) -> dict[str, str]:
-        return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
-
-    def _extras(self, cb_params: Any, state: TrainingState) -> list[Extra]:
-        """``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
-        if not self.save_trainable_params and not self.save_network_params:
-            return []
-        net = self._model(cb_params)
-        rows = adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(cb_params.train_network))
-        trainable = {parameter.name for parameter in net.trainable_params()}
-        found = []
-        for wanted, folder, kind in ((self.save_trainable_params, self.trainable_directory, "trainable_params"),
-                                     (self.save_network_params, self.network_directory, "network")):
-            chosen = [row for row in rows if kind == "network" or row[0] in trainable]
-            name = f"{self._prefix}-{kind}-{state.epoch}_{state.step_in_epoch}.{self._config.format}"
-            if wanted:
-                found.append(Extra(folder, name, kind, self._config.format, live.deferred(chosen), self._metadata(),
-                                   self._asked["keep_checkpoint_max"] or 0))
-        return found
 
     def _record_health(self, health: int, name: str) -> None:
         """The list as mindformers keeps it (``mindresume.resume.health``), replaced atomically."""
@@ -459,27 +332,3 @@ class CheckpointMonitor(BuiltIn):
             publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
         except (OSError, ValueError) as error:
             raise SaveError(f"the health of {name} was not recorded in {path}: {error}") from error
-
-
-def _lasting(name: str) -> bool:
-    return not is_transient(name)
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(array.shape) for name, array in tensors.items()}
-
-
-def _number(value: Any, kind: type) -> Any:
-    """A Python number of a number, a tensor or a parameter of one element."""
-    return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
-
-
-def _loss(outputs: Any) -> dict[str, float]:
-    """The loss of a step out of the outputs of the network, as mindformers' loss monitor finds it; empty if there is none
-    or it is not finite."""
-    loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-    values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)
-    if values.dtype.kind in "OSUb" or not values.size:
-        return {}
-    mean = float(np.mean(values.astype(np.float64)))            # numpy has no mean of bfloat16
-    return {"loss": mean} if np.isfinite(mean) else {}

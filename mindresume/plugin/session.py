@@ -22,6 +22,7 @@ from mindresume.resume.select import Choice
 from mindresume.resume.trials import Trial
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
+from mindresume.store.islands import Islands
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Session:
     group: Group = field(default_factory=Solo)
     choice: Choice | None = None
     training: bool = False                   # inside Trainer.train or finetune
+    islands: dict[str, Islands] = field(default_factory=dict)    # which ranks see the same folder, by its path
     monitor: Any = None                      # the CheckpointMonitor that saves in this training
     left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size

@@ -62,6 +62,9 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
         return candidate.problem
     if candidate.origin == MINDFORMERS:
         problem = _ranks_of_foreign(candidate, world_size)
+    elif candidate.part:
+        problem = candidate.refuse(f"only the files of rank {listed(candidate.part)} of {candidate.world_size} are here: nodes "
+                                   f"saved it that share no disk; bring the folders of all of them together")
     elif world_size is not None and candidate.world_size != world_size and not candidate.base:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
@@ -158,7 +161,7 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
     if tuple(file.below(candidate.base) for file in record.files) != files:
         return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
                                 f"checksum", files[0].path, rank)
-    if candidate.records and candidate.records[rank] != checksum:
+    if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
         return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
     sources: list[Source] = []
     for index, file in enumerate(files):

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from mindresume.agree import Group, report
-from mindresume.manifest import FOLDER, attempts, record_name, run_sequence
+from mindresume.manifest import FOLDER, attempts, record_name
+from mindresume.store.common import order_of
 from mindresume.store.storage import Storage
 
 PATIENCE = 65.0                 # seconds: Linux believes a listing of a folder for at most 60 (nfs(5), acdirmax)
@@ -25,7 +26,7 @@ def settle(storage: Storage, root: str, group: Group, clock: Callable[[], float]
     common = set.intersection(*map(set, seen))
     if group.rank != 0 or not common:
         return 0.0
-    folder = os.path.join(root, FOLDER, max(common, key=_order))
+    folder = os.path.join(root, FOLDER, max(common, key=order_of))
     wanted, started = {record_name(rank) for rank in range(group.size)}, clock()
     while not wanted.issubset(storage.list(folder)) and clock() - started < PATIENCE:
         sleep(1.0)
@@ -35,10 +36,5 @@ def settle(storage: Storage, root: str, group: Group, clock: Callable[[], float]
 def _own(storage: Storage, root: str, rank: int) -> list[str]:
     """Names of the newest attempts that hold the record of ``rank``."""
     folder = os.path.join(root, FOLDER)
-    names = sorted((name for name, _, _ in attempts(storage.list(folder))), key=_order)
+    names = sorted((name for name, _, _ in attempts(storage.list(folder))), key=order_of)
     return [name for name in names[-_NEWEST:] if storage.status(os.path.join(folder, name, record_name(rank))) is not None]
-
-
-def _order(name: str) -> tuple[int, int]:
-    (_, step, run), = attempts([name])
-    return (run_sequence(run), step)

@@ -93,7 +93,7 @@ class Committer:
 
     def _missing(self, step: int) -> list[int]:
         there = set(map(record_rank, self.place.storage.list(self.place.attempt(step))))
-        return [rank for rank in range(self.place.world_size) if rank not in there]
+        return [rank for rank in self.place.ranks if rank not in there]
 
     def try_commit(self, step: int) -> list[int]:
         """Commits ``step`` if all ranks have recorded it; else returns the ranks that have not."""
@@ -103,7 +103,7 @@ class Committer:
         fence(self.place.storage, self.place.root, self.place.run)
         manifest = self._manifest(self.place, step)
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
-        self.log(f"step {step} committed: {ranks_count(self.place.world_size)}, "
+        self.log(f"step {step} committed: {ranks_count(len(manifest.files))}, "
                  f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")
         try:
             self._point(self.place, manifest)
@@ -126,9 +126,9 @@ class Committer:
                                       f"{'no file' if found is None else found.size}")
             return record, checksum
 
-        records = parallel(storage, read, range(place.world_size))
+        records = parallel(storage, read, place.ranks)
         first = records[0][0]
-        for rank, (record, _) in enumerate(records):
+        for rank, (record, _) in zip(place.ranks, records, strict=True):
             if (record.run, record.rank, record.step, record.world_size) != (first.run, rank, first.step, place.world_size):
                 raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
                                   f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
@@ -139,7 +139,7 @@ class Committer:
         small = iteration.write_small(place, state, [record for record, _ in records]) if place.iterations else ()
         return Manifest(first.run, state, max(record.saved_at for record, _ in records),
                         tuple(record.files for record, _ in records), tuple(checksum for _, checksum in records), small,
-                        any(record.deduplicated for record, _ in records))
+                        any(record.deduplicated for record, _ in records), place.part, place.world_size if place.part else 0)
 
     def _point(self, place: Place, manifest: Manifest) -> None:
         """So that mindformers without us finds the same checkpoint. An iteration folder that an error left without its name gets

@@ -211,7 +211,7 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
         return None, base
     there = set(map(record_rank, storage.list(folder)))
     files = [*(file for files in manifest.files for file in files), *manifest.small]
-    return manifest if there.issuperset(range(manifest.world_size)) and whole(storage, base, files) else None, base
+    return manifest if there.issuperset(manifest.ranks) and whole(storage, base, files) else None, base
 
 
 def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindresume.agree import Group, report
 from mindresume.errors import NoRoomError, RecordError, SaveError
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
@@ -40,13 +39,20 @@ from mindresume.store.storage import TEMPORARY, Storage, publish
 
 @dataclass(frozen=True)
 class Place:
-    """Who saves where. ``root``: folder of the rank folders, or with ``iterations`` of the iteration folders."""
+    """Who saves where. ``root``: folder of the rank folders, or with ``iterations`` of the iteration folders. ``part``: the ranks
+    that see it, where nodes share no disk; else all."""
     storage: Storage
     root: str
     run: str
     rank: int
     world_size: int
     iterations: bool = False
+    part: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those whose records make a checkpoint of this folder."""
+        return self.part or range(self.world_size)
 
     def base(self, step: int) -> str:
         """What paths of files are relative to. An iteration folder is made under another name, and renamed by the commit."""
@@ -191,31 +197,3 @@ def clean_own_folder(place: Place) -> list[str]:
             place.storage.remove(os.path.join(folder, name))
             removed.append(name)
     return removed
-
-
-def blind_ranks(place: Place, group: Group, tries: int = 5, pause: float = 1.0) -> list[int]:
-    """Ranks that do not see a file that rank 0 has just written below ``place.root``: they are on another disk. Looks again for
-    some seconds, because entries of a shared folder can arrive late. Leaves nothing behind."""
-    if group.size == 1:
-        return []
-    folder = os.path.join(place.root, FOLDER)
-    probe = os.path.join(folder, f"probe-{place.run}")
-
-    def show() -> None:
-        if group.rank == 0:
-            place.storage.make_folder(folder)
-            publish(place.storage, probe, [b"shared"], place.run)
-
-    def see() -> bool:
-        for _ in range(tries):
-            if place.storage.status(probe) is not None:
-                return True
-            time.sleep(pause)
-        return False
-    report(group, show)
-    seen = report(group, see)
-    if group.rank == 0:
-        place.storage.remove(probe)
-        if not place.storage.list(folder):
-            place.storage.remove(folder)
-    return [rank for rank, visible in enumerate(seen) if not visible]

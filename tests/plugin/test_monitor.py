@@ -26,8 +26,11 @@ from mindresume.files import read_header  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
 from mindresume.manifest import run_name  # noqa: E402
+from mindresume.plugin import (
+    content,
+    session,  # noqa: E402
+)
 from mindresume.plugin import monitor as module  # noqa: E402
-from mindresume.plugin import session  # noqa: E402
 from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.claim import Claim, claims, owner_of_this_process  # noqa: E402
@@ -494,7 +497,7 @@ def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_
     (ms.Tensor(float("nan")), {}), (np.array([np.inf]), {}), (None, {}), ((), {}), ("text", {}), (True, {}),
     ((None, ms.Tensor(1.0)), {})])
 def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
-    assert module._loss(outputs) == expected
+    assert content._loss(outputs) == expected
 
 
 def test_the_loss_and_what_the_user_reports_are_recorded(tmp_path):

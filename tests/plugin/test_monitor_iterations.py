@@ -17,9 +17,9 @@ from mindresume.files import read_header  # noqa: E402
 from mindresume.formats.iteration_files import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.manifest import FOLDER, read_details  # noqa: E402
-from mindresume.plugin import monitor as module  # noqa: E402
-from mindresume.plugin import session  # noqa: E402
+from mindresume.plugin import residence, session  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from mindresume.store.islands import Islands  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-0000000-0000001.safetensors"]
@@ -127,7 +127,7 @@ def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, norm, status):
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "blind_ranks", lambda place, group: [8, 9])
+    monkeypatch.setattr(residence, "find", lambda storage, root, group: Islands((0,) * 8 + (8, 8)))
     with pytest.raises(ConfigError, match="not supported in non-shared storage environments .* rank 8, 9 cannot"):
         Job(build(tmp_path))
 

@@ -1,0 +1,122 @@
+"""Choosing the checkpoint of a resume where nodes share no disk: the newest that every rank finds on its own.
+
+    each   scan of its own folder ─▶ what passes the cheap proof for its own rank ─▶ names of these to all
+    all    the first, in the order of rank 0, that all ranks have ─▶ complete proof of own files ─▶ all verdicts to all
+    all    every verdict good: take it; else the next one that all have
+
+``mindresume.resume.select`` is for a folder that all ranks see; this gives the same ``Choice``.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from mindresume.agree import Group, report
+from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
+from mindresume.formats import Candidate, Refusal, Scan
+from mindresume.formats.names import parse_name
+from mindresume.formats.records import listed
+from mindresume.resume.health import is_sick
+from mindresume.resume.prove import ProvenShard, prove
+from mindresume.resume.select import Choice, candidates_for
+from mindresume.store.storage import Storage
+
+_NEWEST = 64                    # checkpoints of one rank that the others are told of
+
+
+@dataclass
+class _Own:
+    """What one rank finds. ``offers``: by name, newest first."""
+    found: Scan
+    insists: bool
+    offers: dict[str, Candidate] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+
+
+def select_apart(storage: Storage, path: str, group: Group, named: str | None = None, complete: bool = True,
+                 sick: frozenset[str] | None = None) -> Choice:
+    """Arguments as of ``select.select``, of each rank its own; of ``sick`` those of rank 0 count. NoUsableCheckpointError on all
+    ranks if there are checkpoints, but none that all ranks can use; MissingCheckpointError if a named one is not such."""
+    own: list[_Own] = []
+
+    def look() -> dict[str, object]:
+        own.append(_look(storage, path, group, named, sick))
+        return {"offers": list(own[0].offers)[:_NEWEST], "existed": any(c.existed for c in own[0].found.candidates),
+                "insists": own[0].insists}
+    rows = report(group, look)
+    mine, tried = own[0], []
+    common = set.intersection(*(set(row["offers"]) for row in rows))
+    for name in [name for name in rows[0]["offers"] if name in common]:
+        candidate, shards = mine.offers[name], []
+
+        def check(candidate: Candidate = candidate, shards: list[ProvenShard] = shards) -> object:
+            result = prove(storage, mine.found.root, candidate, group.rank, None, complete)
+            if isinstance(result, Refusal):
+                return result.to_json()
+            shards.append(result)
+            return None
+        verdicts = [Refusal(**refusal) for refusal in report(group, check) if refusal]
+        if not verdicts:
+            return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, tuple(shards), mine.found.root, complete)
+        tried.append(verdicts[0])
+    lacking = [*tried, *_lacking(rows, mine.refused)]
+    if rows[0]["insists"]:
+        raise MissingCheckpointError(_text("the checkpoint that was asked for cannot be used by all ranks", lacking),
+                                     tuple(lacking))
+    if any(row["existed"] for row in rows):
+        raise NoUsableCheckpointError(
+            _text(f"nodes share no disk, and no checkpoint below {path} is there for all ranks", lacking) +
+            "\nStart the nodes in the order of the job that saved, bring the folders of all of them together on a shared disk, "
+            "or, to start afresh, set resume_training: False", tuple(lacking))
+    return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, complete)
+
+
+def _look(storage: Storage, path: str, group: Group, named: str | None, sick: frozenset[str] | None) -> _Own:
+    try:
+        found, insists = candidates_for(storage, path, named, group.size)
+    except MissingCheckpointError:                          # others may have it; the common choice tells
+        return _Own(Scan(path, exists=False), True)
+    own = _Own(found, insists)
+    for candidate in found.candidates:
+        refusal = candidate.problem or _for_rank(candidate, group)
+        if refusal is None and sick is not None and not insists and is_sick(candidate, sick):
+            refusal = candidate.refuse("it was unhealthy when it was saved")
+        if refusal is None:
+            own.offers.setdefault(_name(candidate), candidate)
+        else:
+            own.refused.append(refusal)
+    return own
+
+
+def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
+    if candidate.base:
+        return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.base)
+    if candidate.attempt and candidate.world_size != group.size:
+        return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {group.size}; another number of ranks "
+                                f"needs a disk that all nodes share")
+    if group.rank not in candidate.files:
+        return candidate.refuse(f"this node holds files of rank {listed(sorted(candidate.files))}, none of rank {group.rank}",
+                                rank=group.rank)
+    return None
+
+
+def _name(candidate: Candidate) -> str:
+    """The same on all nodes: of its folder of records, or of mindformers' the name of its files without the rank."""
+    if candidate.attempt:
+        return candidate.name
+    name = os.path.basename(candidate.first.path)
+    parsed = parse_name(name)
+    return f"{candidate.step} {parsed._replace(rank=0) if parsed else ''}"
+
+
+def _lacking(rows: list[dict[str, object]], refused: list[Refusal]) -> list[Refusal]:
+    """What each group of ranks has, where it differs; then why this rank refused its newest."""
+    by_offers: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        by_offers.setdefault(", ".join(row["offers"][:3]) or "nothing that it can use", []).append(rank)
+    groups = [Refusal(None, f"rank {listed(ranks)}: {offers}", rank=ranks[0]) for offers, ranks in by_offers.items()]
+    return [*(groups if len(groups) > 1 else ()), *refused[:3]]
+
+
+def _text(what: str, refusals: list[Refusal]) -> str:
+    return f"{what}:\n" + "\n".join(f"  {refusal}" for refusal in refusals)

@@ -1,0 +1,163 @@
+"""Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders, ranks are threads."""
+import os
+
+import pytest
+from folders import STORAGE, Ranks, place_of, save, write_rank
+
+from mindresume.agree import Solo
+from mindresume.errors import AgreementError, RecordError
+from mindresume.formats.scan import scan
+from mindresume.manifest import FOLDER, Manifest, attempt_name, run_name
+from mindresume.resume.prove import quick
+from mindresume.store import claim
+from mindresume.store.commit import Committer
+from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
+from mindresume.store.islands import Islands, find, next_common_run, together
+from mindresume.store.removal import carry_out, plan
+from mindresume.store.retention import KeepLast
+from mindresume.store.shard import Place
+
+RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
+
+
+def fast(storage, root, group):
+    return find(storage, root, group, tries=2, pause=0.01)
+
+
+def seen(tmp_path, nodes):
+    """``nodes``: by rank, the name of its folder."""
+    for name in set(nodes):
+        (tmp_path / name).mkdir(exist_ok=True)
+    found = Ranks(len(nodes)).run(lambda group: fast(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    assert all(islands == found[0] for islands in found), found
+    for name in set(nodes):
+        assert os.listdir(tmp_path / name / FOLDER) == [] if (tmp_path / name / FOLDER).exists() else True
+    return found[0]
+
+
+@pytest.mark.parametrize("nodes, leaders", [
+    ("aaaa", (0, 0, 0, 0)), ("aabb", (0, 0, 2, 2)), ("abab", (0, 1, 0, 1)), ("abcd", (0, 1, 2, 3)), ("abbc", (0, 1, 1, 3))])
+def test_who_sees_whom(tmp_path, nodes, leaders):
+    islands = seen(tmp_path, nodes)
+    assert islands.leaders == leaders and islands.apart is (len(set(nodes)) > 1)
+    for rank, name in enumerate(nodes):
+        assert islands.ranks(rank) == tuple(other for other, where in enumerate(nodes) if where == name)
+        assert islands.leads(rank) is (nodes.index(name) == rank)
+    assert islands.of_leaders(list("wxyz")) == [list("wxyz")[leader] for leader in sorted(set(leaders))]
+
+
+def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
+    """Mounted under another name, on another host: a file tells, not a name."""
+    (tmp_path / "shared").mkdir()
+    for name in ("mount0", "mount1"):
+        os.symlink(tmp_path / "shared", tmp_path / name)
+    monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
+    found = Ranks(4).run(lambda group: fast(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
+    assert found == [together(4)] * 4 and os.listdir(tmp_path / "shared" / FOLDER) == []
+
+
+def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
+    assert find(STORAGE, str(tmp_path / "nowhere"), Solo()) == together(1)
+    (tmp_path / "file").write_text("x")
+    found = Ranks(2).run(lambda group: fast(STORAGE, str(tmp_path / "file"), group))
+    assert all(isinstance(error, AgreementError) for error in found)
+
+
+def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
+    for name, run in (("a", run_name(3, "0000aaaa")), ("b", run_name(7, "0000bbbb"))):
+        (tmp_path / name / FOLDER / attempt_name(5, run)).mkdir(parents=True)
+    found = Ranks(4).run(lambda group: next_common_run(STORAGE, str(tmp_path / "aabb"[group.rank]), group))
+    assert len(set(found)) == 1 and found[0].startswith("0008-")
+
+
+# ---- a node commits its part ---------------------------------------------------------------------------------------------
+
+def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True):
+    for rank in ranks:
+        write_rank(root, step, rank, world, run)
+    place = Place(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
+    committer = Committer(place, policy or KeepLast(99), holds=claim.Holds(STORAGE, str(root)))
+    if commit:
+        committer.saved(step)
+        assert committer.pending == []
+    return committer
+
+
+def test_a_node_commits_the_ranks_that_it_has(tmp_path):
+    save_part(tmp_path, 5)
+    found = scan(STORAGE, str(tmp_path)).candidates
+    assert [(c.step, c.part, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
+        (5, (2, 3), 4, [2, 3], True, None)]
+    assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
+    refusal = quick(STORAGE, str(tmp_path), found[0], 4)
+    assert "only the files of rank 2, 3 of 4 are here: nodes saved it that share no disk" in refusal.reason
+    assert (tmp_path / "rank_3" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
+
+
+def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
+    """As a person would copy them: the last manifest stays, which is of one node."""
+    save_part(tmp_path, 5, (0, 1))
+    save_part(tmp_path, 5, (2, 3))
+    found = scan(STORAGE, str(tmp_path)).candidates[0]
+    assert (found.part, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
+    assert quick(STORAGE, str(tmp_path), found, 4) is None
+    assert Committer(place_of(tmp_path, 0, 4, LATER)).adopt() == [5]
+    assert scan(STORAGE, str(tmp_path)).candidates[0].committed
+
+
+@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]])
+def test_a_manifest_of_an_impossible_part(tmp_path, part):
+    from mindresume.manifest import seal, unseal
+    save_part(tmp_path, 5)
+    path = tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json"
+    with open(path, "rb") as file:
+        head, _ = unseal(file, "manifest")
+    path.write_bytes(seal({**head, "part": part}))
+    with open(path, "rb") as file, pytest.raises(RecordError, match="part|ranks"):
+        Manifest.read(file)
+
+
+# ---- what all nodes have stays -------------------------------------------------------------------------------------------
+
+def names(*steps, run=RUN):
+    return [attempt_name(step, run) for step in steps]
+
+
+def test_the_newest_that_all_have():
+    assert newest_common([names(20, 15, 10), names(15, 10), names(25, 15)]) == names(15)[0]
+    assert newest_common([names(5, run=LATER) + names(20), names(20) + names(5, run=LATER)]) == names(5, run=LATER)[0]
+    assert newest_common([names(20), names(15)]) == newest_common([]) == newest_common([names(5), []]) == ""
+
+
+def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
+    """It alone went on to step 25, and keeps one."""
+    root = str(tmp_path)
+    for step in (5, 10):
+        save_part(tmp_path, step)
+    note(STORAGE, root, names(10)[0], RUN)
+    for step in (15, 20, 25):
+        save_part(tmp_path, step, policy=KeepLast(1))
+    assert committed(STORAGE, root) == names(25, 20, 15, 10)
+    note(STORAGE, root, names(20)[0], RUN)
+    save_part(tmp_path, 30, policy=KeepLast(1))
+    assert committed(STORAGE, root) == names(30, 25, 20)
+    forget(STORAGE, root)
+    forget(STORAGE, root)                               # twice is once
+    save_part(tmp_path, 35, policy=KeepLast(1))
+    assert committed(STORAGE, root) == names(35)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff"])
+def test_where_nothing_is_known_nothing_goes(tmp_path, content):
+    for step in (5, 10):
+        save_part(tmp_path, step)
+    (tmp_path / FOLDER / COMMON).write_bytes(content)
+    assert set(spared(STORAGE, str(tmp_path))) == set(names(5, 10))
+    made = plan(STORAGE, str(tmp_path), KeepLast(1), claim.holds(STORAGE, str(tmp_path)))
+    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in next(iter(made.held.values()))
+
+
+def test_a_folder_that_all_see_has_no_such_note(tmp_path):
+    save(tmp_path, 5)
+    assert spared(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
+    assert Islands((0, 0)).apart is False
