@@ -15,7 +15,7 @@ from mindresume.files.checksum import array_checksum
 from mindresume.network import check_fit
 from mindresume.plugin import adapter, convert, session
 from mindresume.resume.account import account_of, warnings_of
-from mindresume.resume.progress import Progress, Setting, beginning, data_wish, progress_of
+from mindresume.resume.progress import Progress, Setting, beginning, check_skip, data_wish, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.state import TrainingState, is_transient
@@ -29,7 +29,7 @@ def progress_for(config: Any, dataset_size: int, current: session.Session) -> tu
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
     batch = runner.global_batch_size
     setting = Setting(batch, dataset_size, sink_size, current.identity, data_wish(config.get("ignore_data_skip"),
-                                                                                config.get("data_skip_steps")))
+                                                                                config.get("data_skip_steps")), _epochs(runner))
     progress = progress_of(state, setting)
     current.origin = session.Origin(progress.initial_step, progress.position, progress.consumed)
     current.global_step, current.account = progress.global_step, account_of(state, progress, setting)
@@ -45,8 +45,16 @@ def progress_for(config: Any, dataset_size: int, current: session.Session) -> tu
 def begin(config: Any, current: session.Session) -> session.Origin:
     """Of a run that does not resume. mindformers skips data at its beginning, too, if it is told to."""
     wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    warning = check_skip(wish, config.data_size, _epochs(config.runner_config))
+    if warning:
+        adapter.logger().warning("mindresume: %s", warning)
     position = beginning(wish, config.data_size, config.runner_config.global_batch_size or 1)
     return session.Origin(0, replace(position, identity=current.identity))
+
+
+def _epochs(runner: Any) -> int | None:
+    """As the configuration says: in sink mode mindformers counts sinks in ``epochs`` later on."""
+    return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
 
 
 def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:

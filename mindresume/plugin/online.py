@@ -43,10 +43,9 @@ from mindresume.store.storage import PosixStorage, Storage
 @dataclass(frozen=True)
 class Wish:
     """What the configuration asks to be loaded. ``path``: empty: nothing. ``resume``: with optimizer and counters; else the
-    weights alone. ``named``: one saved step in ``path``. ``balanced``: replicas read once, and pass on."""
+    weights alone. ``balanced``: replicas read once, and pass on."""
     path: str
     resume: bool
-    named: str | None = None
     balanced: bool = False
     workers: int = 0
 
@@ -57,22 +56,29 @@ def applies(config: Any) -> bool:
 
 
 def wish_of(config: Any) -> Wish:
-    """Of both dialects: a key of the ``checkpoint:`` section wins over the old one. A stated wish to resume is never dropped:
-    ConfigError if both are stated and contradict each other."""
+    """Of both dialects: what one does not say, the other does. ConfigError that names both if they contradict each other: to pass
+    over one of them silently, as mindformers does, would load other weights than were asked for."""
     section, asked = config.get("checkpoint") or {}, config.get("resume_training")
-    path = str(section.get("load_path") or config.get("load_checkpoint") or "")
+    path, old = str(section.get("load_path") or ""), str(config.get("load_checkpoint") or "")
+    if path and old and os.path.realpath(path) != os.path.realpath(old):
+        raise ConfigError(f"checkpoint.load_path is {path}, load_checkpoint is {old}, and both mean the same thing: "
+                          f"remove one of them")
+    path = path or old
     without = section.get("no_load_optim")
     if asked and without is True:
         raise ConfigError("resume_training is set, and checkpoint.no_load_optim: True, which loads weights alone and starts at "
                           "step 0; remove one of them")
     # Without any of the keys in a configuration made in Python, mindformers resumes.
     resume = bool(asked) or without is False or (without is None and "resume_training" not in config and bool(path))
-    named = asked if isinstance(asked, str) else None
+    if isinstance(asked, str):
+        raise ConfigError(f"The resume_training must be a boolean value in Checkpoint 2.0, found {asked!r}. To resume from a "
+                          f"certain iteration give its folder as load_checkpoint (checkpoint.load_path), or its number in the "
+                          f"tracker")
     balanced = section.get("load_balanced")
     workers = section.get("reshard_worker_num") or config.get("reshard_worker_num") or 0
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise ConfigError(f"reshard_worker_num is {workers!r}; expected a whole number of at least 1")
-    return Wish(path, resume, named, bool(config.get("balanced_load") if balanced is None else balanced), workers)
+    return Wish(path, resume, bool(config.get("balanced_load") if balanced is None else balanced), workers)
 
 
 def choose(config: Any, current: session.Session, storage: Storage) -> None:
@@ -87,7 +93,7 @@ def choose(config: Any, current: session.Session, storage: Storage) -> None:
         return
     choice, resume = None, False
     if wish.path and not decide(current.group, lambda: is_pretrained(storage, wish.path)):
-        choice = choosing.choose(config, wish.path, wish.named, current, storage, converts=True, resume=wish.resume,
+        choice = choosing.choose(config, wish.path, None, current, storage, converts=True, resume=wish.resume,
                                  healthy=wish.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
                                  "are initialised at random")
         resume = wish.resume and choice is not None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mindresume.data import IGNORED, SKIPPED
 from mindresume.errors import ProgressError
-from mindresume.resume.progress import Progress, Setting
+from mindresume.resume.progress import Progress, Setting, check_skip
 from mindresume.state import TrainingState
 
 RESTORED, RECOMPUTED, ABSENT = "restored", "recomputed", "absent"
@@ -55,7 +55,7 @@ def table(items: Sequence[Item]) -> str:
 
 def warnings_of(progress: Progress, new: Setting, on_change: str) -> list[str]:
     """ProgressError if the data set was changed, nobody said so, and ``on_change`` is "error"."""
-    found = []
+    found = list(filter(None, [check_skip(new.wish, new.size, new.epochs)])) if progress.begins else []
     if progress.changed and not progress.begins:
         what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
         do = (f"If it is a new one, set {IGNORED}: True to begin at its beginning, or {SKIPPED} to the steps of it that were "

@@ -26,12 +26,13 @@ from mindresume.state import TrainingState
 @dataclass(frozen=True)
 class Setting:
     """Of the new run. ``size``: steps of one pass over its data; ``sink_size`` None: not in sink mode; ``identity``: of its data
-    set, empty: not known."""
+    set, empty: not known. ``epochs``: passes that the configuration asks for, None: any number."""
     batch: int | None
     size: int
     sink_size: int | None = None
     identity: Mapping[str, str] | None = None
     wish: DataWish = DataWish()
+    epochs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
     declared = str(new.wish)
     begins = bool(declared) and (declared != before.declared or bool(changed))
     if begins:
+        check_skip(new.wish, new.size, new.epochs)
         epochs = position.first_epoch + position.passes
         position, repeated = beginning(new.wish, new.size, new.batch or 1, epochs), 0
     position = replace(position, identity=identity)
@@ -93,6 +95,18 @@ def beginning(wish: DataWish, size: int, batch: int, epochs: int = 0) -> DataPos
     """Where a data set begins as ``wish`` says, after so many epochs of the training."""
     position = DataPosition().after(0 if wish.ignore else wish.skip or 0, size, batch)
     return replace(position, first_epoch=epochs - position.passes, declared=str(wish))
+
+
+def check_skip(wish: DataWish, size: int, epochs: int | None) -> str:
+    """ProgressError if nothing of the data would be left. Returns what is worth a warning: more than a pass is skipped."""
+    skip = 0 if wish.ignore else wish.skip or 0
+    if epochs and skip >= size * epochs:
+        raise ProgressError(f"{SKIPPED} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
+                            f"nothing of it would be left. It counts steps of this data set alone, not of the whole training")
+    if skip >= size:
+        return (f"{SKIPPED} is {skip}, more than the {size} steps of the data set: it begins in pass {skip // size + 1}, behind "
+                f"{skip % size} steps")
+    return ""
 
 
 def _position_of(state: TrainingState, new: Setting, initial_step: int) -> DataPosition:

@@ -10,6 +10,9 @@ tests can compare the steps there.
 What: the program sees its own ``sys.argv`` and ``sys.path[0]``, as if Python had started it; the working directory may
 be any. Why: the programs under test must stay as users run them on Ascend.
 
+``CPU_CLUSTER_NODES=2``: of the ranks the first half works in the folder node_0 of the working directory, the others in node_1, as
+nodes do that share no disk.
+
 msrun starts the same command line once more as the scheduler of the job. That process does not run the program: it
 joins the communication and waits. It ends soon after the last worker of the job, so a worker that fails before the
 cluster is complete does not leave msrun waiting until its time-out.
@@ -112,6 +115,11 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")       # several processes share the cores; the losses are the same
     if sys.argv[1] != "-m" and not os.path.isfile(sys.argv[1]):
         sys.exit(f"run.py: no program {sys.argv[1]!r} in {os.getcwd()}")
+    nodes, ranks = int(os.environ.get("CPU_CLUSTER_NODES", "1")), int(os.environ.get("MS_WORKER_NUM", "1"))
+    if nodes > 1:
+        node = f"node_{int(os.environ['RANK_ID']) * nodes // ranks}"
+        os.makedirs(node, exist_ok=True)
+        os.chdir(node)
     run_program(sys.argv[1:])
 
 

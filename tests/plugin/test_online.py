@@ -49,17 +49,27 @@ def saved(root, *steps, optimizer=True):
     ({"load_checkpoint": "a"}, Wish("a", True)),                                # mindformers: a key that is not there at all
     ({"load_checkpoint": "a", "resume_training": None}, Wish("a", False)),
     ({"load_checkpoint": "", "resume_training": True}, Wish("", True)),
-    ({"load_checkpoint": "a", "resume_training": "iteration_00000010"}, Wish("a", True, "iteration_00000010")),
-    ({"load_checkpoint": "a", "resume_training": True, "balanced_load": True}, Wish("a", True, None, True)),
-    ({"checkpoint": {"load_path": "b"}, "load_checkpoint": "a", "resume_training": True}, Wish("b", True)),
+    ({"load_checkpoint": "a", "resume_training": True, "balanced_load": True}, Wish("a", True, True)),
+    ({"checkpoint": {"load_path": "b"}, "load_checkpoint": "./b/", "resume_training": True}, Wish("b", True)),
     ({"checkpoint": {"load_path": "b"}, "resume_training": True}, Wish("b", True)),         # there it would start at step 0
     ({"checkpoint": {"load_path": "b", "no_load_optim": False}, "resume_training": False}, Wish("b", True)),
     ({"checkpoint": {"load_path": "b", "no_load_optim": True}, "resume_training": False}, Wish("b", False)),
     ({"checkpoint": {"save_max": 3}, "load_checkpoint": "a", "resume_training": True}, Wish("a", True)),
     ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, Wish("b", True)),
-    ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, Wish("b", True, None, True))])
+    ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, Wish("b", True, True))])
 def test_both_dialects_mean_one_wish(values, wish):
     assert wish_of(MindFormerConfig(**values)) == wish
+
+
+def test_two_paths_are_one_error_that_names_both():
+    with pytest.raises(ConfigError, match="checkpoint.load_path is b, load_checkpoint is a, .* remove one"):
+        wish_of(config_of(checkpoint={"load_path": "b"}, load_checkpoint="a", resume_training=True))
+
+
+@pytest.mark.parametrize("name", ["net_rank_0-2_5.safetensors", "iteration_00000010", "10"])
+def test_a_name_is_the_documented_error(name):
+    with pytest.raises(ConfigError, match="The resume_training must be a boolean value .* give its folder as load_checkpoint"):
+        wish_of(config_of(load_checkpoint="a", resume_training=name))
 
 
 def test_a_contradiction_is_an_error():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mindresume.data import DataPosition, DataWish
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.resume.progress import Setting, data_wish, progress_of
+from mindresume.resume.progress import Setting, check_skip, data_wish, progress_of
 from mindresume.state import TrainingState
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
@@ -145,3 +145,18 @@ def test_what_the_configuration_says(ignore, skip, expected):
 def test_what_cannot_be_meant(ignore, skip, match):
     with pytest.raises(ConfigError, match=match):
         data_wish(ignore, skip)
+
+
+@pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins in pass 2, behind 0 steps"), (23, "begins in pass 3, behind 3")])
+def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
+    found = check_skip(DataWish(False, skip), 10, 3)
+    assert said in found and bool(found) is bool(said)
+    assert check_skip(DataWish(True, skip), 10, 3) == ""                        # ignore_data_skip
+
+
+def test_a_skip_beyond_the_data_is_an_error():
+    with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: n"):
+        check_skip(DataWish(False, 30), 10, 3)
+    assert "pass 10001" in check_skip(DataWish(False, 100_000), 10, None)
+    with pytest.raises(ProgressError, match="nothing of it would be left"):
+        progress_of(state(20), Setting(8, 10, wish=DataWish(False, 30), epochs=3))
