@@ -3,15 +3,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, print_json
 from mindresume.errors import ConfigError
-from mindresume.report.made import Report, make, to_json
 from mindresume.store.storage import PosixStorage
+
+if TYPE_CHECKING:
+    from mindresume.report.made import Report
 
 Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The output folder of the training, with its logs and its "
                                        "checkpoint folder (the folder of the run above it will do, or the checkpoint folder).")]
@@ -28,6 +30,7 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     From the logs of mindformers and mindresume below OUTPUT_DIR (log*/rank_*/info.log*, msrun_log*/worker_*.log) and the records
     of the checkpoints. What is not there is left out, and the page says so. Nothing but the page and the picture is written.
     """
+    from mindresume.report.made import make, to_json
     output, root = places(folder)
     for more in logs or ():
         if not os.path.isdir(more):

@@ -64,9 +64,8 @@ class Share:
 
 
 def shares_of(lives: Sequence[Life]) -> tuple[Share, ...]:
-    limits = _limits(lives)
-    starts = [life.started for life in lives[1:]] + [None]
-    return tuple(_share(life, limit, after) for life, limit, after in zip(lives, limits, starts, strict=True))
+    starts = [*(life.started for life in lives[1:]), None]
+    return tuple(_share(life, limit, after) for life, limit, after in zip(lives, _limits(lives), starts, strict=False))
 
 
 def _limits(lives: Sequence[Life]) -> list[float]:

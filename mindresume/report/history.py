@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -107,18 +107,20 @@ def with_losses(lives: Sequence[Life], events: Iterable[Event]) -> tuple[Life, .
                  for life, book in zip(lives, books, strict=True))
 
 
-def settled(life: Life, alive: bool | None, claimed: bool, error: Event | None) -> Life:
-    """The last life, of which the log does not say how it ended. ``claimed``: its claim on the folder is still there, then
-    ``alive`` says whether its process lives (None: it is on another machine)."""
+def settled(life: Life, claims: Mapping[str, bool | None] | None, error: Event | None) -> Life:
+    """The last life, of which the log does not say how it ended. ``claims``: on the folder of checkpoints, by run: does the
+    process live (None: it is on another machine); None if there is no such folder. ``error``: the last words of a worker."""
     if life.end != UNKNOWN:
         return life
-    if claimed and alive:
+    claimed = claims is not None and life.run in claims
+    alive = claims[life.run] if claimed else None
+    if alive:
         return replace(life, end=RUNNING)
     if error is not None:
         return replace(life, end=DIED, why=error.text)
-    if claimed and alive is False:
+    if alive is False:
         return replace(life, end=DIED, why="its process is gone, and it did not say why")
-    if life.run is not None and not claimed:
+    if life.run is not None and claims is not None and not claimed:
         return replace(life, end=DIED, why="it gave its claim on the folder back without a word of an end: an error or a signal")
     return life
 

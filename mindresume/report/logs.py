@@ -4,7 +4,7 @@
     2026-11-21 20:50:43,411 - mindformers/home/output/log[mindformers/core/callback/callback.py:747] - INFO - { Epoch:[  1/ ...
 
 Files are read line by line, and of most lines only that they are no event. A line that is torn, or glued to the torn one of a
-process that died, is read from its last time on; what is not whole is no event.
+process that died, is cut where a time begins; what is not whole is no event.
 """
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ class Event(NamedTuple):
     text: str = ""
 
 
-_INTERESTING = re.compile(rb"mindresume: |, step:\[|\.Init Config\.|\.Training Over!|loss on the last card is valid")
-_TIME = re.compile(r".*(\d{4}-\d\d-\d\d \d\d:\d\d):(\d\d),(\d\d\d) ", re.DOTALL)
+_LOSS_MARK = "{ Epoch:["
+_MARKS = (b"{ Epoch:[", b"mindresume: ", b".Init Config.", b".Training Over!", b"loss on the last card is valid")
+_THEIRS = ((".Init Config.", START), (".Training Over!", OVER), ("loss on the last card is valid", LAST_CARD))
+_HEAD = re.compile(r"(?:\[[A-Z]+\] )?([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
 _NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|-?inf)"
-_LOSS = re.compile(rf"\{{ Epoch:\[ *(\d+)/ *\d+\], step:\[ *(\d+)/ *(\d+)\], loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), "
-                   rf".*?per_step_time: (-?\d+)ms, ")
+_LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *(\d+)/ *\d+\], step:\[ *(\d+)/ *(\d+)\], "
+                   rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d+)ms, ")
 _LAST_WORDS = re.compile(r"^run_mindformer\.py: ((?:failed|error)\b.*)", re.MULTILINE)
 
 
@@ -101,25 +103,31 @@ class Clock:
         return self._base + int(second) + int(milli) / 1000
 
 
-def parse(line: str, clock: Clock) -> Event | None:
-    """The event of a line without its end, None for any other line."""
-    head = _TIME.match(line)
-    at = clock(*head.groups()) if head else None
-    if at is None:
-        return None
-    rest = line[head.end():]
-    if (match := _LOSS.search(rest)) is not None:
+def parse(line: str, clock: Clock) -> list[Event]:
+    """The events of a line without its end: one or none; more if a process died within a line and the next one wrote on there."""
+    heads = list(_HEAD.finditer(line))
+    found = []
+    for head, end in zip(heads, [*(later.start() for later in heads[1:]), len(line)], strict=False):
+        at = clock(*head.groups())
+        event = None if at is None else _event(line[head.end():end], at)
+        if event is not None:
+            found.append(event)
+    return found
+
+
+def _event(text: str, at: float) -> Event | None:
+    mark = text.find(_LOSS_MARK)
+    if mark >= 0:
+        match = _LOSS.match(text, mark)
+        if match is None:
+            return None
         epoch, step, size, one, _, other, milliseconds = match.groups()
         return Event(at, LOSS, (int(epoch) - 1) * int(size) + int(step), float(one or other), max(int(milliseconds), 0) / 1000)
-    if (found := rest.find("mindresume: ")) >= 0:
-        said = rest[found + len("mindresume: "):]
-        for pattern, kind, make in _OURS:
-            if (match := pattern.match(said)) is not None:
-                return make(match, at, kind)
-    for word, kind in ((".Init Config.", START), (".Training Over!", OVER), ("loss on the last card is valid", LAST_CARD)):
-        if word in rest:
-            return Event(at, kind)
-    return None
+    mark = text.find("mindresume: ")
+    if mark >= 0:
+        said = text[mark + len("mindresume: "):]
+        return next(make(match, at, kind) for pattern, kind, make in _OURS if (match := pattern.match(said)) is not None)
+    return next((Event(at, kind) for word, kind in _THEIRS if word in text), None)
 
 
 def events_of(log: LogFile, clock: Clock | None = None) -> Iterator[Event]:
@@ -132,8 +140,8 @@ def events_of(log: LogFile, clock: Clock | None = None) -> Iterator[Event]:
             continue
         with file:
             while line := file.readline(LINE_LIMIT):
-                if _INTERESTING.search(line) and (event := parse(line.decode("utf-8", "replace").rstrip("\r\n\0"), clock)):
-                    yield event
+                if any(mark in line for mark in _MARKS):
+                    yield from parse(line.decode("utf-8", "replace").rstrip("\r\n\0"), clock)
 
 
 def merged(logs: Iterable[LogFile]) -> Iterator[Event]:
@@ -157,6 +165,6 @@ def last_words(log: LogFile, clock: Clock | None = None) -> Event | None:
     except OSError:
         return None
     words, clock = _LAST_WORDS.search(text), clock or Clock()
-    times = [line for line in text.splitlines() if _TIME.match(line)]
-    at = clock(*_TIME.match(times[-1]).groups()) if times else None
+    heads = list(_HEAD.finditer(text))
+    at = clock(*heads[-1].groups()) if heads else None
     return Event(at, ERROR, text=words[1][:TEXT_LIMIT]) if words and at is not None else None

@@ -60,8 +60,8 @@ def make(storage: Storage, output: str, root: str, more: Sequence[str] = ()) -> 
     lives = lives_of(merged(own))
     lives, others = _true_losses(lives, found, rank)
     if lives:
-        last, words = lives[-1], _first_words(found, lives[-1].started)
-        lives = (*lives[:-1], settled(last, disk.claimed.get(last.run or ""), (last.run or "") in disk.claimed, words))
+        words = _first_words(found, lives[-1].started)
+        lives = (*lives[:-1], settled(lives[-1], disk.claimed if disk.exists else None, words))
     read = tuple(piece for log in found if log in own or log.rank in others for piece in log.pieces)
     shares = shares_of(lives)
     return Report(output, folders, read, rank, max(others, default=None), shares, disk,
@@ -118,7 +118,8 @@ def _notes(lives: Sequence[Life], rank: int | None, others: Sequence[int]) -> It
 # ---- for programs ----------------------------------------------------------------------------------------------------
 
 def to_json(report: Report) -> dict[str, Any]:
-    """One document; docs of every field are in ``mindresume.report``. Times are seconds since 1970, spans are seconds."""
+    """One document. Its fields are those of Life, Save, Seconds and Checkpoint, and mean the same. Times are seconds since 1970,
+    spans are seconds."""
     seconds = total_of(report.shares)
     return {
         "output": report.output, "root": report.disk.root,
