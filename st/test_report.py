@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +70,7 @@ def test_seconds_are_all_of_them(story):
 
 
 def test_the_page_is_there(story):
-    page, picture = story.after["files"]
-    text = open(page, encoding="utf-8").read()
+    page, picture = map(Path, story.after["files"])
+    text = page.read_text(encoding="utf-8")
     assert "0002-" in text and "<svg role=" in text and "<script" not in text
-    assert open(picture, "rb").read(8) == b"\x89PNG\r\n\x1a\n"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

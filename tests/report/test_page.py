@@ -106,8 +106,8 @@ def test_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("seconds, text", [(0, "0.00 s"), (0.321, "0.32 s"), (4.04, "4.0 s"), (59.4, "59 s"),
-                                           (59.6, "1 min 00 s"), (725, "12 min 05 s"), (3599.7, "1 h 00 min"), (12000, "3 h 20 min"),
-                                           (86400 * 2 + 4 * 3600, "2 d 4 h"), (-1, "0.00 s")])
+                                           (59.6, "1 min 00 s"), (725, "12 min 05 s"), (3599.7, "1 h 00 min"),
+                                           (12000, "3 h 20 min"), (86400 * 2 + 4 * 3600, "2 d 4 h"), (-1, "0.00 s")])
 def test_spans(seconds, text):
     assert page.span_text(seconds) == text
 
