@@ -20,7 +20,8 @@ from mindresume.report.losses import thinned
 
 POINTS = 4000                   # of all curves together: more than there are pixels
 MARKS = 1500                    # of one kind: two of them in one pixel are one
-NAMED = 12                      # deaths that get a number; more would cover each other
+NAMED = 12                      # deaths that get a number; of more the marks are smaller, too
+SQUARES = 60                    # more saves are ticks
 KEPT, LOST, DEAD, RESUMED, SAVE, IDLE = "#1f5f8b", "#f2a65a", "#b3261e", "#1b7f5c", "#4d5b66", "#c3ccd4"
 COLOURS = {"starting": IDLE, "training": KEPT, "lost": LOST, "ending": IDLE, "down": "#ffffff", "waiting": "#ffffff"}
 UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
@@ -64,7 +65,7 @@ def png(figure: Any) -> bytes:
 
 def _losses(axes: Any, shares: Sequence[Share]) -> None:
     curves = [share for share in shares if len(share.life.losses)]
-    most = max(POINTS // max(sum(share.steps_lost > 0 for share in curves) + 1, 1), 8)
+    most = max(POINTS // 2 // max(sum(share.steps_lost > 0 for share in curves), 1), 8)       # of each lost part
     for share in curves:
         if share.steps_lost:
             losses, first = share.life.losses, int(np.searchsorted(share.life.losses.steps, share.kept, side="right"))
@@ -72,7 +73,7 @@ def _losses(axes: Any, shares: Sequence[Share]) -> None:
                   solid_capstyle="butt", zorder=2)
             axes.axvspan(max(share.kept, share.life.base), share.life.last_step, color=LOST, alpha=0.13, linewidth=0, zorder=0)
     steps, values = kept_curve(curves)
-    _line(axes, steps, values, most, color=KEPT, linewidth=1.5, zorder=3)
+    _line(axes, steps, values, POINTS // 2, color=KEPT, linewidth=1.5, zorder=3)
     _marks(axes, shares, steps, values)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -114,8 +115,9 @@ def _marks(axes: Any, shares: Sequence[Share], steps: np.ndarray, values: np.nda
     for marks, face, label in ((good, SAVE, "saved, complete on all ranks"), (other, "none", "saved, not known to be complete")):
         if marks:
             marks = _spread(marks)
-            axes.plot(marks, [low - 0.05 * (high - low)] * len(marks), linestyle="none", marker="s", markersize=4.5,
-                      markerfacecolor=face, markeredgecolor=SAVE, label=label, zorder=4, clip_on=False)
+            axes.plot(marks, [low - 0.05 * (high - low)] * len(marks), linestyle="none", markersize=4.5,
+                      marker="s" if len(marks) <= SQUARES else "|", markerfacecolor=face, markeredgecolor=SAVE, label=label,
+                      zorder=4, clip_on=False)
     resumed = [(share.life.base, _at(share.life.base, steps, values, low)) for share in shares
                if share.life.base and share.life.last_step is not None]
     _points(axes, resumed, ">", RESUMED, "resumed behind this step", 5)
@@ -134,8 +136,9 @@ def _at(step: int, steps: np.ndarray, values: np.ndarray, otherwise: float) -> f
 
 def _points(axes: Any, places: Sequence[tuple[float, float]], marker: str, colour: str, label: str, order: int) -> None:
     if places:
-        axes.plot(*zip(*places, strict=True), linestyle="none", marker=marker, markersize=9, markerfacecolor=colour,
-                  markeredgecolor="white", markeredgewidth=0.8, label=label, zorder=order)
+        axes.plot(*zip(*places, strict=True), linestyle="none", marker=marker, markerfacecolor=colour,
+                  markersize=9 if len(places) <= NAMED else 6, markeredgecolor="white", markeredgewidth=0.8, label=label,
+                  zorder=order)
 
 
 def _spread(steps: Sequence[float]) -> list[float]:

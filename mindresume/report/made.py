@@ -48,6 +48,9 @@ class Report:
 
     @property
     def not_safe(self) -> int | None:
+        """Steps behind the newest checkpoint, if the last life did not end as it should; None also where there is no folder."""
+        if not self.disk.exists:
+            return None
         return account.not_safe(self.shares, self.disk.newest.step if self.disk.newest else None)
 
 

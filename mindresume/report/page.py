@@ -5,11 +5,11 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mindresume.cli.common import size_text
 from mindresume.report.account import Share, total_of
 from mindresume.report.disk import COMPLETE, Checkpoint
 from mindresume.report.history import DIED, NORMAL, RUNNING, UNKNOWN, Life
 from mindresume.report.made import Report, looked_for
+from mindresume.words import size_text
 
 SHOWN = 2000                    # rows of a table; the JSON document has all
 REASON = 400                    # characters of a reason
@@ -122,7 +122,7 @@ def _figure(report: Report, drawing: str) -> str:
     alt = (f"Loss over steps 1 to {_text(report.reached)}, and below it the time of each life. {escape(sentence(report))}. "
            + "; ".join(f"life {life.number} died at step {life.last_step}" for life in died[:20]))
     picture = drawing.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
-    return (f'<h2>What happened</h2>\n<figure>\n{picture}\n<figcaption>Above: the loss as the log has it; squares are saves. '
+    return (f'<h2>What happened</h2>\n<figure>\n{picture}\n<figcaption>Above: the loss as the log has it; saves at the bottom. '
             'Orange steps were done and lost: the next life went on from a checkpoint before them and did them again; darker: '
             'more often. Below: the time, with a cross at each death and a tick at each save.</figcaption>\n</figure>')
 
@@ -270,6 +270,8 @@ def _percent(part: float, whole: float) -> str:
     if not whole:
         return "0 %"
     value = 100 * part / whole
+    if 0 < value < 0.05:
+        return "< 0.1 %"
     return f"{value:.1f} %" if 0 < value < 10 else f"{value:.0f} %"
 
 

@@ -108,6 +108,8 @@ def test_steps_that_the_next_start_would_do_again(tmp_path):
     info(tmp_path, 0, Log().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8))
     report = made(tmp_path)
     assert (report.not_safe, report.lives[-1].end, report.steps_lost) == (3, "died", 0)
+    report = make(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # nobody knows what there is
+    assert (report.not_safe, report.lives[-1].end) == (None, "unknown")
 
 
 def test_checkpoints_are_those_of_ls(tmp_path):

@@ -112,6 +112,7 @@ def test_spans(seconds, text):
     assert page.span_text(seconds) == text
 
 
-@pytest.mark.parametrize("part, whole, text", [(0, 0, "0 %"), (1, 3, "33 %"), (1, 40, "2.5 %"), (0, 5, "0 %"), (5, 5, "100 %")])
+@pytest.mark.parametrize("part, whole, text", [(0, 0, "0 %"), (1, 3, "33 %"), (1, 40, "2.5 %"), (0, 5, "0 %"),
+                                               (5, 5, "100 %"), (1, 5000, "< 0.1 %")])
 def test_percent(part, whole, text):
     assert page._percent(part, whole) == text
