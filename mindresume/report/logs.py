@@ -40,7 +40,9 @@ class Event(NamedTuple):
 _LOSS_MARK = "{ Epoch:["
 _MARKS = (b"{ Epoch:[", b"mindresume: ", b".Init Config.", b".Training Over!", b"loss on the last card is valid")
 _THEIRS = ((".Init Config.", START), (".Training Over!", OVER), ("loss on the last card is valid", LAST_CARD))
-_HEAD = re.compile(r"(?:\[[A-Z]+\] )?([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
+_HEAD = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
+_INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("2026-11")       # begins with a fixed character
+_LEVEL = re.compile(r"\[[A-Z]{4,8}\] \Z")
 _NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|-?inf)"
 _LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *(\d+)/ *\d+\], step:\[ *(\d+)/ *(\d+)\], "
                    rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d+)ms, ")
@@ -105,14 +107,22 @@ class Clock:
 
 def parse(line: str, clock: Clock) -> list[Event]:
     """The events of a line without its end: one or none; more if a process died within a line and the next one wrote on there."""
-    heads = list(_HEAD.finditer(line))
-    found = []
+    heads, found = list(_heads(line)), []
     for head, end in zip(heads, [*(later.start() for later in heads[1:]), len(line)], strict=False):
         at = clock(*head.groups())
-        event = None if at is None else _event(line[head.end():end], at)
+        text = line[head.end():end]
+        event = None if at is None else _event(text if end == len(line) else _LEVEL.sub("", text), at)
         if event is not None:
             found.append(event)
     return found
+
+
+def _heads(text: str) -> Iterator[re.Match[str]]:
+    """Every time in a text as a logger writes it."""
+    for match in _INSIDE.finditer(text):
+        head = _HEAD.match(text, match.start() - _BEFORE) if match.start() >= _BEFORE else None
+        if head is not None:
+            yield head
 
 
 def _event(text: str, at: float) -> Event | None:
@@ -165,6 +175,6 @@ def last_words(log: LogFile, clock: Clock | None = None) -> Event | None:
     except OSError:
         return None
     words, clock = _LAST_WORDS.search(text), clock or Clock()
-    heads = list(_HEAD.finditer(text))
+    heads = list(_heads(text))
     at = clock(*heads[-1].groups()) if heads else None
     return Event(at, ERROR, text=words[1][:TEXT_LIMIT]) if words and at is not None else None

@@ -20,9 +20,10 @@ def life(number, first, last, parent=None, end=DIED, run=None, **more):
     steps = np.arange(first, last + 1)
     losses = Losses(steps, np.ones(count), start + 10 + np.arange(count), np.ones(count))
     source = f"epoch 1, x, run {parent}, 1 rank, every byte checked" if parent else ""
+    ended = more.pop("ended", start + 9 + count)
     given = dict(run=run or RUNS[number], resumed_from=first - 1 or None, source=source, base=first - 1, first_step=first,
                  last_step=last, losses=losses, fresh=first == 1)
-    return Life(number, start, start + 9 + count, end, **{**given, **more})
+    return Life(number, start, ended, end, **{**given, **more})
 
 
 def lost(*lives):
@@ -87,6 +88,12 @@ def test_a_pause_behind_a_normal_end_is_no_down_time():
 def test_a_log_that_begins_in_the_middle_was_training_from_its_first_line():
     share, = shares_of([life(1, 51, 60, end=UNKNOWN, cut=True)])
     assert share.seconds.starting == 0
+
+
+def test_a_log_with_a_loss_every_few_steps_began_so_many_steps_before_its_first():
+    losses = Losses(np.array([5, 10, 15]), np.ones(3), np.array([130.0, 135.0, 140.0]), np.ones(3))
+    share, = shares_of([life(1, 1, 15, end=FINISHED, losses=losses, ended=141.0)])
+    assert share.seconds == Seconds(training=15.0, starting=25.0, ending=1.0)
 
 
 def test_steps_that_are_not_safe_yet():

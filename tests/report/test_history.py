@@ -69,6 +69,7 @@ def test_a_training_of_mindformers_alone_begins_where_its_first_loss_says():
     (lambda log: log.over(20), FINISHED, ""),
     (lambda log: log.ours(20, "SIGTERM: the training saves step 3 and ends").save(21, 3).over(21).ours(
         22, "left because of SIGTERM; start the same command again to go on"), ASKED, "SIGTERM"),
+    (lambda log: log.ours(20, "graceful exit: the training saves step 3 and ends").over(21), ASKED, ""),
     (lambda log: log.ours(20, "SIGTERM: the training saves step 3 and ends"), UNKNOWN, ""),
     (lambda log: log, UNKNOWN, ""),
 ])

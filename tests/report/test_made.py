@@ -60,6 +60,7 @@ def test_the_last_stage_of_each_life_if_the_number_of_ranks_changed(tmp_path):
     both.lines += pipeline(50, 4, 8, 0.5).lines
     info(tmp_path, 0, both)
     info(tmp_path, 3, pipeline(0, 1, 5, 6.0))
+    info(tmp_path, 2, pipeline(0, 1, 5, 7.0))
     info(tmp_path, 1, pipeline(50, 4, 8, 5.0))
     report = made(tmp_path)
     assert [set(life.losses.values) for life in report.lives] == [{6.0}, {5.0}] and report.loss_rank == 3
