@@ -14,6 +14,7 @@ import typer
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.scan import is_root
 from mindresume.store.storage import PosixStorage
+from mindresume.words import size_text as size_text
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
@@ -38,16 +39,6 @@ def locate(folder: str, must_exist: bool = True) -> str:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
-
-
-def size_text(size: float | None) -> str:
-    if size is None:
-        return "?"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def time_text(seconds: float | None) -> str:

@@ -1,0 +1,49 @@
+"""The loss of each step as the log has it, kept in few bytes a step, and thinned out for a drawing."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+def _none() -> np.ndarray:
+    return np.empty(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """Of one life, in order of steps, which rise. ``times``: when the line was written; ``seconds``: how long the step took."""
+    steps: np.ndarray = field(default_factory=_none)
+    values: np.ndarray = field(default_factory=_none)
+    times: np.ndarray = field(default_factory=_none)
+    seconds: np.ndarray = field(default_factory=_none)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def interval(self) -> int:
+        """Steps between two lines: 1 unless the monitor prints less often, or a line is one sink."""
+        return int(np.median(np.diff(self.steps))) if len(self) > 1 else 1
+
+    @property
+    def typical(self) -> float:
+        """Seconds of an ordinary step. The first one includes the compilation, so it is the median that counts."""
+        return float(np.median(self.seconds)) if len(self) else 0.0
+
+    @property
+    def not_finite(self) -> int:
+        return int(np.count_nonzero(~np.isfinite(self.values)))
+
+
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Indices, rising, of at most ``most`` (from 4 on) of the values: the first, the last, and of each stretch the smallest and
+    the largest, so that no peak is lost. What is not finite is no extreme; a stretch of nothing else keeps its first."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    kept = {0, count - 1}
+    for stretch in np.array_split(np.arange(count), (most - 2) // 2):
+        finite = stretch[np.isfinite(values[stretch])]
+        kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])} if len(finite) else {int(stretch[0])}
+    return np.array(sorted(kept))

@@ -1,0 +1,81 @@
+"""The picture: what it shows is counted in the figure itself, and it is drawn for every history."""
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from logfiles import RUNS, Log, two_lives
+
+from mindresume.errors import ConfigError
+from mindresume.report import chart
+from mindresume.report.account import shares_of
+from mindresume.report.history import Life, lives_of
+from mindresume.report.logs import Clock, parse
+from mindresume.report.losses import Losses
+
+
+def shares(*written):
+    return shares_of(lives_of(event for log in written for line in log.lines for event in parse(line, Clock())))
+
+
+def labelled(axes):
+    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def test_marks_stand_where_things_happened():
+    above, below = chart.draw(shares(two_lives())).axes
+    lines = labelled(above)
+    assert list(lines["died here (number of the life)"].get_xdata()) == [8]
+    assert list(lines["resumed behind this step"].get_xdata()) == [5]
+    assert list(lines["saved, complete on all ranks"].get_xdata()) == [5, 10]
+    assert [patch.get_x() for patch in above.patches] == [5] and [patch.get_width() for patch in above.patches] == [3]
+    lost, kept = above.lines[:2]
+    assert (list(lost.get_xdata()), lost.get_color()) == ([6, 7, 8], chart.LOST)
+    assert (list(kept.get_xdata()), kept.get_color()) == (list(range(1, 11)), chart.KEPT)
+    assert [text.get_text() for text in above.texts] == ["1"]
+    assert below.get_xlabel() == "seconds since the first start" and below.get_xlim() == (0, 55)
+
+
+def test_what_counts_is_one_curve_over_all_lives_and_cut_where_steps_go_back():
+    steps, values = chart.kept_curve(shares(two_lives()))
+    assert list(steps) == list(range(1, 11)) and np.isfinite(values).all()
+    steps, values = chart.kept_curve(shares(two_lives(), Log().start(90).fresh(91).run(92, RUNS[2]).steps(95, 1, 2)))
+    assert list(steps[-3:]) == [10, 1, 2] and np.isnan(values[-3])
+
+
+@pytest.mark.parametrize("log", [Log().start(0), Log().start(0).fresh(1).run(2, RUNS[0]).save(9, 5), Log().loss(1, 1, "nan"),
+                                 Log().start(0).loss(5, 1), Log().start(0).loss(5, 1, "inf").start(9).loss(11, 1, "nan")])
+def test_any_history_is_drawn(log):
+    figure = chart.draw(shares(log))
+    assert chart.png(figure).startswith(b"\x89PNG\r\n\x1a\n")
+    ElementTree.fromstring(chart.svg(figure))
+
+
+def test_the_svg_stands_alone_and_is_the_same_each_time():
+    first, second = (chart.svg(chart.draw(shares(two_lives()))) for _ in range(2))
+    assert first == second
+    root = ElementTree.fromstring(first)
+    assert root.tag.endswith("svg") and "viewBox" in root.attrib and "width" not in root.attrib and "height" not in root.attrib
+    links = re.findall(r'(?:href|url)[="(]+([^")]*)', first)
+    assert links and all(link.startswith("#") for link in links) and "<text" not in first and "<script" not in first
+
+
+def test_millions_of_steps_are_few_points():
+    count = 1_000_000
+    losses = Losses(np.arange(1, count + 1), np.linspace(6, 1, count), np.arange(count) + 10.0, np.ones(count))
+    life = Life(1, 0.0, count + 10.0, "died", first_step=1, last_step=count, losses=losses, fresh=True)
+    figure = chart.draw(shares_of([life]))
+    assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) < 2 * chart.POINTS
+    assert len(chart.svg(figure)) < 1_000_000
+
+
+def test_many_marks_are_spread():
+    spread = chart._spread(list(range(0, 10_000_000, 50)))
+    assert len(spread) <= chart.MARKS + 1 and max(np.diff(spread)) < 3 * 10_000_000 / chart.MARKS
+    assert chart._spread([5, 10]) == [5, 10]
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(chart.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'mindresume\[plot\]'"):
+        chart.check_installed()

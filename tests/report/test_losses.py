@@ -1,0 +1,45 @@
+"""The curve thinned out keeps its ends and its extremes."""
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindresume.report.losses import Losses, thinned
+
+VALUES = st.lists(st.floats(width=32), max_size=300).map(np.array)
+
+
+@given(VALUES, st.integers(4, 60))
+def test_ends_and_extremes_stay(values, most):
+    kept = thinned(values, most)
+    assert len(kept) <= most and (np.diff(kept) > 0).all()
+    if len(values):
+        assert kept[0] == 0 and kept[-1] == len(values) - 1
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        assert {finite.min(), finite.max()} <= set(values[kept])
+
+
+def test_a_million_steps_are_a_few_points_and_the_peak_is_one():
+    values = np.linspace(6, 1, 1_000_000)
+    values[777_777] = 50.0
+    kept = thinned(values, 2000)
+    assert len(kept) <= 2000 and 777_777 in kept
+
+
+def test_few_points_stay_as_they_are():
+    assert list(thinned(np.arange(4.0), 4)) == [0, 1, 2, 3]
+
+
+def losses(steps, seconds=()):
+    return Losses(np.array(steps), np.ones(len(steps)), np.arange(len(steps)), np.array(seconds, float))
+
+
+def test_interval_and_typical_step():
+    assert losses([5, 10, 15, 20], [9, 1, 1, 2]).interval == 5
+    assert losses([5, 10, 15, 20], [9, 1, 1, 2]).typical == pytest.approx(1.5)
+    assert (losses([3], [2]).interval, Losses().interval, Losses().typical) == (1, 1, 0.0)
+
+
+def test_what_is_not_finite_is_counted():
+    assert Losses(np.arange(4), np.array([1, np.nan, np.inf, 2]), np.arange(4), np.ones(4)).not_finite == 2

@@ -1,0 +1,118 @@
+"""The page: well-formed, alone, nothing of a log gets out of its place."""
+import re
+from html.parser import HTMLParser
+
+import pytest
+from folders import STORAGE, save
+from logfiles import RUNS, Log, two_lives
+
+from mindresume.report import page
+from mindresume.report.made import make
+
+VOID = {"meta", "br"}
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+
+
+class Checker(HTMLParser):
+    """Tags that are closed in order; what loads something; the text of tables."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.rows = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.rows and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def written(folder, log):
+    log.write(folder / "log" / "rank_0" / "info.log")
+    return make(STORAGE, str(folder), str(folder / "checkpoint"))
+
+
+def test_a_row_for_each_life_and_each_checkpoint(tmp_path):
+    save(tmp_path / "checkpoint", 5)
+    save(tmp_path / "checkpoint", 10)
+    text = page.html(written(tmp_path, two_lives()), "")
+    rows = Checker(text).rows
+    lives = [row for row in rows if len(row) == 9 and row[1] in RUNS]
+    assert [(row[0], row[3], row[4], row[5], row[6], row[7]) for row in lives[:2]] == [
+        ("1", "died", "fresh start", "1 to 8", "3", "1"), ("2", "finished", "step 5", "6 to 10", "0", "1")]
+    assert [row[0] for row in rows if row[-1] == "complete"] == ["10", "5"]
+    assert ["2", "8", "the save never completed: no rank recorded what they wrote"] in rows
+    assert text.count("<caption>") == text.count("<table>") == 4
+
+
+def test_nothing_is_loaded_and_nothing_can_be_run(tmp_path):
+    checker = Checker(page.html(written(tmp_path, two_lives()), ""))
+    assert not {"script", "link", "iframe", "img", "object"} & set(checker.tags)
+    assert not [name for name, _ in checker.attributes if name.startswith("on") or name in ("src", "href")]
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in checker.attributes
+
+
+def test_hostile_words_are_text(tmp_path):
+    log = Log().start(0).ours(1, f"not resuming from step 5: {EVIL}").fresh(2).run(3, RUNS[0]).steps(4, 1, 3)
+    log.ours(8, f"step 3 was not saved on rank 0: {EVIL}").ours(9, f"left because of {EVIL}; start the same command again")
+    checker = Checker(page.html(written(tmp_path, log), ""))
+    assert "script" not in checker.tags and "img" not in checker.tags
+    cells = [cell for row in checker.rows for cell in row if "alert(1)" in cell]
+    assert len(cells) == 3 and all(EVIL in cell for cell in cells)
+
+
+def test_a_hostile_name_of_a_folder_is_text(tmp_path):
+    folder = tmp_path / "a<script>b"
+    Checker(page.html(written(folder, two_lives()), ""))
+    assert "<script>" not in page.html(written(folder, two_lives()), "")
+
+
+def test_the_picture_has_words(tmp_path):
+    text = page.html(written(tmp_path, two_lives()), "<svg viewBox='0 0 1 1'></svg>")
+    assert re.search(r'<svg role="img" aria-label="[^"]*life 1 died at step 8"', text)
+
+
+def test_without_logs_it_says_where_it_looked(tmp_path):
+    save(tmp_path / "checkpoint", 5)
+    text = page.html(make(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), "")
+    rows = Checker(text).rows
+    assert [row[0] for row in rows[1:]] == ["5"] and "Lives" not in text
+    for path in (f"{tmp_path}/log*/rank_*/info.log*", f"{tmp_path}/msrun_log*/worker_*.log", "/elsewhere/log*/rank_*/info.log*"):
+        assert path in text
+
+
+def test_without_anything(tmp_path):
+    text = page.html(make(STORAGE, str(tmp_path), str(tmp_path / "checkpoint")), "")
+    Checker(text)
+    assert "There is no folder" in text
+
+
+def test_one_sentence(tmp_path):
+    assert page.sentence(written(tmp_path, two_lives())) == (
+        "2 starts, 1 died; step 10 reached, 3 of 13 steps lost; 55 s, 18 % of it training that counts")
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0.00 s"), (0.321, "0.32 s"), (4.04, "4.0 s"), (59.4, "59 s"),
+                                           (59.6, "1 min 00 s"), (725, "12 min 05 s"), (3599.7, "1 h 00 min"),
+                                           (12000, "3 h 20 min"), (86400 * 2 + 4 * 3600, "2 d 4 h"), (-1, "0.00 s")])
+def test_spans(seconds, text):
+    assert page.span_text(seconds) == text
+
+
+@pytest.mark.parametrize("part, whole, text", [(0, 0, "0 %"), (1, 3, "33 %"), (1, 40, "2.5 %"), (0, 5, "0 %"),
+                                               (5, 5, "100 %"), (1, 5000, "< 0.1 %")])
+def test_percent(part, whole, text):
+    assert page._percent(part, whole) == text
