@@ -82,6 +82,12 @@ def has_loss() -> bool:
     return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
 
 
+def tensorboard_writer() -> Any:
+    """That of mindformers, on this rank; None: it is off."""
+    from mindformers.utils.tensorboard import get_tensorboard_writer
+    return get_tensorboard_writer()
+
+
 def output_root() -> str:
     """``output_dir`` of this training."""
     from mindformers.tools.utils import get_output_root_path

@@ -3,6 +3,7 @@ read."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,13 @@ from mindresume.agree import Group, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
 from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import strategy_of
 from mindresume.resume.apart import select_apart
 from mindresume.resume.health import sick_files
-from mindresume.resume.prove import damaged_small
+from mindresume.resume.lost import lost_by_death
+from mindresume.resume.prove import damaged_small, read_size
 from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.trials import Trial
 from mindresume.resume.witness import settle
@@ -47,8 +49,9 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     elif decide(group, lambda: is_complete_resume(storage, path, converts)):
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
-        choice = select(storage, path, group, None if converts else group.size, named,
-                        ranks=partial(_share, group) if converts else None,
+        gauge, ranks = telling.gauge("checking"), partial(_share, group) if converts else None
+        choice = select(storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
+                        on_candidate=lambda candidate: gauge.expect(read_size(candidate, _share(group, candidate))),
                         complete=current.settings.verify == "full", sick=_sick(config, storage, group.rank) if healthy else None,
                         poison_limit=current.settings.poison_limit,
                         strategy_of=partial(strategy_of, storage, config.get("src_strategy_path_or_dir") or None))
@@ -65,6 +68,9 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         (log.info if known else log.warning)("mindresume: fresh start: %s %s; weights %s", path, reason, instead)
         return None
     current.choice = choice
+    if resume and group.rank == 0:
+        with suppress(OSError):
+            current.lost = lost_by_death(storage, choice.root, choice.chosen)
     hold_chosen(current, storage)
     if resume and group.rank == 0 and current.settings.poison_limit and _has_monitor(config):
         put_on_trial(current, storage)

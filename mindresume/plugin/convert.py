@@ -24,12 +24,11 @@ from mindresume.formats.complete import MINDSPORE, is_complete
 from mindresume.formats.records import ranks_count
 from mindresume.manifest import FileRecord
 from mindresume.network import layouts as network_layouts
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter, session, telling
 from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
-from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
-from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
+from mindresume.reshard.load import bytes_of, check_tensors, read_regions, wanted_regions
 from mindresume.reshard.made import checksums
 from mindresume.reshard.source import Source, counted, open_complete, source_of
 from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
@@ -138,7 +137,7 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
         log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
         current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
         return None
-    traffic = Traffic()
+    traffic = telling.traffic_of_load(bytes_of(source.weights, regions))
     arrays = agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic))
     needed = sum(array.nbytes for array in arrays.values())
     log.info("mindresume: rank %d reads %d tensors, %.1f MiB, of %s: %.1f MiB read", current.group.rank, len(regions),

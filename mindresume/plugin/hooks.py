@@ -100,7 +100,8 @@ def _rules(original: Any) -> Any:
         current = session.current()
         if current.training:
             current.identity = identity(self.config, current)
-            choose_checkpoint(self.config, current)
+            with current.loading():
+                choose_checkpoint(self.config, current)
         return original(self)
     return check
 
@@ -279,7 +280,8 @@ def _load_online(original: Any) -> Any:
         if not current.online:
             return original(*args, **kwargs)
         given = signature(original).bind(*args, **kwargs).arguments
-        return online.load(given["network"], given.get("optimizer"), current)
+        with current.loading():
+            return online.load(given["network"], given.get("optimizer"), current)
     return load
 
 

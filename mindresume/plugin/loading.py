@@ -12,8 +12,9 @@ import numpy as np
 from mindresume.errors import LoadError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
+from mindresume.gauge import Gauge
 from mindresume.network import check_fit
-from mindresume.plugin import adapter, convert, session
+from mindresume.plugin import adapter, convert, session, telling
 from mindresume.resume.account import account_of, warnings_of
 from mindresume.resume.progress import Progress, Setting, beginning, check_skip, data_wish, progress_of
 from mindresume.resume.prove import ProvenShard
@@ -89,21 +90,22 @@ def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session,
     """Compiles where parameters are cut, then loads what was chosen into the training network, its optimizer included."""
     early = None
     if config.load_ckpt_async and current.open_source is None:              # read while the graph is compiled
-        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard)
+        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard, telling.gauge("loading"))
     if config.use_parallel and adapter.is_parallel():
         adapter.compile_for_load(config, model, dataset)
     network = model._train_network
-    if current.open_source is not None:
-        arrays = convert.arrays_for(config, network, current, storage)
+    with current.loading():
+        arrays = convert.arrays_for(config, network, current, storage) if current.open_source is not None else None
         if arrays is not None:
             return put(network, arrays, False, current)
-    return load_shard(network, current, storage, early)
+        return load_shard(network, current, storage, early)
 
 
 def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None) -> None:
     """Loads what this rank proved into ``network``. ``early``: reads it already. LoadError if it does not fit."""
     log, choice = adapter.logger(), current.choice
-    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard)
+    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard,
+                                                                             telling.gauge("loading"))
     files = choice.chosen.files.get(current.group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
     if any(source.file.path != own for source in current.shard.sources):
@@ -129,10 +131,11 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current
     adapter.logger().info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
 
 
-def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[str, np.ndarray], bool]:
+def read_shard(storage: Storage, root: str, shard: ProvenShard, gauge: Gauge | None = None) -> tuple[dict[str, np.ndarray], bool]:
     """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
     again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
-    arrays, deduplicated = {}, False
+    arrays, deduplicated, gauge = {}, False, gauge or Gauge("", lambda text: None)
+    gauge.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:
         path = os.path.join(root, source.file.path)
         with storage.open(path) as file:
@@ -145,4 +148,5 @@ def read_shard(storage: Storage, root: str, shard: ProvenShard) -> tuple[dict[st
                 row = shard.details.tensors.get(name) if shard.details else None
                 if row is not None and array_checksum(arrays[name]) != row.checksum:
                     raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
+                gauge.advance(arrays[name].nbytes)
     return arrays, deduplicated

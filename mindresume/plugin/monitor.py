@@ -25,7 +25,7 @@ from mindresume.agree import Group, report
 from mindresume.errors import FolderInUseError, SaveError
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
@@ -67,6 +67,7 @@ class CheckpointMonitor(BuiltIn):
         self._contents: Contents | None = None
         self._leaving: Leaving | None = None
         self._saved: set[int] = set()
+        self._stalls: dict[int, float] = {}                 # seconds that the training stood still, of saves not heard of yet
         self._failed_in_a_row = 0
         self._skipped = 0
         self._seen = 0
@@ -94,6 +95,8 @@ class CheckpointMonitor(BuiltIn):
         session.current().end_trial(passed=True)
         if self._saver is not None:
             self._learn(self._saver.poll())
+        if self._home is not None:
+            self._home.reached(self._append_step_num + run_context.original_args().cur_step_num)
         self._save_ckpt(run_context.original_args())
         self._leave_if_asked(run_context)
         return None
@@ -195,8 +198,16 @@ class CheckpointMonitor(BuiltIn):
             saved_by = current.choice.chosen.world_size
             other = f"saved by {ranks_count(saved_by)}, this job has {group.size}" if saved_by != group.size else ""
             log.info("mindresume: the state of the training:\n%s", table([*current.account, random_item(restored, other)]))
+            self._say_lost(current)
         log.info("mindresume: run %s saves to %s as %s-...", home.place.run, home.place.root,
                  self.origin_prefix if self._iterations else self._prefix)
+
+    def _say_lost(self, current: session.Session) -> None:
+        now, lost = time.time(), current.lost
+        if lost is not None:
+            adapter.logger().info("mindresume: %s", lost.sentence(self._append_step_num, now))
+        telling.scalars(self._append_step_num, load_seconds=current.load_seconds, steps_lost=lost and lost.steps,
+                        seconds_lost=lost and lost.seconds(now))
 
     def _root(self) -> str:
         if not self._iterations:
@@ -268,6 +279,8 @@ class CheckpointMonitor(BuiltIn):
             if outcome.saved:
                 adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
                                       outcome.seconds)
+                telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20,
+                                save_stall_seconds=self._stalls.pop(outcome.step, None))
             else:
                 self._saved.discard(outcome.step)
             if outcome.error is not None:
@@ -296,10 +309,11 @@ class CheckpointMonitor(BuiltIn):
             self._record_health(state.health, name)
         self._saved.add(state.step)
         self._saver.save(Save(shard, extras))
+        self._stalls[state.step] = time.monotonic() - started
         self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
         if not isinstance(self._saver, Foreground):
             adapter.logger().info("mindresume: step %d is being saved as %s; training stopped for %.3f s", state.step, name,
-                                  time.monotonic() - started)
+                                  self._stalls[state.step])
         return None
 
     def rescue(self, cb_params: Any) -> bool:

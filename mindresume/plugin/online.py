@@ -10,6 +10,7 @@ Sources are iteration folders and, so that a job can go over to Checkpoint 2.0 i
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import shutil
 import tempfile
@@ -27,13 +28,12 @@ from mindresume.formats.huggingface import ARCHITECTURES
 from mindresume.formats.iteration_files import COMMON
 from mindresume.formats.records import listed
 from mindresume.network import job_layouts
-from mindresume.plugin import adapter, choosing, loading, session
+from mindresume.plugin import adapter, choosing, loading, session, telling
 from mindresume.plugin.group import Passing
 from mindresume.reshard.balanced import Exchange, pass_on, plan
-from mindresume.reshard.direct import Traffic
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
-from mindresume.reshard.load import WORKERS, read_regions, wanted_regions
+from mindresume.reshard.load import WORKERS, bytes_of, read_regions, wanted_regions
 from mindresume.reshard.target import is_counter
 from mindresume.reshard.weights import Weights
 from mindresume.state import is_transient
@@ -179,7 +179,7 @@ def _load_pretrained(network: Any, current: session.Session) -> None:
     wanted = {name: row for name, row in adapter.wanted_of(train).items() if name in names and not is_transient(name)}
     layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, current.group.size,
                           lambda text: adapter.logger().warning("mindresume: %s", text))
-    traffic = Traffic()
+    traffic = telling.traffic_of_load(sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()))
     arrays = agreed(current.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, current.group.rank, network=core.get_gpt_transformer_config(),
         tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic))
@@ -201,7 +201,7 @@ def _arrays(network: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_
     if initialised and group.rank == 0:
         log.warning("mindresume: not in %s, and left as they are initialised: %s", source.what, listed(initialised))
     mine, exchanges = _shared(source.weights, regions, layouts, current)
-    traffic = Traffic()
+    traffic = telling.traffic_of_load(bytes_of(source.weights, mine))
     arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, current.online.workers), traffic))
     received = 0
     if exchanges:

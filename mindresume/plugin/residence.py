@@ -40,6 +40,11 @@ class Residence:
     def leads(self) -> bool:
         return self.islands.leads(self.place.rank)
 
+    def reached(self, step: int) -> None:
+        """The next sign of life says so."""
+        if self.claim is not None:
+            self.claim.step = step
+
     def leave(self) -> None:
         if self.claim is not None:
             self.claim.leave()

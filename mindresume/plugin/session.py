@@ -5,8 +5,9 @@ A process trains one thing at a time, and mindformers passes its functions nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from mindresume.data import DataPosition
 from mindresume.errors import ConfigError
 from mindresume.reshard.source import Source
 from mindresume.resume.account import Item
+from mindresume.resume.lost import Lost
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.resume.trials import Trial
@@ -57,6 +59,8 @@ class Session:
     training: bool = False                   # inside Trainer.train or finetune
     islands: dict[str, Islands] = field(default_factory=dict)    # which ranks see the same folder, by its path
     monitor: Any = None                      # the CheckpointMonitor that saves in this training
+    lost: Lost | None = None                 # on rank 0: what a job that died had done behind the chosen checkpoint
+    load_seconds: float = 0.0                # of choosing, reading and checking
     left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
@@ -84,6 +88,15 @@ class Session:
         done, origin = step - self.origin.step, self.origin
         return (None if origin.consumed is None else origin.consumed + done * batch,
                 origin.position.after(done, self.dataset_size, batch))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Its time counts as that of the load."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.load_seconds += time.monotonic() - started
 
     def release(self) -> None:
         """The chosen checkpoint has been read, or nobody is going to."""

@@ -52,6 +52,10 @@ def wanted_regions(weights: Weights, wanted: Mapping[str, tuple[tuple[int, ...],
     return regions
 
 
+def bytes_of(weights: Weights, regions: Mapping[str, Region]) -> int:
+    return sum(elements(region) * DTYPES[weights.tensors[name].dtype].itemsize for name, region in regions.items())
+
+
 def read_regions(weights: Weights, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
                  ) -> dict[str, np.ndarray]:
     """{name: array} of the regions. A piece that is needed whole is compared with its recorded checksum. DamagedFileError,

@@ -47,9 +47,9 @@ class Counts:
 def work_for(place: Place, policy: Policy | None, log: Log) -> Work:
     """``policy``: on rank 0, which commits and removes."""
     if policy is None:
-        return Work(place)
+        return Work(place, None, log)
     return Work(place, Committer(place, policy, log, holds=Holds(place.storage, place.root),
-                                 ended=lambda run: ended(place.storage, place.root)(run)))
+                                 ended=lambda run: ended(place.storage, place.root)(run)), log)
 
 
 class Background:
@@ -91,7 +91,7 @@ class Background:
         else:
             self.counts.foreground += 1
             self.log(f"step {save.step} is saved in the training thread: {reason}")
-            outcome = Work(self.place).write(save)
+            outcome = Work(self.place, None, self.log).write(save)
             self._outcomes.append(outcome)
             self._send(("commit", outcome), save.step)
         self.counts.stopped += time.monotonic() - started

@@ -43,7 +43,8 @@ Text = Callable[[str], None]
 class Owner:
     """A process, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid`` means something
     there only. ``started``: of the process, in the kernel's own ticks, so that a number used again is not taken for it.
-    ``holds``: names of attempt folders. ``since``: seconds since 1970, for people."""
+    ``holds``: names of attempt folders. ``since``: seconds since 1970, for people. ``step``: that the training had reached at
+    this beat, 0: not known."""
     purpose: str
     run: str
     host: str
@@ -54,6 +55,7 @@ class Owner:
     world_size: int = 1
     holds: tuple[str, ...] = ()
     beat: int = 0
+    step: int = 0
 
     @property
     def order(self) -> tuple[int, str]:
@@ -74,14 +76,14 @@ class Owner:
         with field_errors("claim"):
             run_sequence(head["run"])
             texts = [head[name] for name in ("purpose", "run", "host", "machine")]
-            counts = [head[name] for name in ("pid", "started", "world_size", "beat")]
+            counts = [*(head[name] for name in ("pid", "started", "world_size", "beat")), head.get("step", 0)]
             names, since = tuple(head["holds"]), head["since"]
             if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names)):
                 raise RecordError("claim: purpose, run, host, machine and holds are texts")
             if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
-                raise RecordError("claim: pid, started, world_size and beat are counts, since is a time")
-            pid, started, world_size, beat = counts
-            return cls(*texts, pid, started, float(since), world_size, names, beat)
+                raise RecordError("claim: pid, started, world_size, beat and step are counts, since is a time")
+            pid, started, world_size, beat, step = counts
+            return cls(*texts, pid, started, float(since), world_size, names, beat, step)
 
 
 def owner_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> Owner:
@@ -171,6 +173,7 @@ class Claim:
 
     def __init__(self, storage: Storage, root: str, owner: Owner, traced: bool = False):
         self.storage, self.root, self.owner, self.traced = storage, root, owner, traced
+        self.step = 0                           # that the training has reached; the next beat tells
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -186,7 +189,7 @@ class Claim:
         """Counts up once. OSError if it cannot be written."""
         with self._lock:
             if not self._stop.is_set():
-                self.owner = replace(self.owner, beat=self.owner.beat + 1)
+                self.owner = replace(self.owner, beat=self.owner.beat + 1, step=self.step)
                 self.publish()
 
     def start(self, every: float = BEAT) -> Claim:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
 from mindresume.files import encode
 from mindresume.formats.names import parse_name
+from mindresume.gauge import Gauge
 from mindresume.store.commit import Committer
 from mindresume.store.shard import Place, Shard, write_shard
 from mindresume.store.storage import Storage, publish
@@ -78,10 +79,10 @@ class Saver(Protocol):
 
 
 class Work:
-    """What is done for a save, wherever it runs. ``committer``: on rank 0."""
+    """What is done for a save, wherever it runs. ``committer``: on rank 0. ``log``: how far a long save is."""
 
-    def __init__(self, place: Place, committer: Committer | None = None):
-        self.place, self.committer = place, committer
+    def __init__(self, place: Place, committer: Committer | None = None, log: Callable[[str], None] = lambda text: None):
+        self.place, self.committer, self.log = place, committer, log
 
     def begin(self) -> None:
         """Rank 0 commits what earlier writers completed but did not commit. A file system in trouble is logged: the next one
@@ -98,7 +99,7 @@ class Work:
         """FolderInUseError is raised, every other SaveError is in the outcome."""
         started = time.monotonic()
         try:
-            record = write_shard(self.place, save.shard)
+            record = write_shard(self.place, save.shard, gauge=Gauge(f"saving step {save.step}", self.log))
         except FolderInUseError:
             raise
         except SaveError as error:

@@ -20,6 +20,7 @@ from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed
 from mindresume.formats.iteration_files import MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.names import FileName, folder_name, label
+from mindresume.gauge import Gauge
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     EMERGENCY,
@@ -104,7 +105,7 @@ def iteration_shard(prefix: str | None, place: Place, state: TrainingState, mode
     return Shard(tuple(files), state, layouts or {}, random or {}, deduplicated)
 
 
-def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time) -> Record:
+def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time, gauge: Gauge | None = None) -> Record:
     """Writes this rank's files and its record. SaveError names what failed; then none of them has appeared, or files without a
     record, which count as nothing. A disk or quota without room for them is an error before the first byte.
     FolderInUseError if a later run has taken over the folder."""
@@ -118,6 +119,8 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
         files = [replace(file, metadata={**file.metadata, **label(place.run, shard.state.step)}) for file in shard.files]
         expected = [encoded_size(file.format, file.tensors, file.metadata) for file in files]
         _check_room(place, shard, sum(expected))
+        gauge = gauge or Gauge("", lambda text: None)
+        gauge.expect(sum(expected))
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, targets)]):
             place.storage.make_folder(folder)
         for target in targets:
@@ -128,7 +131,7 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
             rows = []
             for target, file, size, into in zip(targets, files, expected, sums, strict=True):
                 pieces = encode(file.format, file.tensors, file.metadata)
-                written = publish(place.storage, target, checksummed(pieces, into), place.run, size)
+                written = publish(place.storage, target, gauge.counted(checksummed(pieces, into)), place.run, size)
                 if written != size:
                     raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", target)
                 rows.append(FileRecord(file.path, file.format, size, into.file))

@@ -32,6 +32,7 @@ from mindresume.plugin import (
 )
 from mindresume.plugin import monitor as module  # noqa: E402
 from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
+from mindresume.resume.lost import Lost  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.claim import Claim, claims, owner_of_this_process  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
@@ -547,3 +548,42 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
     assert [row["is_health"] for row in rows] == [0, 1] and [row["ckpt_name"] for row in rows] == sorted(files(tmp_path), key=len)
     states = [candidate.state.health for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates]
     assert states == [1, 0]                                     # newest first
+
+
+# ---- what a person sees ----------------------------------------------------------------------------------------------
+
+class Writer:
+    def __init__(self):
+        self.rows = {}
+
+    def add_scalar(self, tag, value, global_step):
+        self.rows.setdefault(tag, {})[global_step] = value
+
+
+@pytest.mark.parametrize("kind", [False, "thread"])
+def test_scalars_of_saves_where_tensorboard_is_on(tmp_path, monkeypatch, kind):
+    writer = Writer()
+    monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
+    Job(build(tmp_path, async_save=kind)).steps(10).end()
+    for tag in ("save-seconds", "save-stall-seconds", "save-MiB"):
+        assert set(writer.rows[f"mindresume/{tag}"]) == {5, 10} and min(writer.rows[f"mindresume/{tag}"].values()) >= 0
+    assert writer.rows["mindresume/save-MiB"][5] * 2**20 == (
+        tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").stat().st_size
+    assert "mindresume/steps-lost" not in writer.rows                           # no job died
+
+
+def test_one_line_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_session, caplog):
+    writer = Writer()
+    monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
+    own_session.lost, own_session.load_seconds = Lost(4, 100.0), 2.5
+    own_session.choice = SimpleNamespace(chosen=SimpleNamespace(world_size=1), shards=(), root="elsewhere")
+    Job(build(tmp_path, done=10), 10)
+    assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}
+    assert "resumed behind step 10: at least 4 steps of the job before are lost" in caplog.text
+
+
+def test_the_claim_tells_how_far_the_training_is(tmp_path):
+    job = Job(build(tmp_path)).steps(7)
+    claim = job.monitor._home.claim
+    claim.beat()
+    assert [owner.step for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [7]

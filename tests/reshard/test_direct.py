@@ -124,9 +124,9 @@ def files_below(root):
 
 
 def state():
-    """What a conversion that failed must not leave: threads, open files. Signs of life of trainings of other tests come and go in
-    threads of their own, so their threads and files do not count."""
-    threads = [thread for thread in threading.enumerate() if thread.name != "mindresume-claim"]
+    """What a conversion that failed must not leave: threads, open files. Those of trainings of other tests (signs of life,
+    writers) come and go, so they do not count."""
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("mindresume-")]
     files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
              if os.path.lexists(f"/proc/self/fd/{number}")]
     return len(threads), len([path for path in files if f"/{FOLDER}/" not in path and "/proc/" not in path])

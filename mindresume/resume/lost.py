@@ -1,0 +1,43 @@
+"""What a resume lost: the steps that a job which died had done behind the checkpoint that is taken.
+
+A job that dies leaves its claim on the folder, with the step it had reached at its last sign of life; and the folders of the
+saves it had begun. So the number is a lower bound: what it did after both, nobody wrote down.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mindresume.formats import Candidate
+from mindresume.manifest import FOLDER, attempts
+from mindresume.store.claim import SAVING, claims, lives
+from mindresume.store.storage import Storage
+
+
+@dataclass(frozen=True)
+class Lost:
+    """``steps``: at least so many, by the count of the job that died. ``since``: seconds since 1970 when the checkpoint was
+    saved, None: not known."""
+    steps: int
+    since: float | None
+
+    def seconds(self, now: float) -> float | None:
+        return None if self.since is None else max(now - self.since, 0.0)
+
+    def sentence(self, step: int, now: float) -> str:
+        """``step``: behind which this job goes on."""
+        seconds = self.seconds(now)
+        lost = f"at least {self.steps} step{'' if self.steps == 1 else 's'}" if self.steps else "no known step"
+        return (f"resumed behind step {step}: {lost} of the job before {'is' if self.steps < 2 else 'are'} lost" +
+                ("" if seconds is None else f"; {seconds:.0f} s have passed since the checkpoint was saved"))
+
+
+def lost_by_death(storage: Storage, root: str, chosen: Candidate) -> Lost | None:
+    """None if the last job that saved below ``root`` ended by itself, lives, or was none of ours. OSError."""
+    dead = [owner for owner in claims(storage, root) if owner.purpose == SAVING and lives(owner) is not True]
+    if not dead:
+        return None
+    last = max(dead, key=lambda owner: owner.order)
+    begun = [step for _, step, run in attempts(storage.list(os.path.join(root, FOLDER))) if run == last.run]
+    reached = max([last.step, *begun])
+    return Lost(max(reached - (chosen.step or 0), 0), chosen.saved_at)

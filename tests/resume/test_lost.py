@@ -1,0 +1,62 @@
+"""What a resume lost, as far as the job that died wrote it down."""
+from dataclasses import replace
+
+import pytest
+from folders import RUN, STORAGE, save, write_rank
+
+from mindresume.formats.scan import scan
+from mindresume.manifest import run_name
+from mindresume.resume.lost import Lost, lost_by_death
+from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
+
+LATER = run_name(2, "0000bbbb")
+
+
+def dead(run=RUN, step=0, machine=None):
+    owner = replace(owner_of_this_process(SAVING), run=run, step=step, started=1)     # the number of the process is in use again
+    return replace(owner, machine=machine) if machine is not None else owner
+
+
+def lost(root):
+    return lost_by_death(STORAGE, str(root), scan(STORAGE, str(root)).candidates[0])
+
+
+@pytest.mark.parametrize("machine", [None, "another"])
+def test_the_step_of_the_last_sign_of_life(tmp_path, machine):
+    save(tmp_path, 10)
+    Claim(STORAGE, str(tmp_path), dead(step=17, machine=machine)).publish()
+    assert lost(tmp_path) == Lost(7, 1010.0)
+
+
+def test_a_save_that_was_begun_tells_more(tmp_path):
+    save(tmp_path, 10)
+    Claim(STORAGE, str(tmp_path), dead(step=12)).publish()
+    write_rank(tmp_path, 15, 1, 4)
+    found = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step == 10][0]
+    assert lost_by_death(STORAGE, str(tmp_path), found).steps == 5
+
+
+def test_who_ended_or_lives_lost_nothing(tmp_path):
+    save(tmp_path, 10)
+    assert lost(tmp_path) is None
+    claim = occupy(STORAGE, str(tmp_path), replace(owner_of_this_process(SAVING), run=LATER))
+    claim.step = 30
+    claim.beat()
+    assert lost(tmp_path) is None                               # it lives
+    claim.leave()
+    assert lost(tmp_path) is None                               # it said that it ended
+
+
+def test_the_last_of_several_dead_counts(tmp_path):
+    save(tmp_path, 10)
+    Claim(STORAGE, str(tmp_path), dead(step=40)).publish()
+    Claim(STORAGE, str(tmp_path), dead(LATER, step=11)).publish()
+    assert lost(tmp_path).steps == 1
+
+
+@pytest.mark.parametrize("steps, since, said", [
+    (7, 100.0, "at least 7 steps of the job before are lost; 60 s have passed since the checkpoint was saved"),
+    (1, None, "at least 1 step of the job before is lost"),
+    (0, 100.0, "no known step of the job before is lost; 60 s have passed since the checkpoint was saved")])
+def test_one_line(steps, since, said):
+    assert Lost(steps, since).sentence(10, 160.0) == f"resumed behind step 10: {said}"
