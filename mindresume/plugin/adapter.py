@@ -80,6 +80,12 @@ def has_loss() -> bool:
     return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
 
 
+def check_remote_url(url: Any) -> None:
+    """TypeError for anything but a text that begins with obs:// or s3://."""
+    from mindformers.tools.utils import check_obs_url
+    check_obs_url(url)
+
+
 def output_root() -> str:
     """``output_dir`` of this training."""
     from mindformers.tools.utils import get_output_root_path

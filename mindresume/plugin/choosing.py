@@ -10,7 +10,7 @@ from mindresume.agree import Group, decide
 from mindresume.errors import LoadError, MissingCheckpointError
 from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter, modelarts, session
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import saved_by
 from mindresume.resume.prove import damaged_small
@@ -38,11 +38,13 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if decide(group, lambda: is_complete_resume(storage, path, converts)):
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
-        choice = select(storage, path, group, None if converts else group.size, named,
-                        ranks=partial(_share, group) if converts else None,
-                        complete=current.settings.verify == "full", healthy=healthy,
-                        poison_limit=current.settings.poison_limit,
-                        saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
+        pick = partial(select, storage, path, group, None if converts else group.size, named,
+                       ranks=partial(_share, group) if converts else None,
+                       complete=current.settings.verify == "full", healthy=healthy,
+                       poison_limit=current.settings.poison_limit,
+                       saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
+        remote = current.remote if resume else None
+        choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts) if remote else pick()
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:

@@ -24,17 +24,18 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
 from mindresume.agree import Group, decide, report
-from mindresume.errors import ConfigError, FolderInUseError, SaveError
+from mindresume.errors import ConfigError, FolderInUseError, RemoteError, SaveError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import FileName, free_suffix, parse_name, stem
 from mindresume.formats.records import listed, ranks_count, scan_records
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter, modelarts, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.account import random_item, table
 from mindresume.state import TrainingState, crosses_multiple, is_transient
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
+from mindresume.store.mirror import Mirror
 from mindresume.store.probe import examine
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.saver import Extra, Foreground, Outcome, Save, Saver
@@ -59,6 +60,7 @@ class CheckpointMonitor(BuiltIn):
         self._group: Group | None = None
         self._place: Place | None = None
         self._saver: Saver | None = None
+        self._mirror: Mirror | None = None
         self._claim: Claim | None = None
         self._suffix = 0
         self._share: frozenset[str] | None = None           # with redundancy removal: what this rank writes of what has a layout
@@ -87,6 +89,8 @@ class CheckpointMonitor(BuiltIn):
         session.current().end_trial(passed=True)
         if self._saver is not None:
             self._learn(self._saver.poll())
+        if self._mirror is not None:
+            self._heed(self._mirror.poll())
         self._save_ckpt(run_context.original_args())
         return None
 
@@ -110,6 +114,9 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is not None:
             self._learn(self._saver.finish(deadline))
             self._saver = None
+        if self._mirror is not None:
+            mirror, self._mirror = self._mirror, None
+            self._heed(mirror.finish(deadline))
         self._leave()
         return None
 
@@ -164,6 +171,7 @@ class CheckpointMonitor(BuiltIn):
         except OSError as error:
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
         self._saver = self._make_saver(policy if group.rank == 0 else None, current)
+        self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
         if current.resumes:
             details = current.shard.details if current.shard else None
             restored = live.restore_random(details.random) if details and details.random else []
@@ -184,6 +192,7 @@ class CheckpointMonitor(BuiltIn):
         if root in _CLAIMS:                                 # an earlier training of this process, which is over
             _CLAIMS.pop(root).leave()
         examine(self.storage, root)
+        modelarts.number_runs(session.current().remote, self.storage, root)
         claim = occupy(self.storage, root, owner_of_this_process(SAVING, group.size), beat,
                        lambda text: adapter.logger().info("mindresume: %s", text), traced=self._iterations)
         self._claim = claim.start(beat) if beat else claim
@@ -248,6 +257,8 @@ class CheckpointMonitor(BuiltIn):
         """What became of saves. SaveError as configured."""
         for outcome in outcomes:
             if outcome.saved:
+                if self._mirror is not None:
+                    self._mirror.saved(outcome.step)
                 adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
                                       outcome.seconds)
             else:
@@ -263,6 +274,14 @@ class CheckpointMonitor(BuiltIn):
         adapter.logger().error("mindresume: %s (%d failed in a row)", error, self._failed_in_a_row)
         if settings.on_save_error == "raise" or 0 < settings.max_failed_saves <= self._failed_in_a_row:
             raise error
+
+    @staticmethod
+    def _heed(errors: list[RemoteError]) -> None:
+        """What became of uploads: the checkpoints themselves are good, so only who asks for it is stopped by them."""
+        for error in errors:
+            adapter.logger().warning("mindresume: %s", error)
+            if session.current().settings.on_save_error == "raise":
+                raise error
 
     # ---- what ------------------------------------------------------------------------------------------------------
 
