@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.agree import Group, decide, report
-from mindresume.errors import NoUsableCheckpointError, RecordError, RemoteError, UnusableError
+from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
-from mindresume.formats.names import name_for_rank
-from mindresume.formats.records import ranks_count
+from mindresume.formats.names import name_for_rank, parse_label
+from mindresume.formats.records import header_of, ranks_count
 from mindresume.formats.scan import scan
 from mindresume.manifest import (
     FOLDER,
@@ -239,6 +239,7 @@ class _Share:
         """Each under a name that nobody reads, and that the next run removes."""
         for file in self._lacking:
             path = os.path.join(self.base, file.path)
+            self._refuse_foreign(path, file)
             temporary = temporary_name(path, self.manifest.run)
             self.storage.make_folder(os.path.dirname(path))
             self.storage.remove(temporary)
@@ -250,6 +251,17 @@ class _Share:
             self.storage.rename(temporary, path)
             self.storage.sync(os.path.dirname(path))
             self.fetched += file.size or 0
+
+    def _refuse_foreign(self, path: str, file: FileRecord) -> None:
+        """A damaged file of this save is replaced; never one of another run, which began on an empty disk with the same names."""
+        if self.storage.status(path) is None:
+            return
+        try:
+            label = parse_label(header_of(self.storage, self.base, file))
+        except DamagedFileError:
+            return
+        if label not in (None, (self.manifest.run, self.manifest.step)):
+            raise RecordError(f"{path} is of run {label[0]}, step {label[1]}, and is not overwritten; move it away")
 
     def withdraw(self) -> None:
         """The records go before the files they name."""

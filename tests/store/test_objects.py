@@ -21,14 +21,14 @@ def store(tmp_path, monkeypatch, pauses):
     return MoxingStore(moxing.file, pauses.append)
 
 
-def fails(monkeypatch, name, times, error=RuntimeError("503 Service Unavailable")):
+def fails(monkeypatch, name, times):
     """The operation of moxing fails so often, then works. Returns the calls."""
     calls, real = [], getattr(moxing.file, name)
 
     def work(*args, **kwargs):
         calls.append(args)
         if len(calls) <= times:
-            raise error
+            raise RuntimeError("503 Service Unavailable")
         return real(*args, **kwargs)
     monkeypatch.setattr(moxing.file, name, work)
     return calls
@@ -64,7 +64,8 @@ def test_an_error_that_passes_is_tried_again_after_growing_pauses(store, monkeyp
 @pytest.mark.parametrize("operation, work", [
     ("list_directory", lambda store, path: store.list(URL)), ("get_size", lambda store, path: store.size(f"{URL}/a")),
     ("read", lambda store, path: store.read(f"{URL}/a")), ("write", lambda store, path: store.put(f"{URL}/a", b"x")),
-    ("copy", lambda store, path: store.upload(path, f"{URL}/a")), ("copy", lambda store, path: store.download(f"{URL}/a", path + "2")),
+    ("copy", lambda store, path: store.upload(path, f"{URL}/a")),
+    ("copy", lambda store, path: store.download(f"{URL}/a", path + "2")),
     ("remove", lambda store, path: store.delete(f"{URL}/a"))])
 def test_an_error_that_stays_is_one_error_with_the_url(store, monkeypatch, tmp_path, operation, work):
     (tmp_path / "file").write_bytes(b"12345")
