@@ -270,9 +270,13 @@ class _Share:
         with suppress(OSError):                             # the others have not removed theirs yet, or some were here before
             self.storage.remove(self.records)
 
-    def publish_records(self) -> None:
+    def publish_records(self, every: bool = False) -> None:
+        """Of this rank's share; ``every``: those too that are still missing here, as on nodes that share no disk."""
         self.storage.make_folder(self.records)
-        for rank in self.ranks:
+        names = set(self.storage.list(self.records)) if every else set()
+        for rank in range(self.manifest.world_size) if every else self.ranks:
+            if record_name(rank) in names:
+                continue
             path = os.path.join(self.records, record_name(rank))
             data = self.remote.record(self.attempt, rank)
             record, _ = read_details(io.BytesIO(data))
@@ -284,6 +288,7 @@ class _Share:
                 publish(self.storage, path, [data], self.manifest.run)
 
     def commit(self, data: bytes) -> None:
+        self.publish_records(every=True)
         publish(self.storage, os.path.join(self.base, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)
         if self.base.endswith(os.path.join(FOLDER, self.attempt)):
             place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)

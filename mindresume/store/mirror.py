@@ -234,8 +234,10 @@ class Mirror:
             return None
         if mark.step not in self._pending:              # not yet saved here, or rank 0 is not so far
             return self.sleep(self.pause)
-        self._begin(mark.step)
         base = committed_base(self.place, mark.step) or self.place.base(mark.step)
+        if not self.remote.has_share(self.place, mark.step, base):      # this host lists the folder's new name late
+            return self.sleep(self.pause)
+        self._begin(mark.step)
         sent = self.remote.put_share(self.place, mark.step, base)
         self.log(f"rank {self.place.rank} uploaded its part of step {mark.step}, {sent / 2**20:.1f} MiB")
         self._done(mark.step)

@@ -158,6 +158,12 @@ class Remote:
 
     # ---- putting ---------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def has_share(place: Place, step: int, base: str) -> bool:
+        """Whether this rank sees its own record."""
+        path = records_of(attempt_name(step, place.run), record_name(place.rank))
+        return place.storage.status(os.path.join(base, path)) is not None
+
     def put_share(self, place: Place, step: int, base: str) -> int:
         """What one rank saved: its files, then its record; rank 0 also the small files beside them. Returns the bytes. What is
         there already is not sent again. OSError or RecordError if it cannot be read here (any more)."""

@@ -253,6 +253,40 @@ def test_no_room_is_said_before_the_download(world, monkeypatch):
     assert not any(path.endswith("safetensors") for path in content(world.disk))
 
 
+class OtherNode(type(STORAGE)):
+    """The same paths, on a disk of its own."""
+
+    def __init__(self, root, real):
+        self.root, self.real = str(root), str(real)
+
+    def __getattribute__(self, name):
+        method = super().__getattribute__(name)
+        if name not in ("list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "room"):
+            return method
+        return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
+
+
+def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
+    """Rank folders: each its own files and record; rank 0 all records, which it judges by."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    world.mirror(5)
+    world.empty_disk()
+
+    def work(group):
+        storage, store = STORAGE, MoxingStore(moxing.file, lambda seconds: None)
+        if group.rank == 1:
+            storage = OtherNode(world.disk, tmp_path / "node1")
+            download = store.download
+            store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
+        found = Restore(storage, Remote(store, URL), str(world.disk), group, 2, log=world.log.append, warn=world.log.append)
+        return found.choose(lambda: select(storage, str(world.disk), group, 2))
+    for choice in Ranks(2).run(work):
+        assert choice.chosen.step == 5 and len(choice.shards) == 1
+    assert sorted(os.listdir(tmp_path / "node1")) == [FOLDER, "rank_1"]
+    assert "rank_1" not in os.listdir(world.disk)
+
+
 def test_another_number_of_ranks(world):
     world.mirror(5)
     world.empty_disk()
