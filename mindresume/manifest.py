@@ -31,6 +31,7 @@ from mindresume.state import TrainingState, is_count, is_number
 VERSION = 1
 FOLDER = ".mindresume"                 # below the checkpoint root; no mindformers code lists dot folders
 MANIFEST = "manifest.json"
+EMERGENCY = "emergency"                # beside the records: ranks of this job were lost, those that were left saved what they had
 TRASH = "trash-"                       # an attempt folder under this name is no checkpoint any more, only work left to do
 # Bytes of a line. A head is some hundred bytes; a manifest about 200 a rank, and there is room for 600 of each of MAX_RANKS; the
 # details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.

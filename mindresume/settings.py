@@ -18,6 +18,8 @@
                                  # as they are initialised. In the environment separated by commas
       on_dataset_change: warn    # the data set is not that of the checkpoint, and nobody said so; or: error
       poison_limit: 2            # a checkpoint on which so many jobs in a row died right after loading is taken last; 0: never
+      leave_check: 5             # about every so many seconds the ranks ask each other whether one of them was asked to leave
+                                 # (SIGTERM, graceful exit); 0: nobody leaves before the end
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
@@ -55,6 +57,7 @@ class Settings:
     allow_missing: tuple[str, ...] = ()
     on_dataset_change: str = "warn"
     poison_limit: int = 2
+    leave_check: float = 5.0
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:

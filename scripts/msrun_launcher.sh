@@ -8,7 +8,8 @@
 #   - WORKER_NUM 1 runs.
 #   - When a worker has failed, msrun waits for its scheduler, which can wait CLUSTER_TIME_OUT for workers that msrun has
 #     just killed. Here the scheduler gets MSRUN_GRACE seconds.
-#   - SIGTERM and SIGINT end every process of the job; msrun alone leaves its workers behind on SIGTERM.
+#   - SIGTERM and SIGINT end every process of the job; msrun alone leaves its workers behind on SIGTERM. After SIGTERM the
+#     workers have MSRUN_LEAVE seconds to save and to leave, and their scheduler stays as long.
 #   - CMD is split into words as a shell does it with quotes, but nothing in it is expanded or run as a shell command.
 
 usage() {
@@ -33,6 +34,8 @@ environment:
                                nothing about the job
   MSRUN_GRACE=S                seconds between SIGTERM and SIGKILL when the job is ended, and how long the scheduler
                                may go on after a worker has failed (10)
+  MSRUN_LEAVE=S                seconds that the workers get after SIGTERM to save and to leave (MSRUN_GRACE if that is
+                               given, else 60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
   LOG_MF_PATH=DIR              logs of mindformers (output/log)
@@ -90,6 +93,8 @@ case ${JOIN,,} in
   false) JOIN=False ;;
   *) refuse "JOIN must be True or False, got '$JOIN'" ;;
 esac
+MSRUN_LEAVE=${MSRUN_LEAVE:-${MSRUN_GRACE:-60}}
+[[ $MSRUN_LEAVE =~ ^[0-9]+$ ]] || refuse "MSRUN_LEAVE must be a number of seconds, got '$MSRUN_LEAVE'"
 MSRUN_GRACE=${MSRUN_GRACE:-10}
 [[ $MSRUN_GRACE =~ ^[0-9]+$ ]] || refuse "MSRUN_GRACE must be a number of seconds, got '$MSRUN_GRACE'"
 
@@ -149,20 +154,32 @@ members() {
   done
 }
 
-# SIGTERM, MSRUN_GRACE seconds, SIGKILL. msrun goes first: it would kill all other workers as soon as one ends.
+# Those of them that are no scheduler.
+workers() {
+  local pid
+  for pid in $(members); do
+    grep -qsaF MS_ROLE=MS_SCHED "/proc/$pid/environ" || echo "$pid"
+  done
+}
+
+# SIGTERM to the workers, $1 seconds, SIGKILL; then the same for the scheduler, which they need as long as they are there. msrun
+# goes first: it would kill all other workers as soon as one ends.
 end_job() {
   if [[ -n $SUPERVISOR ]]; then
     kill -KILL "$SUPERVISOR" 2>/dev/null
     wait "$SUPERVISOR" 2>/dev/null      # keeps bash from printing that it was killed
   fi
   [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
-  local left
-  DEADLINE=$((SECONDS + MSRUN_GRACE))
-  left=$(members)
-  [[ -n $left ]] && kill -TERM $left 2>/dev/null
-  while left=$(members) && [[ -n $left ]]; do
-    (( SECONDS < DEADLINE )) || kill -KILL $left 2>/dev/null
-    pause 0.05
+  local left who
+  DEADLINE=$((SECONDS + $1))
+  for who in workers members; do
+    left=$($who)
+    [[ -n $left ]] && kill -TERM $left 2>/dev/null
+    while left=$($who) && [[ -n $left ]]; do
+      (( SECONDS < DEADLINE )) || kill -KILL $left 2>/dev/null
+      pause 0.05
+    done
+    (( DEADLINE <= SECONDS + MSRUN_GRACE )) || DEADLINE=$((SECONDS + MSRUN_GRACE))
   done
 }
 
@@ -179,8 +196,8 @@ watch_scheduler() {
 
 on_signal() {
   trap 'DEADLINE=0' INT TERM      # a second signal: at once
-  echo "msrun_launcher.sh: SIG$1: ending the job (up to $MSRUN_GRACE s)" >&2
-  end_job
+  echo "msrun_launcher.sh: SIG$1: ending the job (up to $3 s)" >&2
+  end_job "$3"
   exit "$2"
 }
 
@@ -191,8 +208,8 @@ run_job() {
   local stream=$1 record=$2 copier status
   shift 2
   : > "$record" || refuse "$record cannot be written"
-  trap 'on_signal INT 130' INT
-  trap 'on_signal TERM 143' TERM
+  trap 'on_signal INT 130 "$MSRUN_GRACE"' INT
+  trap 'on_signal TERM 143 "$MSRUN_LEAVE"' TERM
   trap '' HUP
   exec {NOTHING}<> <(:)
   set -m
@@ -219,7 +236,7 @@ run_job() {
   if (( status == 0 )); then
     [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
   else
-    end_job                          # what a failed job left running
+    end_job "$MSRUN_GRACE"           # what a failed job left running
   fi
   for _ in {1..250}; do              # let the last lines through, but do not wait for a process that keeps the pipe
     kill -0 "$copier" 2>/dev/null || break

@@ -297,6 +297,29 @@ time.sleep(60)""")
     assert job.processes() == []
 
 
+def test_the_scheduler_stays_until_the_workers_have_saved(job):
+    job.program("""
+def note(text):
+    with open('order.txt', 'a') as file:
+        print(text, file=file)
+if os.environ.get('MS_ROLE') == 'MS_SCHED':
+    signal.signal(signal.SIGTERM, lambda *_: (note('scheduler ends'), sys.exit(0)))
+else:
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), note('saved'), sys.exit(143)))
+    if rank == '0':
+        import subprocess
+        subprocess.Popen([sys.executable, __file__], env=dict(os.environ, MS_ROLE='MS_SCHED'), start_new_session=True)
+note('up')
+time.sleep(60)""")
+    process, order = job.start("train.py", "2", "8118", "logs", "True", "60"), job.folder / "order.txt"
+    job.wait_for(lambda: order.exists() and order.read_text().count("up") == 3)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 143 and err.strip() == "msrun_launcher.sh: SIGTERM: ending the job (up to 60 s)"
+    assert order.read_text().splitlines()[3:] == ["saved", "saved", "scheduler ends"]
+    assert job.processes() == []
+
+
 def test_second_signal_does_not_wait(job):
     job.program("signal.signal(signal.SIGTERM, lambda *_: print('not yet', flush=True)); print('up', flush=True)\n"
                 "while True: time.sleep(60)")

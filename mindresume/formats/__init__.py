@@ -39,7 +39,8 @@ class Candidate:
     relative to the root of the scan. ``world_size``: ranks that saved it; for MINDFORMERS in rank folders the number of ranks
     that have its file. ``attempt``: path of the folder of records. ``base``: the iteration folder relative to the root, empty
     for rank folders; paths in records are relative to it. ``deduplicated``: by its records some rank wrote only its
-    share of what several hold. ``small``: files beside the weights that the manifest names.
+    share of what several hold. ``absent``: ranks without files, which were lost before the others saved for the last
+    time; what they held is proven to be with the others. ``small``: files beside the weights that the manifest names.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
@@ -61,6 +62,7 @@ class Candidate:
     base: str = ""
     small: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
+    absent: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -2,9 +2,11 @@
 
     tensors = described(files, deduplicated, details_of)     # files of all ranks; details_of(rank) reads the long part of a
     record
+    uncovered(files, deduplicated, details_of)               # where ranks are missing: what is on none of the others
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,14 +20,17 @@ from mindresume.manifest import Details, TensorRecord
 def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> list[Described]:
     """``files``: names of those of each rank. Of every tensor with a layout; the others are counters, which mindformers does
     not list either. As all ranks of a stage hold the same tensors, the details of one are read, and those of all where
-    redundancy was removed. A tensor of several stages (a shared embedding) is that of the first one. RecordError if the stages
-    are not of one size."""
-    first_details = details_of(0)
-    size = _stage_size(first_details.tensors.values(), len(files))
+    redundancy was removed. A tensor of several stages (a shared embedding) is that of the first one. A rank without files wrote
+    nothing. RecordError if the stages are not of one size, or of one of them no rank wrote anything."""
+    anchor = next((rank for rank, names in enumerate(files) if names), 0)
+    known = details_of(anchor)
+    size = _stage_size(known.tensors.values(), len(files))
     found: dict[str, Described] = {}
     for first in range(0, len(files), size):
-        ranks = range(first, first + size)
-        rows = {rank: first_details.tensors if rank == 0 else details_of(rank).tensors
+        ranks = [rank for rank in range(first, first + size) if files[rank]]
+        if not ranks:
+            raise RecordError(f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing")
+        rows = {rank: known.tensors if rank == anchor else details_of(rank).tensors
                 for rank in (ranks if deduplicated else ranks[:1])}
         for name in dict.fromkeys(name for table in rows.values() for name in table):
             writers = [rank for rank, table in rows.items() if name in table]
@@ -40,6 +45,25 @@ def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Ca
             found[name] = Described(name, row.dtype, row.global_shape, row.layout, first,
                                     _stored(files, rows, name, row, writers if deduplicated else ranks, first))
     return list(found.values())
+
+
+def uncovered(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
+    """As ``described``, of a checkpoint for which only a part of the ranks wrote. Empty if what they wrote holds every slice of
+    every tensor; else a phrase that says what is lost. A tensor of more than one element needs a layout: without it nobody knows
+    what the others held."""
+    try:
+        rows = described(files, deduplicated, details_of)
+    except RecordError as error:
+        return str(error)
+    for row in rows:
+        for number in range(max(_ordinals(row.layout, row.shape)) + 1):
+            if number not in row.stored:
+                ranks = _groups(row.layout, row.shape, row.first)[number]
+                return f"a part of {row.name} was held by rank {', '.join(map(str, ranks))} alone"
+    there = next(rank for rank, names in enumerate(files) if names)
+    named = {row.name for row in rows}
+    return next((f"{name} {row.shape} has no layout" for name, row in details_of(there).tensors.items()
+                 if name not in named and math.prod(row.shape) > 1), "")
 
 
 def _shared(known: Described, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,

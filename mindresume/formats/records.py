@@ -5,26 +5,31 @@
     {root}/iteration_{step}/                                  and when it is committed; in either the weights, and
         .mindresume/step-{step}-run-{run}/                    their records: an iteration folder can be copied or moved alone
 
-A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them, ``manifest.json``.
+A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them, ``manifest.json``. With ``emergency``
+beside, other ranks were lost when these were saved: then they are a checkpoint if they hold every slice of every tensor.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from mindresume.errors import DamagedFileError, RecordError
 from mindresume.files import Header, read_header, read_scalar
 from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.described import uncovered
 from mindresume.formats.iteration_files import parse_iteration
 from mindresume.manifest import (
+    EMERGENCY,
     FOLDER,
     MANIFEST,
+    Details,
     FileRecord,
     Manifest,
     Record,
     attempts,
+    read_details,
     read_record,
     record_name,
     record_rank,
@@ -143,7 +148,7 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     step, run, content = attempt.step, attempt.run, attempt.content
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
-    problem = None
+    problem, last = None, EMERGENCY in content
     named = set(map(record_rank, content)) - {None}
     for rank in sorted(named):
         try:
@@ -158,26 +163,41 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
         if records[rank].world_size != first.world_size:
             problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
                                                f"of rank {first.rank} of {first.world_size}", rank=rank)
-        if brief and len(named) < first.world_size:         # it never completed, whatever the others say
+        if brief and len(named) < first.world_size and not last:     # it never completed, whatever the others say
             break
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in named]
-    complete = bool(records) and not missing and problem is None
+    gap = _gap(storage, path, records, world) if last and problem is None and missing and records else None
+    complete = bool(records) and problem is None and (not missing or gap == "")
     # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
     # absent one makes it certain that the save never completed.
-    certain = not named or bool(missing)
+    certain = not named or bool(missing) and (not last or bool(gap))
     if problem is None and not complete:
         done = f"{world - len(missing)} of {world} ranks" if records else "no rank"
         problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
-                          + (f", missing: rank {listed(missing)}" if missing else ""),
+                          + (f", missing: rank {listed(missing)}" if missing else "")
+                          + (f"; {gap}" if gap else ""),
                           rank=missing[0] if missing else None)
     first = records.get(0) or next(iter(records.values()), None)
     return Candidate(step, OURS, first.files[0].format if first else "", {rank: r.files for rank, r in records.items()}, world,
                      (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=not certain or
                      MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
                      epoch=first.state.epoch if first else None,
-                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete else (),
-                     deduplicated=any(record.deduplicated for record in records.values()))
+                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
+                     deduplicated=any(record.deduplicated for record in records.values()),
+                     absent=tuple(missing) if complete else ())
+
+
+def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int) -> str:
+    """Of the last save of a job that was dying: what none of the ranks that were left holds; empty if that is nothing."""
+    def details(rank: int) -> Details:
+        with storage.open(os.path.join(path, record_name(rank))) as file:
+            return read_details(file)[1]
+    files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
+    try:
+        return uncovered(files, any(record.deduplicated for record in records.values()), details)
+    except (RecordError, OSError) as error:
+        return f"a record cannot be read: {error}"
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:

@@ -19,6 +19,8 @@ TRAINER = "mindformers.trainer.trainer"
 BASE_TRAINER = "mindformers.trainer.base_trainer"
 TRAINER_UTILS = "mindformers.trainer.utils"
 REGISTER = "mindformers.tools.register.register"
+SHARED_ASKED = (TRAINER, "mindformers.checkpoint.checkpoint", "mindformers.tools.resume_ckpt",      # is_publicly_accessible_path
+                "mindformers.utils.resume_ckpt_utils", "mindformers.utils.file_utils")
 
 
 def check_versions() -> list[str]:
@@ -97,6 +99,18 @@ def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], b
     from mindspore.train.serialization import _convert_save_obj_to_param_list
     rows = _convert_save_obj_to_param_list(network, integrated, {}, choose)
     # a parameter offloaded to disk comes as ["offload_parameter", tensor, shape, dtype, key]
+    return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
+
+
+def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+    """As ``parameters_to_save``, copied to the host on a stream of its own, because that of the training may wait for ranks that
+    are gone (mindspore train/serialization.py, save_checkpoint with __exception_save__)."""
+    from mindspore import hal
+    from mindspore.train.serialization import _convert_save_obj_to_param_list
+    stream = hal.Stream()
+    with hal.StreamCtx(stream):
+        rows = _convert_save_obj_to_param_list(network, False, {"__exception_save__": True}, choose)
+    stream.synchronize()
     return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
 
 

@@ -12,7 +12,8 @@ from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
-from mindresume.reshard.strategies import saved_by
+from mindresume.reshard.strategies import strategy_of
+from mindresume.resume.health import sick_files
 from mindresume.resume.prove import damaged_small
 from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.trials import Trial
@@ -25,7 +26,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
            resume: bool = True, healthy: bool = False, instead: str = "are initialised at random") -> Choice | None:
     """None: a fresh start. ``converts``: the number of ranks may differ, so all files are proven by all ranks together, and
     ``current.open_source`` is set. ``resume`` False: weights alone are wanted, so there is no fresh start. ``healthy``:
-    as for ``select``. ``instead``: ends a sentence on the weights of a fresh start.
+    what mindformers' health monitor found unhealthy is not taken, unless it is named. ``instead``: ends a sentence on the weights
+    of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
     log, group = adapter.logger(), current.group
@@ -40,9 +42,9 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     else:
         pick = partial(select, storage, path, group, None if converts else group.size, named,
                        ranks=partial(_share, group) if converts else None,
-                       complete=current.settings.verify == "full", healthy=healthy,
+                       complete=current.settings.verify == "full", sick=_sick(config, storage, group.rank) if healthy else None,
                        poison_limit=current.settings.poison_limit,
-                       saved_by=partial(saved_by, storage, config.get("src_strategy_path_or_dir") or None))
+                       strategy_of=partial(strategy_of, storage, config.get("src_strategy_path_or_dir") or None))
         remote = current.remote if resume else None
         choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts) if remote else pick()
     for refusal in choice.refused:
@@ -87,6 +89,14 @@ def hold_chosen(current: session.Session, storage: Storage) -> None:
         return current.hold is not None
     if not decide(current.group, work):
         raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
+
+
+def _sick(config: Any, storage: Storage, rank: int) -> frozenset[str]:
+    """Names of unhealthy files, on rank 0, which decides."""
+    names, trouble = sick_files(storage, str(config.get("output_dir") or "")) if rank == 0 else (frozenset(), "")
+    if trouble:
+        adapter.logger().warning("mindresume: %s", trouble)
+    return names
 
 
 def _has_monitor(config: Any) -> bool:

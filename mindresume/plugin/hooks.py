@@ -19,15 +19,16 @@ import os
 from inspect import signature
 from typing import Any
 
-from mindresume.agree import decide
+from mindresume.agree import decide, report
 from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, loading, modelarts, online, session
+from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.dataset import identity_of
 from mindresume.settings import Settings
+from mindresume.store.shared import is_shared
 from mindresume.store.storage import PosixStorage
 
 
@@ -40,6 +41,8 @@ def install() -> None:
     adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
     adapter.replace(adapter.TRAINER, "clear_auto_trans_output", _clear)
     adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
+    for module in adapter.SHARED_ASKED:
+        adapter.replace(module, "is_publicly_accessible_path", _shared)
     adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
     adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
@@ -63,7 +66,10 @@ def _training(original: Any) -> Any:
         started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
         started.training, started.remote = True, modelarts.remote_of(self.config)
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if started.left:
+                _leave(started)
+            return result
         except TrainingCompleteError as error:
             started.end_trial(passed=True)
             adapter.logger().info("mindresume: %s", error)
@@ -76,6 +82,14 @@ def _training(original: Any) -> Any:
             started.training = False
             started.choice = started.online = None      # an evaluation or another training after this one loads its own
     return run
+
+
+def _leave(current: session.Session) -> None:
+    """Waits until all ranks are done: who ends first would end the others. SystemExit after a signal."""
+    report(current.group, lambda: None)
+    adapter.logger().info("mindresume: left because of %s; start the same command again to go on", current.left)
+    if current.left == leaving.BY_SIGNAL:
+        raise SystemExit(leaving.STATUS)
 
 
 def _rules(original: Any) -> Any:
@@ -125,6 +139,15 @@ def _only_folders(original: Any) -> Any:
     def is_hf(path: str) -> bool:
         return os.path.isdir(path) and original(path)      # 1.9.0 raises for a file and refuses to resume from one
     return is_hf
+
+
+def _shared(original: Any) -> Any:
+    """Without the part of mindformers that takes /data01 for a part of /data, and with file systems beyond NFS. Jobs of one node
+    and ModelArts it answers before it looks at the path: with one that is in nothing."""
+    @functools.wraps(original)
+    def is_accessible(path: str) -> bool:
+        return is_shared(path, os.environ.get("SHARED_PATHS", "")) or original(os.sep)
+    return is_accessible
 
 
 def _path_with_strategy(original: Any) -> Any:
@@ -283,7 +306,8 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
         return None
     path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
     log = adapter.logger()
-    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt))
+    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt),
+                             healthy=bool(config.get("use_checkpoint_health_monitor")))
     if choice is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
         return None

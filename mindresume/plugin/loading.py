@@ -96,9 +96,10 @@ def load_shard(network: Any, current: session.Session, storage: Storage, early: 
     """Loads what this rank proved into ``network``. ``early``: reads it already. LoadError if it does not fit."""
     log, choice = adapter.logger(), current.choice
     arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard)
-    own = choice.chosen.files[current.group.rank][0].path
+    files = choice.chosen.files.get(current.group.rank)
+    own = files[0].path if files else "the file of a rank that was lost"
     if any(source.file.path != own for source in current.shard.sources):
-        log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven bit for bit by the records: %s",
+        log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven by records or layouts: %s",
                     own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
     check_fit(arrays, adapter.wanted_of(network), (lambda name: True) if deduplicated else is_transient)
     put(network, arrays, deduplicated, current)

@@ -8,7 +8,7 @@ Both formats: rank folders, or with ``use_legacy_format: False`` iteration folde
 
 A subclass of the built-in, because mindformers and MindSpore look for its class and reach into it: ``_append_dict``,
 ``_append_step_num``, ``_last_triggered_step``, ``_prefix``, ``_save_ckpt`` (mindspore train/model.py, mindformers
-trainer/base_trainer.py). Encryption and the emergency saves of MindIO TTP are left to the built-in.
+trainer/base_trainer.py). Encryption is left to the built-in.
 """
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from mindresume.formats.records import listed, ranks_count, scan_records
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.group import group_of_job
+from mindresume.plugin.leaving import Leaving
 from mindresume.resume.account import random_item, table
+from mindresume.resume.health import LIST
 from mindresume.state import TrainingState, crosses_multiple, is_transient
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
@@ -39,9 +41,19 @@ from mindresume.store.mirror import Mirror
 from mindresume.store.probe import examine
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.saver import Extra, Foreground, Outcome, Save, Saver
-from mindresume.store.shard import Place, Shard, blind_ranks, clean_own_folder, iteration_shard, rank_shard
+from mindresume.store.shard import (
+    Place,
+    Shard,
+    blind_ranks,
+    clean_own_folder,
+    iteration_shard,
+    mark_emergency,
+    rank_shard,
+    write_shard,
+)
 from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
 
+_RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
 _CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
 
 
@@ -62,6 +74,7 @@ class CheckpointMonitor(BuiltIn):
         self._saver: Saver | None = None
         self._mirror: Mirror | None = None
         self._claim: Claim | None = None
+        self._leaving: Leaving | None = None
         self._suffix = 0
         self._share: frozenset[str] | None = None           # with redundancy removal: what this rank writes of what has a layout
         self._saved: set[int] = set()
@@ -81,6 +94,9 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().on_train_begin(run_context)
         self._start(session.current())
+        callbacks = run_context.original_args().list_callback
+        self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or ())
+        self._leaving.listen()
         return None
 
     def step_end(self, run_context: Any) -> None:
@@ -92,7 +108,22 @@ class CheckpointMonitor(BuiltIn):
         if self._mirror is not None:
             self._heed(self._mirror.poll())
         self._save_ckpt(run_context.original_args())
+        self._leave_if_asked(run_context)
         return None
+
+    def _leave_if_asked(self, run_context: Any) -> None:
+        """SIGTERM, or a graceful exit: all ranks save this step, and the training stops."""
+        if self._leaving is None or self._saver is None:
+            return
+        cb_params = run_context.original_args()
+        step = self._append_step_num + cb_params.cur_step_num
+        reason = self._leaving.at(step)
+        if not reason:
+            return
+        adapter.logger().warning("mindresume: %s: the training saves step %d and ends", reason, step)
+        self._save_ckpt(cb_params, True)
+        session.current().left = reason
+        run_context.request_stop()
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
@@ -113,16 +144,25 @@ class CheckpointMonitor(BuiltIn):
         self._save_ckpt(run_context.original_args(), True)
         if self._saver is not None:
             self._learn(self._saver.finish(deadline))
-            self._saver = None
-        if self._mirror is not None:
-            mirror, self._mirror = self._mirror, None
-            self._heed(mirror.finish(deadline))
+            self._saver = session.current().monitor = None
+        mirror, self._mirror = self._mirror, None
+        errors = mirror.finish(deadline) if mirror is not None else []
+        if self._leaving is not None:
+            self._leaving.close()
+        self._heed(errors)
         self._leave()
         return None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
-        """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``: that is the built-in's business."""
-        if not self._ours or self._saver is None or "__exception_save__" in self._append_dict:
+        """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, of a monitor that is in no training (mindformers
+        trainer/base_trainer.py, ckpt_save_func); the one that is knows where and what to save."""
+        if _RESCUE in self._append_dict:
+            saving = session.current().monitor
+            if saving is None or not saving.rescue(cb_params):
+                return super()._save_ckpt(cb_params, force_to_save)
+            self._append_dict.pop(_RESCUE)
+            return None
+        if not self._ours or self._saver is None:
             return super()._save_ckpt(cb_params, force_to_save)
         step = self._append_step_num + cb_params.cur_step_num
         before, self._seen = (self._seen if self._seen < step else step - 1), step
@@ -172,6 +212,7 @@ class CheckpointMonitor(BuiltIn):
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
         self._saver = self._make_saver(policy if group.rank == 0 else None, current)
         self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
+        current.monitor = self
         if current.resumes:
             details = current.shard.details if current.shard else None
             restored = live.restore_random(details.random) if details and details.random else []
@@ -287,18 +328,17 @@ class CheckpointMonitor(BuiltIn):
 
     def save_checkpoint(self, cb_params: Any) -> None:
         """Everything a resume needs: network, optimizer, counters; and the weights for inference that were asked for."""
-        if self._saver is None or "__exception_save__" in self._append_dict:
+        if self._saver is None or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
         started = time.monotonic()
         state = self._state(cb_params)
         if self._iterations:
             name, save = iteration_name(state.step), Save(self._iteration(cb_params, state))
         else:
-            named = FileName(self.origin_prefix, self._place.rank, self._suffix, state.epoch, state.step_in_epoch,
-                             self._config.format)
+            named = self._file_name(state)
             name, save = str(named), Save(self._rank_file(cb_params, state, named), tuple(self._extras(cb_params, state)))
-            if self.use_checkpoint_health_monitor:
-                self._record_health(cb_params, name)
+            if state.health is not None:
+                self._record_health(state.health, name)
         self._saved.add(state.step)
         self._saver.save(save)
         self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
@@ -307,28 +347,59 @@ class CheckpointMonitor(BuiltIn):
                                   time.monotonic() - started)
         return None
 
-    def _rank_file(self, cb_params: Any, state: TrainingState, name: FileName) -> Shard:
+    def rescue(self, cb_params: Any) -> bool:
+        """Ranks were lost, and each that is left saves all it holds of the last step, which becomes a checkpoint if that is
+        everything. In a thread of MindIO: no exchange between ranks, nothing is removed, nothing waits for others. False if it
+        fails; then the built-in may try."""
+        step = self._append_step_num + cb_params.cur_step_num
+        try:
+            for outcome in self._saver.wait(session.current().settings.commit_timeout):
+                if not outcome.saved:
+                    self._saved.discard(outcome.step)
+            mark_emergency(self._place, step)
+            if step not in self._saved:
+                state = self._state(cb_params, rescue=True)
+                write_shard(self._place, self._iteration(cb_params, state, rescue=True) if self._iterations else
+                            self._rank_file(cb_params, state, self._file_name(state), rescue=True))
+                self._saved.add(step)
+        except Exception as error:          # whatever it is: these ranks have nothing else left
+            adapter.logger().error("mindresume: step %d was not saved before the end: %s; mindformers saves it", step, error)
+            return False
+        adapter.logger().warning("mindresume: other ranks are lost; rank %d saved step %d", self._place.rank, step)
+        return True
+
+    def _file_name(self, state: TrainingState) -> FileName:
+        return FileName(self.origin_prefix, self._place.rank, self._suffix, state.epoch, state.step_in_epoch, self._config.format)
+
+    def _rank_file(self, cb_params: Any, state: TrainingState, name: FileName, rescue: bool = False) -> Shard:
         net = self._config.saved_network if self._config.saved_network is not None else cb_params.train_network
-        tensors: dict[str, Any] = live.deferred(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
+        if rescue:
+            tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
+        else:
+            tensors = live.deferred(adapter.parameters_to_save(net, self._config.integrated_save, self._chooser(net)))
         tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
         tensors.update(live.snapshot(self._counters(cb_params, state)))
-        return rank_shard(name, state, tensors, tables, live.capture_random(), self._metadata())
+        return rank_shard(name, state, tensors, tables, live.capture_random(),
+                          {**self._metadata(), **({"remove_redundancy": "False"} if rescue else {})})
 
-    def _iteration(self, cb_params: Any, state: TrainingState) -> Shard:
+    def _iteration(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
         """Two files: what the network has, and what only the optimizer and the train step have; without save_optimizer the
-        first."""
+        first. ``rescue``: nothing is left to other ranks."""
         net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
-        rows = adapter.parameters_to_save(net, False, lambda name: not is_transient(name) and (
-            self.save_optimizer or name in model))
-        tensors: dict[str, Any] = live.deferred(rows)
+        save_optimizer, deduplicates = self.save_optimizer or rescue, self._deduplicates() and not rescue
+
+        def wanted_here(name: str) -> bool:
+            return _lasting(name) and (save_optimizer or name in model)
+        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if rescue else
+                                                adapter.parameters_to_save(net, False, wanted_here))
         tables = live.job_layouts(net, _shapes(tensors), self._place.world_size, self._warn_once)
-        if self._deduplicates():
+        if deduplicates:
             if self._share is None:
                 self._share = live.own_share(tensors, tables, self._place.rank)
             tensors = {name: array for name, array in tensors.items() if name not in tables or name in self._share}
         parts = [{name: array for name, array in tensors.items() if (name in model) is wanted} for wanted in (True, False)]
-        return iteration_shard(self.origin_prefix, self._place, state, parts[0], parts[1] if self.save_optimizer else None,
-                               tables, live.capture_random(), self._deduplicates())
+        return iteration_shard(self.origin_prefix, self._place, state, parts[0], parts[1] if save_optimizer else None,
+                               tables, live.capture_random(), deduplicates)
 
     @staticmethod
     def _model(cb_params: Any) -> Any:
@@ -341,7 +412,7 @@ class CheckpointMonitor(BuiltIn):
             self._warned.add(text)
             adapter.logger().warning("mindresume: %s", text)
 
-    def _state(self, cb_params: Any) -> TrainingState:
+    def _state(self, cb_params: Any, rescue: bool = False) -> TrainingState:
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
         outputs, scale = cb_params.net_outputs, self._append_dict.get("loss_scale")
         if "loss_scale" in self._append_dict and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
@@ -349,7 +420,7 @@ class CheckpointMonitor(BuiltIn):
         step = self._append_step_num + cb_params.cur_step_num
         current = session.current()
         health = None
-        if self._iterations and self.use_checkpoint_health_monitor:
+        if self.use_checkpoint_health_monitor and not rescue:       # it asks other ranks
             health = int(self.get_checkpoint_health_info(cb_params) != 0)
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
@@ -371,8 +442,8 @@ class CheckpointMonitor(BuiltIn):
     def _chooser(self, net: Any) -> Any:
         if self._deduplicates():
             mine = adapter.own_share(net, self._place.rank, self._place.world_size)
-            return lambda name: mine(name) and not is_transient(name)
-        return lambda name: not is_transient(name)
+            return lambda name: mine(name) and _lasting(name)
+        return _lasting
 
     def _deduplicates(self) -> bool:
         return bool(self._config.remove_redundancy) and self._place.world_size > 1
@@ -397,17 +468,20 @@ class CheckpointMonitor(BuiltIn):
                                    self._asked["keep_checkpoint_max"] or 0))
         return found
 
-    def _record_health(self, cb_params: Any, name: str) -> None:
-        """``health_ckpts.json`` as mindformers keeps it, replaced atomically."""
-        health = self.get_checkpoint_health_info(cb_params)
+    def _record_health(self, health: int, name: str) -> None:
+        """The list as mindformers keeps it (``mindresume.resume.health``), replaced atomically."""
         if self._place.rank != 0:
             return
-        path = os.path.join(self.health_ckpts_record_dir, "health_ckpts.json")
+        path = os.path.join(self.health_ckpts_record_dir, LIST)
         try:
             known = json.loads(read_bytes(self.storage, path) or b"[]") if self.storage.status(path) is not None else []
             publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
         except (OSError, ValueError) as error:
             raise SaveError(f"the health of {name} was not recorded in {path}: {error}") from error
+
+
+def _lasting(name: str) -> bool:
+    return not is_transient(name)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

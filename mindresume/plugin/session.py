@@ -55,6 +55,8 @@ class Session:
     group: Group = field(default_factory=Solo)
     choice: Choice | None = None
     training: bool = False                   # inside Trainer.train or finetune
+    monitor: Any = None                      # the CheckpointMonitor that saves in this training
+    left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
     origin: Origin = field(default_factory=Origin)

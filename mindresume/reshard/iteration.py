@@ -90,7 +90,7 @@ class _Records:
         return row.checksum if row else None
 
     def described(self) -> dict[str, Described]:
-        files = [[os.path.basename(file.path) for file in self.candidate.files[rank]]
+        files = [[os.path.basename(file.path) for file in self.candidate.files.get(rank, ())]
                  for rank in range(self.candidate.world_size)]
         return {row.name: row for row in described(files, self.candidate.deduplicated, self.details)}
 

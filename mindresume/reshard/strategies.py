@@ -70,13 +70,12 @@ def own_strategy(weights: Weights) -> Strategy | None:
     return Strategy(tuple(stages), weights.name)
 
 
-def saved_by(storage: Storage, given: str | None, root: str, candidate: Candidate) -> int | None:
-    """Ranks of the job that saved it, by its strategy; None if no strategy says so."""
+def strategy_of(storage: Storage, given: str | None, root: str, candidate: Candidate) -> Strategy | None:
+    """That of the job that saved it, as ``strategy_for``; None if none says so, or it cannot be read."""
     try:
-        strategy = strategy_for(storage, root, candidate, given, identity_of(storage, root, candidate))
+        return strategy_for(storage, root, candidate, given, identity_of(storage, root, candidate))
     except StrategyError:
         return None
-    return strategy.world_size if strategy else None
 
 
 def set_aside(storage: Storage, folder: str, used: Strategy | None = None, identity: Any = None) -> str:

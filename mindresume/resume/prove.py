@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from mindresume.errors import DamagedFileError, RecordError
@@ -28,8 +29,10 @@ from mindresume.manifest import (
     read_record,
     record_name,
 )
+from mindresume.resume.absent import details_by, stand_ins
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
+from mindresume.strategy import Strategy
 
 Progress = Callable[[int], None]          # bytes read since the last call
 
@@ -92,10 +95,11 @@ def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) ->
 def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal | None:
     if world_size is None or candidate.base:
         return None
-    missing = [rank for rank in range(world_size) if rank not in candidate.files]
+    missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.absent]
     if missing:
         name = candidate.first.path
-        return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name})",
+        return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name}); without "
+                                f"strategy files of that job nobody knows whether these hold everything",
                                 rank=missing[0])
     more = [rank for rank in candidate.files if rank >= world_size]
     if more:
@@ -105,10 +109,12 @@ def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal |
 
 
 def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None = None,
-          full: bool = True) -> ProvenShard | Refusal:
+          full: bool = True, strategy: Strategy | None = None) -> ProvenShard | Refusal:
     """Reads everything that ``rank`` is going to load from this candidate, and checks it. ``full`` False: only the record,
-    the headers and the sizes."""
+    the headers and the sizes. ``strategy``: of the job, for a rank that is absent from what mindformers wrote."""
     files = candidate.files.get(rank)
+    if not files and rank in candidate.absent:
+        return _prove_absent(storage, root, candidate, rank, progress if full else None, strategy)
     if not files:
         return candidate.refuse(f"no file of rank {rank}", rank=rank)
     file = files[0]
@@ -162,6 +168,30 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
             return found
         sources += found
     return ProvenShard(rank, tuple(sources), record.state, details)
+
+
+def _prove_absent(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None,
+                  strategy: Strategy | None) -> ProvenShard | Refusal:
+    """Of a rank that was lost before its job saved for the last time: the tensors that others hold, and no random state."""
+    try:
+        details_of = details_by(storage, root, candidate, strategy) if strategy else cache(
+            lambda other: record_of(storage, candidate, other)[1])
+        found = stand_ins(rank, candidate.files, candidate.world_size, details_of)
+        if isinstance(found, str):
+            return candidate.refuse(f"rank {rank} wrote nothing, and {found}", rank=rank)
+        names: dict[FileRecord, list[str]] = {}
+        for name, (other, row) in found.items():
+            names.setdefault(candidate.files[other][row.file], []).append(name)
+        sources = tuple(Source(file, tuple(held)) for file, held in names.items())
+        recorded = {name: row for name, (_, row) in found.items()}
+        proven = _prove_replicas(storage, root, candidate, rank, recorded, sources, progress)
+        scalars = {} if candidate.state else scalars_of(storage, root, sources[0].file, header_of(storage, root, sources[0].file))
+    except DamagedFileError as error:
+        return candidate.refuse(f"rank {rank} wrote nothing, and the file that stands in for its own: {error.reason}", rank=rank)
+    except (RecordError, OSError) as error:
+        return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
+    return proven if isinstance(proven, Refusal) else ProvenShard(
+        rank, proven, candidate.state, Details(recorded) if candidate.attempt else None, scalars)
 
 
 def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
@@ -261,7 +291,8 @@ def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int
         header = header_of(storage, root, source.file)
         with storage.open(os.path.join(root, source.file.path)) as opened:
             for name in source.names or ():
-                if name not in header.tensors or tensor_checksum(opened, header.tensors[name]) != recorded[name].checksum:
+                known = recorded[name].checksum             # empty where nobody recorded one
+                if name not in header.tensors or known and tensor_checksum(opened, header.tensors[name]) != known:
                     return candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
                                             source.file.path, rank)
                 if progress:

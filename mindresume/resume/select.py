@@ -9,7 +9,7 @@ Everything travels through ``mindresume.agree``; an error on one rank reaches al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,19 +19,24 @@ from mindresume.errors import (
     DamagedFileError,
     MissingCheckpointError,
     NoUsableCheckpointError,
+    StrategyError,
 )
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats.described import uncovered
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
-from mindresume.formats.records import header_of, no_step, ranks_count, scalars_of
+from mindresume.formats.records import header_of, listed, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
+from mindresume.resume.absent import details_by
+from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.trials import key_of, trials
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
+from mindresume.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -128,21 +133,23 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
-           saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
-           healthy: bool = False, poison_limit: int = 0) -> Choice:
+           strategy_of: Callable[[str, Candidate], Strategy | None] = lambda root, candidate: None,
+           sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
     manifest, else ``Scan.expected_ranks``.
-    ``saved_by(root, candidate)``: of how many ranks was a job that left no manifest, None: not known; asked on rank 0.
+    ``strategy_of(root, candidate)``: that of a job that left no manifest, None: not known. It says how many ranks there were, and
+    what those held that are missing.
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
-    ``healthy``: one that mindformers' health monitor found to be sick is not taken, unless it is named.
+    ``sick``: names of files that mindformers' health monitor called unhealthy (``health``); these, and what says so itself, are
+    not taken unless they are named. None: health does not matter.
     ``poison_limit``: one on which so many jobs died in a row (``trials``) is taken last, unless it is named; 0: never suspected.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
     checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, saved_by, healthy, poison_limit) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, strategy_of, sick, poison_limit) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
@@ -155,7 +162,8 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
 
         def check(candidate: Candidate = candidate, root: str = root, shards: list[ProvenShard] = shards) -> Any:
             for rank in ranks(candidate):
-                result = prove(storage, root, candidate, rank, progress, complete)
+                strategy = strategy_of(root, candidate) if rank in candidate.absent and candidate.attempt is None else None
+                result = prove(storage, root, candidate, rank, progress, complete, strategy)
                 if isinstance(result, Refusal):
                     return result.to_json()
                 shards.append(result)
@@ -169,12 +177,13 @@ class _Chooser:
     """Rank 0's side: offers one candidate after the other, and says how it ends."""
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
-                 saved_by: Callable[[str, Candidate], int | None] = lambda root, candidate: None,
-                 healthy: bool = False, poison_limit: int = 0):
-        self.storage, self.path, self.world_size, self.named, self.saved_by = storage, path, world_size, named, saved_by
-        self.healthy, self.poison_limit = healthy, poison_limit
+                 strategy_of: Callable[[str, Candidate], Strategy | None] = lambda root, candidate: None,
+                 sick: Collection[str] | None = None, poison_limit: int = 0):
+        self.storage, self.path, self.world_size, self.named, self.strategy_of = storage, path, world_size, named, strategy_of
+        self.sick, self.poison_limit = sick, poison_limit
         self.deaths: Mapping[str, int] = {}
         self.suspected: list[Candidate] = []
+        self.unhealthy = False                                  # one of those refused is
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -195,7 +204,7 @@ class _Chooser:
         while self.queue or self.suspected:
             if not self.queue:                                  # better one that is suspected than none
                 self.queue, self.suspected, self.deaths = self.suspected, [], {}
-            candidate = self.queue.pop(0)
+            candidate = self._filled(self.queue.pop(0))
             if (died := self.deaths.get(key_of(candidate), 0)) >= max(self.poison_limit, 1):
                 self.suspected.append(candidate)
                 self.refused.append(candidate.refuse(
@@ -214,15 +223,41 @@ class _Chooser:
                 "notes": self._notes(), "text": self._text(end, self.found.root)}
 
     def _sick(self, candidate: Candidate) -> Refusal | None:
-        if not self.healthy or self.insists or candidate.state is None or not candidate.state.health:
+        if self.sick is None or self.insists or not is_sick(candidate, self.sick):
             return None
-        return candidate.refuse("it was unhealthy when it was saved (ckpt_status 1: the embedding's local norm was above "
-                                "embedding_local_norm_threshold); name its folder to take it all the same")
+        self.unhealthy = True
+        return candidate.refuse(f"it was unhealthy when it was saved (the embedding's local norm was above "
+                                f"embedding_local_norm_threshold); name its {'folder' if candidate.base else 'file'} to take it "
+                                f"all the same")
 
     def _guess(self, candidate: Candidate) -> int | None:
         if candidate.origin != MINDFORMERS or self.insists:
             return None
-        return self.saved_by(self.found.root, candidate) or self.found.expected_ranks
+        strategy = self.strategy_of(self.found.root, candidate)
+        return strategy.world_size if strategy else self.found.expected_ranks
+
+    def _filled(self, candidate: Candidate) -> Candidate:
+        """With its missing ranks as ``absent``, where mindformers saved a part of the ranks (MindIO TTP) and the strategy proves
+        that they hold everything."""
+        root, there = self.found.root, candidate.files
+        if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None or self.insists and len(there) == 1:
+            return candidate
+        least = self.world_size or self.found.expected_ranks or 0
+        if len(there) >= least and set(there) == set(range(len(there))):
+            return candidate
+        strategy = self.strategy_of(root, candidate)
+        if strategy is None or max(there) >= strategy.world_size or self.world_size not in (None, strategy.world_size):
+            return candidate
+        missing = tuple(rank for rank in range(strategy.world_size) if rank not in there)
+        files = [[file.path for file in there.get(rank, ())] for rank in range(strategy.world_size)]
+        try:
+            lost = uncovered(files, True, details_by(self.storage, root, candidate, strategy)) if missing else ""
+        except (DamagedFileError, StrategyError) as error:
+            lost = str(error)
+        if not lost:
+            return replace(candidate, world_size=strategy.world_size, absent=missing)
+        return replace(candidate, problem=candidate.refuse(
+            f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0]))
 
     def _notes(self) -> list[str]:
         return [*self.found.notes, *assumption(self.found, self.world_size)] if self.found else []
@@ -232,7 +267,7 @@ class _Chooser:
         if end == "missing":
             return f"the checkpoint that was asked for cannot be used:\n{table}"
         if end == "none":
-            return (f"{root} holds checkpoints, but none can be used:\n{table}\n"
+            return (f"{NONE_HEALTHY + '. ' if self.unhealthy else ''}{root} holds checkpoints, but none can be used:\n{table}\n"
                     f"Repair or restore one of them, give another load_checkpoint, or, to start afresh, set "
                     f"resume_training: False")
         return ""
@@ -262,5 +297,5 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
 def candidate_from_json(value: dict[str, Any]) -> Candidate:
     return Candidate(**{**value, "files": {rank: tuple(map(FileRecord.from_json, rows)) for rank, *rows in value["files"]},
                         "small": tuple(map(FileRecord.from_json, value["small"])),
-                        "order": tuple(value["order"]), "records": tuple(value["records"]),
+                        "order": tuple(value["order"]), "absent": tuple(value["absent"]), "records": tuple(value["records"]),
                         "state": TrainingState.from_json(value["state"]) if value["state"] else None})

@@ -173,7 +173,7 @@ class Committer:
         newest = next((candidate.name for candidate in order if candidate.problem is None), "")
         for candidate in reversed(found):                       # the newest last: the pointers are its
             making = candidate.base.startswith(FOLDER)
-            if candidate.problem is not None or (candidate.committed or candidate.base) and not making:
+            if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
                 continue
             place, step = Place(storage, root, candidate.run or "", 0, candidate.world_size, making), candidate.step or 0
             try:

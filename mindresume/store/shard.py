@@ -22,7 +22,17 @@ from mindresume.files.checksum import Checksums, checksummed
 from mindresume.formats.iteration_files import MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.names import FileName, folder_name, label
 from mindresume.layout import TensorLayout
-from mindresume.manifest import FOLDER, Details, FileRecord, Record, TensorRecord, attempt_name, record_name, run_sequence
+from mindresume.manifest import (
+    EMERGENCY,
+    FOLDER,
+    Details,
+    FileRecord,
+    Record,
+    TensorRecord,
+    attempt_name,
+    record_name,
+    run_sequence,
+)
 from mindresume.state import TrainingState
 from mindresume.store.claim import fence
 from mindresume.store.storage import TEMPORARY, Storage, publish
@@ -130,6 +140,14 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
         raise kind(f"step {shard.state.step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints "
                    f"saved before are untouched") from error
     return record
+
+
+def mark_emergency(place: Place, step: int) -> None:
+    """Says that ranks were lost: what those that are left write of ``step`` may be all there will ever be of it. Each of them
+    says so before it writes. OSError."""
+    attempt = place.attempt(step)
+    place.storage.make_folder(attempt)
+    publish(place.storage, os.path.join(attempt, EMERGENCY), [b""], f"{place.rank}.{place.run}")
 
 
 _RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follow

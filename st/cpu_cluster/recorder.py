@@ -18,6 +18,10 @@ In sink mode there is a line for each step within the sink too; only the last on
 ``CPU_CLUSTER_KILL=RANK@STEP`` (or ``all@STEP``): that rank (every rank) sends itself SIGKILL at the end of step STEP,
 after all callbacks of the step, a checkpoint save included; within a sink right after the step.
 
+``CPU_CLUSTER_LOSE=0,3@STEP``: at the end of step STEP all ranks but 0 and 3 hang as if lost, and these save what they have as
+MindIO TTP makes them, which does not exist here: mindformers' ``ckpt_save_func`` (trainer/base_trainer.py) is called with the
+arguments of mindspore's ``_save_checkpoint_on_failure``, on a CheckpointMonitor that is in no training. Then the job dies.
+
 Why: a resumed run must equal the uninterrupted one bit by bit and sample by sample, and a log rounds.
 """
 import hashlib
@@ -82,6 +86,31 @@ class KillSelf(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class LoseRanks(Callback):
+    """``left``: the ranks that are not lost. ``here``: a path that says how many of them have saved."""
+
+    def __init__(self, rank: int, left: list[int], step: int, here: str):
+        super().__init__()
+        self.rank, self.left, self.step, self.here = rank, left, step, here
+
+    def step_end(self, run_context):
+        cb = run_context.original_args()
+        if global_step(cb) < self.step:
+            return
+        if self.rank in self.left:
+            saving = next(callback for callback in cb.list_callback if hasattr(callback, "_append_dict"))
+            emergency = object.__new__(type(saving))                # as built by the trainer, with arguments alone
+            emergency.__dict__.update(saving.__dict__, _append_dict=dict(saving._append_dict), _saver=None)
+            emergency._append_dict.update({"__exception_save__": True})
+            emergency._save_ckpt(cb, True)
+            with open(f"{self.here}.saved-{self.rank}", "w", encoding="utf-8"):
+                pass
+            while not all(os.path.exists(f"{self.here}.saved-{rank}") for rank in self.left):
+                time.sleep(0.05)
+            os._exit(1)                                             # as _tft_exit_cb does
+        time.sleep(3600)
+
+
 def from_environment() -> list[Callback]:
     """The callbacks asked for by the two variables; they run after all others of a step."""
     rank, callbacks = os.environ.get("RANK_ID", "0"), []
@@ -91,4 +120,7 @@ def from_environment() -> list[Callback]:
     who, _, step = os.environ.get("CPU_CLUSTER_KILL", "").partition("@")
     if who in ("all", rank) and step:
         callbacks.append(KillSelf(int(step)))
+    left, _, step = os.environ.get("CPU_CLUSTER_LOSE", "").partition("@")
+    if step:
+        callbacks.append(LoseRanks(int(rank), [int(one) for one in left.split(",")], int(step), path))
     return callbacks

@@ -1,5 +1,6 @@
 """The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no Trainer. CPU, one process."""
 import importlib
+import json
 import shutil
 import threading
 from dataclasses import replace
@@ -178,6 +179,18 @@ def test_a_name_chooses(tmp_path, current):
     config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
     hooks.choose_checkpoint(config, current)
     assert current.choice.chosen.step == 5 and config.resume_training is True
+
+
+@pytest.mark.parametrize("monitored, step", [(True, 5), (False, 10)])
+def test_a_sick_one_is_passed_over_where_health_is_monitored(tmp_path, current, monitored, step):
+    for saved in (5, 10):
+        save(tmp_path / "checkpoint", saved, world=1)
+    listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
+    (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
+    config = config_of(tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored)
+    hooks.choose_checkpoint(config, current)
+    assert current.choice.chosen.step == step
+    current.release()
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path, current):
@@ -479,3 +492,19 @@ def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
     state = loading.state_of(current.choice)
     assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
+
+
+# ---- what all nodes see ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("module", adapter.SHARED_ASKED)
+def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
+    """A job of more devices than one node has: /data01 is no part of /data."""
+    monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 16)
+    monkeypatch.setenv("SHARED_PATHS", "/mnt/other,/data")
+    asked = place(module, "is_publicly_accessible_path")
+    assert asked("/data/job") and not asked("/data01/job")
+    monkeypatch.setenv("MA_JOB_DIR", "/home")
+    assert asked("/data01/job")                                     # on ModelArts everything counts as shared
+    monkeypatch.delenv("MA_JOB_DIR")
+    monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 8)
+    assert asked("/data01/job")                                     # one node

@@ -48,8 +48,9 @@ class Job:
         train = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), self.optimizer)
         self.net, self.train = net, train
         self.monitor, self.done = monitor, done
-        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, train_network=train, network=train,
-                                      optimizer=self.optimizer, net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
+        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, list_callback=[],
+                                      train_network=train, network=train, optimizer=self.optimizer,
+                                      net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
         self.context = SimpleNamespace(original_args=lambda: self.params)
         monitor.on_train_begin(self.context)
 
@@ -434,21 +435,47 @@ def test_an_encrypted_file_is_written_by_the_built_in(tmp_path):
     assert files(tmp_path, fmt="ckpt") == ["net_rank_0-1_5.ckpt"] and not (tmp_path / "checkpoint" / ".mindresume").exists()
 
 
-def test_an_emergency_save_goes_to_the_built_in(tmp_path, calls):
-    job = Job(build(tmp_path))
-    job.monitor._append_dict["__exception_save__"] = True               # mindformers base_trainer.py: ckpt_save_func
-    job.params.cur_step_num = 3
+def emergency(job, monitor=None):
+    """As mindformers base_trainer.py, ckpt_save_func, with what MindIO TTP gives it."""
+    monitor = monitor or job.monitor
+    monitor._append_dict.update({"__exception_save__": True})
+    monitor._save_ckpt(job.params, True)
+    assert "__exception_save__" not in monitor._append_dict
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("kind", [False, "thread"])
+def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
+    """By the monitor that saves, or by a second one that is in no training, as mindformers 1.9.0 makes it."""
+    job = Job(build(tmp_path, async_save=kind)).steps(7)
+    emergency(job, build(tmp_path, async_save=kind) if other else None)
+    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"] and calls == []
+    newest = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
+    assert (newest.step, newest.origin, newest.problem, newest.state.epoch) == (7, OURS, None, 1)
+    assert (tmp_path / "checkpoint" / ".mindresume" / newest.name / "emergency").exists()
+
+
+def test_an_emergency_in_a_step_that_is_saved_already_writes_nothing_twice(tmp_path):
+    job = Job(build(tmp_path)).steps(5)
+    emergency(job)
+    assert files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
+    job.steps(5).end()                                                  # MindIO repaired it, and the training went on
+    assert committed(tmp_path) == [5, 10]
+
+
+def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, calls, monkeypatch):
+    job = Job(build(tmp_path)).steps(7)
+    monkeypatch.setattr(module.adapter, "rescued_parameters", lambda *_: 1 / 0)
+    job.monitor._append_dict["__exception_save__"] = True
     job.monitor._save_ckpt(job.params, True)
     assert calls == ["_save_ckpt"]
 
 
-def test_an_emergency_save_writes_a_file_that_a_resume_takes(tmp_path):
-    job = Job(build(tmp_path)).steps(7)
+def test_an_emergency_outside_any_training_goes_to_the_built_in(tmp_path, calls):
+    job = Job(build(tmp_path)).steps(5).end()
     job.monitor._append_dict["__exception_save__"] = True
     job.monitor._save_ckpt(job.params, True)
-    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"]
-    newest = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
-    assert (newest.step, newest.origin != OURS) == (7, True)
+    assert "_save_ckpt" in calls
 
 
 def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_path):
@@ -506,3 +533,14 @@ def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
     session.begin(session.Session(Settings(keep_best=1)))
     with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
         Job(build(tmp_path, keep_checkpoint_max=0, keep_checkpoint_per_n_minutes=0))
+
+
+def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, monkeypatch):
+    monitor = build(tmp_path, use_checkpoint_health_monitor=True)
+    found = iter([0, 1])
+    monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: next(found))
+    Job(monitor).steps(10)
+    rows = json.loads((tmp_path / "health_ckpts.json").read_text())
+    assert [row["is_health"] for row in rows] == [0, 1] and [row["ckpt_name"] for row in rows] == sorted(files(tmp_path), key=len)
+    states = [candidate.state.health for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates]
+    assert states == [1, 0]                                     # newest first

@@ -281,16 +281,16 @@ def test_health(tmp_path):
     for step, health in ((5, 0), (10, None), (15, 1)):
         save(tmp_path, step, health=health)
     assert taken(choose(tmp_path)) == (15, RUN)
-    choice = choose(tmp_path, healthy=True)
-    assert taken(choice) == (10, RUN) and "it was unhealthy when it was saved (ckpt_status 1" in refused(choice)[0][1]
-    assert taken(choose(tmp_path, "15", healthy=True)) == (15, RUN)
-    assert taken(choose(folder_of(tmp_path, 15), healthy=True)) == (15, RUN)
+    choice = choose(tmp_path, sick=())
+    assert taken(choice) == (10, RUN) and "unhealthy when it was saved (the embedding's local norm" in refused(choice)[0][1]
+    assert taken(choose(tmp_path, "15", sick=())) == (15, RUN)
+    assert taken(choose(folder_of(tmp_path, 15), sick=())) == (15, RUN)
 
 
 def test_health_where_all_are_sick(tmp_path):
     save(tmp_path, 5, health=1)
-    with pytest.raises(NoUsableCheckpointError, match="unhealthy"):
-        choose(tmp_path, healthy=True)
+    with pytest.raises(NoUsableCheckpointError, match="(?s)The training has no healthy checkpoints yet, please start.*unhealthy"):
+        choose(tmp_path, sick=())
 
 
 # ---- named -----------------------------------------------------------------------------------------------------------
@@ -463,14 +463,14 @@ def test_mindformers_metadata_that_is_torn_is_found_before_it_is_loaded(tmp_path
 def test_common_of_other_versions(tmp_path, row):
     foreign(tmp_path, "mf180_20_tp2")
     common(**row)(folder_of(tmp_path, 15))
-    assert taken(choose(tmp_path, healthy=True)) == (15, None)
+    assert taken(choose(tmp_path, sick=())) == (15, None)
 
 
 def test_mindformers_folders_that_were_sick(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     common(ckpt_status=1)(folder_of(tmp_path, 15))
     assert taken(choose(tmp_path)) == (15, None)
-    assert taken(choose(tmp_path, healthy=True)) == (10, None)
+    assert taken(choose(tmp_path, sick=())) == (10, None)
 
 
 def test_without_a_tracker_missing_files_are_a_first_save_that_died(tmp_path):

@@ -318,7 +318,7 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     world.empty_disk()
     found = Restore(STORAGE, world.remote, str(world.disk), Solo(), log=world.log.append)
     choice = found.choose(lambda: select(STORAGE, str(world.disk), Solo(), ranks=lambda candidate: list(candidate.files),
-                                         healthy=True))
+                                         sick=()))
     assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
     assert [line[:7] for line in world.log if "fetched" in line] == ["step 10", "step 5 "]
 

@@ -1,0 +1,68 @@
+"""What a rank reads that wrote nothing: a job that was dying saved what the ranks held that were left.
+
+Everything such a rank held is by its layout on others too, or the checkpoint would not have been offered
+(``mindresume.formats.described.uncovered``). Only its random generators are lost. Layouts are those of the records, or of what
+mindformers wrote (MindIO TTP: only a part of the ranks saves) those of the strategy.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from mindresume.formats import Candidate
+from mindresume.formats.records import header_of
+from mindresume.manifest import Details, TensorRecord
+from mindresume.store.storage import Storage
+from mindresume.strategy import Strategy
+
+
+def details_by(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
+    """What records would say of files that mindformers wrote without any; checksums are empty. Asking for a rank reads the header
+    of its file: DamagedFileError; StrategyError if the strategy is of another model."""
+    @cache
+    def details_of(rank: int) -> Details:
+        headers = [header_of(storage, root, file) for file in candidate.files[rank]]
+        entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+        fitted = strategy.fitted({name: len(entry.shape) for name, entry in entries.items()})
+        layouts = fitted.stages[rank // strategy.stage_size]
+        rows = {}
+        for name, entry in entries.items():
+            layout = layouts.get(name)
+            whole = None if layout is None else tuple(
+                length * pieces for length, pieces in zip(entry.shape, layout.pieces([0] * len(entry.shape)), strict=True))
+            rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, whole)
+        return Details(rows)
+    return details_of
+
+
+def stand_ins(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
+              ) -> dict[str, tuple[int, TensorRecord]] | str:
+    """{tensor: (the rank that has it, its row there)} of all that ``rank`` held, or a phrase about what is nowhere. ``present``:
+    ranks that wrote; ``details_of(rank)``: the long part of their records."""
+    there = sorted(present)
+    sizes = (row.layout.stage_size for other in there for row in details_of(other).tensors.values() if row.layout)
+    size = next(sizes, world_size)
+    first = rank - rank % size
+    mates = [other for other in there if first <= other < first + size]
+    if not mates:
+        return f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing"
+    found: dict[str, tuple[int, TensorRecord]] = {}
+    for mate in mates:                          # the first has all names, unless redundancy was removed
+        for name, row in details_of(mate).tensors.items():
+            if name in found:
+                continue
+            holder = _holder(rank, first, name, row, mates, details_of)
+            if holder is None:
+                return f"a part of {name} was held by it alone"
+            found[name] = holder, details_of(holder).tensors[name]
+    return found
+
+
+def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], details_of: Callable[[int], Details]
+            ) -> int | None:
+    if row.layout is None or row.global_shape is None:
+        likely: Iterable[int] = mates
+    else:
+        slices = row.layout.slices(rank - first, row.global_shape)
+        likely = (first + local for local in row.layout.holders(slices, row.global_shape))
+    return next((other for other in likely if other in mates and name in details_of(other).tensors), None)

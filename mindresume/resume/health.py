@@ -1,0 +1,41 @@
+"""What mindformers' health monitor said of checkpoints: whether the embedding's local norm was within its threshold.
+
+In Checkpoint 2.0 the state of a checkpoint says so itself (``ckpt_status``). Of rank folders a list beside them does, one entry a
+save, which names rank 0's file (mindformers core/callback/callback.py, tools/resume_ckpt.py):
+
+    {output_dir}/health_ckpts.json      [{"is_health": 0, "ckpt_name": "llama2_7b_rank_0-2_5.safetensors"}, ...]
+
+0 means healthy.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+
+from mindresume.formats import Candidate
+from mindresume.store.storage import Storage, read_bytes
+
+LIST = "health_ckpts.json"
+NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # mindformers' own words
+
+
+def sick_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:
+    """Names in the list of ``folder`` whose newest entry says unhealthy, and a sentence if the list cannot be used: then nothing
+    is known to be unhealthy. No list is no trouble."""
+    path = os.path.join(folder, LIST)
+    if storage.status(path) is None:
+        return frozenset(), ""
+    try:
+        newest = {row["ckpt_name"]: row["is_health"] for row in json.loads(read_bytes(storage, path) or b"[]")}
+        return frozenset(os.path.basename(name) for name, health in newest.items() if health != 0), ""
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return frozenset(), (f"{path} cannot be used ({type(error).__name__}: {error}"[:300] + "); no checkpoint is taken for "
+                             "unhealthy by it")
+
+
+def is_sick(candidate: Candidate, names: Collection[str]) -> bool:
+    """``names``: of files that a list calls unhealthy."""
+    if candidate.state is not None and candidate.state.health:
+        return True
+    return not candidate.base and any(os.path.basename(file.path) in names for file in candidate.every_file)

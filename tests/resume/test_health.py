@@ -1,0 +1,97 @@
+"""What mindformers' health monitor said of checkpoints decides which are taken."""
+import json
+
+import pytest
+from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_foreign
+
+from mindresume.agree import Solo
+from mindresume.errors import NoUsableCheckpointError
+from mindresume.resume.health import LIST, sick_files
+from mindresume.resume.select import select
+
+
+def listed(folder, *rows):
+    """As CheckpointMonitor of mindformers writes it."""
+    text = json.dumps([{"is_health": health, "ckpt_name": str(name)} for name, health in rows])
+    (folder / LIST).write_text(text, encoding="utf-8")
+
+
+def choose(root, sick, named=None):
+    return select(STORAGE, str(root), Solo(), 4, named, ranks=lambda c: list(c.files), sick=sick)
+
+
+@pytest.mark.parametrize("write", [save, write_foreign])
+def test_the_newest_that_is_not_sick(tmp_path, write):
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    listed(tmp_path, (name_of(0, 5), 0), (name_of(0, 10), 0), (name_of(0, 15), 1))
+    names, trouble = sick_files(STORAGE, str(tmp_path))
+    assert (names, trouble) == ({str(name_of(0, 15))}, "")
+    choice = choose(tmp_path, names)
+    assert choice.chosen.step == 10 and "unhealthy when it was saved" in choice.refused[0].reason
+    assert choose(tmp_path, None).chosen.step == 15
+    assert choose(tmp_path, names, str(name_of(0, 15))).chosen.step == 15         # the user insists
+
+
+def test_what_the_list_does_not_name_is_not_known_to_be_sick(tmp_path):
+    save(tmp_path, 5)
+    listed(tmp_path, (name_of(0, 3), 1))
+    assert choose(tmp_path, sick_files(STORAGE, str(tmp_path))[0]).chosen.step == 5
+
+
+def test_the_last_entry_of_a_name_counts(tmp_path):
+    listed(tmp_path, (name_of(0, 5), 1), (name_of(0, 10), 0), (name_of(0, 5), 0), (name_of(0, 10), 1))
+    assert sick_files(STORAGE, str(tmp_path))[0] == {str(name_of(0, 10))}
+
+
+def test_none_healthy_is_the_documented_error_and_says_how_to_go_on(tmp_path):
+    save(tmp_path, 5)
+    save(tmp_path, 10)
+    flip_bit(path_of(tmp_path, 5, 1))
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        choose(tmp_path, {str(name_of(0, 10))})
+    assert str(caught.value).startswith("The training has no healthy checkpoints yet, please start training again. ")
+    assert "name its file to take it all the same" in str(caught.value) and "step 5" in str(caught.value)
+
+
+def test_damage_alone_is_not_called_bad_health(tmp_path):
+    save(tmp_path, 5)
+    flip_bit(path_of(tmp_path, 5, 1))
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        choose(tmp_path, set())
+    assert "healthy" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]"])
+def test_an_empty_list_says_nothing(tmp_path, content):
+    (tmp_path / LIST).write_text(content, encoding="utf-8")
+    assert sick_files(STORAGE, str(tmp_path)) == (frozenset(), "")
+
+
+@pytest.mark.parametrize("content", ["[{", '{"is_health": 1}', '[1]', '[{"ckpt_name": "a"}]',
+                                     '[{"ckpt_name": 3, "is_health": 1}]', "[" * 100_000])
+def test_a_damaged_list_is_said_and_ignored(tmp_path, content):
+    (tmp_path / LIST).write_text(content, encoding="utf-8")
+    names, trouble = sick_files(STORAGE, str(tmp_path))
+    assert names == frozenset() and trouble.startswith(f"{tmp_path / LIST} cannot be used (")
+
+
+def test_no_list_is_no_trouble(tmp_path):
+    assert sick_files(STORAGE, str(tmp_path)) == (frozenset(), "")
+
+
+def test_ours_carry_it_themselves(tmp_path):
+    from dataclasses import replace
+
+    from folders import place_of, tensors_of
+
+    from mindresume.state import TrainingState
+    from mindresume.store.commit import Committer
+    from mindresume.store.shard import rank_shard, write_shard
+    save(tmp_path, 5, world=1)
+    state = replace(TrainingState(10, 10, 10, 8), health=1)
+    place = place_of(tmp_path, 0, 1, RUN)
+    write_shard(place, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
+    Committer(place).saved(10)
+    found = select(STORAGE, str(tmp_path), Solo(), 1, sick=())
+    assert found.chosen.step == 5 and "unhealthy" in found.refused[0].reason
