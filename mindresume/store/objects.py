@@ -66,9 +66,15 @@ class MoxingStore:
 
     def list(self, prefix: str) -> list[str]:
         def work() -> list[str]:
-            if not self._file.exists(prefix):               # moxing raises for what is not there, or not: by version
+            try:
+                found = self._file.list_directory(prefix, recursive=True)
+            except Exception:
+                # Of what is not there moxing has no listing. Only then is it asked: nothing tells that ``exists`` knows a folder
+                # which is only in the names of objects, and an empty listing would be taken for a bucket without checkpoints.
+                if self._file.exists(prefix):
+                    raise
                 return []
-            names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
+            names = {name.rstrip("/") for name in found}
             folders = {parent for name in names for parent in _parents(name)}
             return sorted(names - folders - {""})
         return self._tried("listed", prefix, work)

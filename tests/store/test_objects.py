@@ -50,6 +50,20 @@ def test_what_is_put_is_found_by_url_and_in_listings(store, tmp_path):
     assert store.list(URL) == ["b"]
 
 
+def test_a_listing_does_not_depend_on_folders_that_exist(store, monkeypatch):
+    """Nor is a store that cannot be asked taken for an empty one."""
+    store.put(f"{URL}/a/b", b"x")
+    monkeypatch.setattr(moxing.file, "exists", lambda url: False)
+    assert store.list(URL) == ["a/b"] and store.list(f"{URL}/other") == []
+
+    def refuse(url, recursive=False):
+        raise RuntimeError("403 Forbidden")
+    monkeypatch.setattr(moxing.file, "list_directory", refuse)
+    monkeypatch.setattr(moxing.file, "exists", refuse)
+    with pytest.raises(RemoteError, match="403 Forbidden"):
+        store.list(URL)
+
+
 def test_s3_names_the_same(store):
     store.put("s3://bucket/a/b", b"x")
     assert store.list("s3://bucket/a") == ["b"]

@@ -551,7 +551,7 @@ def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_pat
             alone = select(STORAGE, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files))
             assert alone.chosen is None and alone.fresh or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
-        assert at > 15
+        assert at > 10
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))
