@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from mindresume.errors import RemoteError
 from mindresume.manifest import attempt_name
@@ -80,7 +81,8 @@ class Mirror:
         until = time.monotonic() + deadline
         with self._changed:
             if self.place.rank == 0:                    # what is not committed by now never will be
-                self._pending = [step for step in self._pending if committed_base(self.place, step) is not None]
+                with suppress(OSError):
+                    self._pending = [step for step in self._pending if committed_base(self.place, step) is not None]
                 self._last = max(self._pending, default=self.uploaded)
             self._closing, self._not_before = True, 0.0
             self._changed.notify_all()
@@ -125,7 +127,8 @@ class Mirror:
         """One look. True if something was done, so that the next can follow at once."""
         if self.clock() < self._not_before:
             return False
-        return self._lead() if self.place.rank == 0 else self._follow()
+        done: list[bool] = []
+        return self._attempt(lambda: done.append(self._lead() if self.place.rank == 0 else self._follow())) and done[0]
 
     def _attempt(self, work: Callable[[], None]) -> bool:
         """False if it failed; the error is kept for the training."""

@@ -457,6 +457,23 @@ def test_what_is_being_uploaded_is_not_removed_here(world):
     assert {c.step for c in scan(STORAGE, str(world.disk)).candidates} == {15}
 
 
+def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypatch):
+    mirrors = world.mirrors()
+    world.save(5)
+    for one in mirrors:
+        one.saved(5)
+
+    def refuse(path):
+        raise OSError("Input/output error")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(STORAGE), "status", lambda self, path: refuse(path))
+        assert world.first.work() is False and "Input/output error" in str(world.first.poll()[0])
+        assert "step 5 is not in" in str(world.first.finish(0)[-1])
+    world.now += AGAIN
+    world.first.work()
+    assert world.committed() == [5]
+
+
 def test_an_upload_that_hangs_is_said_once(world):
     mirror = world.mirrors(patience=10)[0]
     mirror._begin(5)
