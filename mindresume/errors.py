@@ -55,6 +55,10 @@ class FolderInUseError(SaveError):
     """Another job saves into this folder of checkpoints. The message names both."""
 
 
+class RemoteError(MindResumeError):
+    """The object store that remote_save_url names did not do what it was asked for, or belongs to a later run."""
+
+
 class LoadError(MindResumeError):
     """The chosen checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
 

@@ -264,6 +264,17 @@ class Manifest:
     part: tuple[int, ...] = ()
     world: int = 0
 
+    @classmethod
+    def of(cls, records: Sequence[tuple[Record, str]], part: tuple[int, ...] = ()) -> Manifest:
+        """``records`` with the checksums of their heads, in order of rank: of all ranks, or of ``part``."""
+        first = records[0][0]
+        # Under pipeline parallelism the loss is known to the last stage only; what rank 0 knows goes first.
+        metrics = {name: value for record, _ in reversed(records) for name, value in record.state.metrics}
+        state = replace(first.state, metrics=tuple(sorted(metrics.items())))
+        return cls(first.run, state, max(record.saved_at for record, _ in records), tuple(record.files for record, _ in records),
+                   tuple(checksum for _, checksum in records), (), any(record.deduplicated for record, _ in records), part,
+                   first.world_size if part else 0)
+
     @property
     def world_size(self) -> int:
         return self.world or len(self.files)

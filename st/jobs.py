@@ -86,8 +86,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lives.append(len(self.steps()))
         self.started = time.time()
-        settings = dict(os.environ, CPU_CLUSTER_STEPS=str(self.losses), PYTHON=sys.executable, PYTHONPATH=str(ROOT),
-                        CPU_CLUSTER_DEVICE=self.device, **environment)
+        settings = {**os.environ, "CPU_CLUSTER_STEPS": str(self.losses), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+                    "CPU_CLUSTER_DEVICE": self.device, **environment}
         with open(self.folder / f"launcher_{len(self.lives)}.log", "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([*prefix, *self.command(extra)], cwd=self.folder, env=settings, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)

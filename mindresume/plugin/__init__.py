@@ -11,6 +11,8 @@ from mindresume.plugin.session import report_metric  # noqa: F401  for the code 
 
 def install() -> None:
     """Idempotent. ConfigError if the installed mindformers has not got the places to hook in."""
+    from mindresume.plugin.modelarts import require_moxing
+    require_moxing()
     from mindresume.plugin import hooks
     from mindresume.plugin.monitor import CheckpointMonitor
     for sentence in adapter.check_versions():

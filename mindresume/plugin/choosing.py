@@ -11,7 +11,7 @@ from mindresume.agree import Group, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
 from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
-from mindresume.plugin import adapter, session, telling
+from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import strategy_of
 from mindresume.resume.apart import select_apart
@@ -38,23 +38,24 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
-    apart = not converts and os.path.isdir(path) and islands_of(storage, path, current).apart
-    waited = 0.0 if apart else settle(storage, path, group)
+    islands = together(group.size) if converts or os.path.isfile(path) else islands_of(storage, path, current)
+    waited = 0.0 if islands.apart else settle(storage, path, group)
     if waited >= 1:
         log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
-    if apart:
+    sick, remote = _sick(config, storage, group.rank) if healthy else None, current.remote if resume else None
+    if islands.apart:
         log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked for", path)
-        choice = select_apart(storage, path, group, named, current.settings.verify == "full",
-                              _sick(config, storage, group.rank) if healthy else None)
+        pick = partial(select_apart, storage, path, group, named, current.settings.verify == "full", sick)
+        choice = modelarts.choose(pick, config, path, named, remote, group, storage, False, islands) if remote else pick()
     elif decide(group, lambda: is_complete_resume(storage, path, converts)):
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
         gauge, ranks = telling.gauge("checking"), partial(_share, group) if converts else None
-        choice = select(storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
-                        on_candidate=lambda candidate: gauge.expect(read_size(candidate, _share(group, candidate))),
-                        complete=current.settings.verify == "full", sick=_sick(config, storage, group.rank) if healthy else None,
-                        poison_limit=current.settings.poison_limit,
-                        strategy_of=partial(strategy_of, storage, config.get("src_strategy_path_or_dir") or None))
+        pick = partial(select, storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
+                       on_candidate=lambda candidate: gauge.expect(read_size(candidate, _share(group, candidate))),
+                       complete=current.settings.verify == "full", sick=sick, poison_limit=current.settings.poison_limit,
+                       strategy_of=partial(strategy_of, storage, config.get("src_strategy_path_or_dir") or None))
+        choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts) if remote else pick()
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:

@@ -23,7 +23,7 @@ from mindresume.agree import decide, report
 from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, leaving, loading, online, session
+from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.dataset import identity_of
@@ -64,7 +64,7 @@ def _training(original: Any) -> Any:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
-        started.training = True
+        started.training, started.remote = True, modelarts.remote_of(self.config)
         try:
             result = original(self, *args, **kwargs)
             if started.left:

@@ -22,10 +22,10 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
 from mindresume.agree import Group, report
-from mindresume.errors import FolderInUseError, SaveError
+from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
-from mindresume.plugin import adapter, session, telling
+from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
@@ -35,6 +35,7 @@ from mindresume.resume.account import random_item, table
 from mindresume.resume.health import LIST
 from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
+from mindresume.store.mirror import Mirror
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.saver import Foreground, Outcome, Save, Saver
 from mindresume.store.shard import (
@@ -65,6 +66,7 @@ class CheckpointMonitor(BuiltIn):
         self._saver: Saver | None = None
         self._home: Residence | None = None
         self._contents: Contents | None = None
+        self._mirror: Mirror | None = None
         self._leaving: Leaving | None = None
         self._saved: set[int] = set()
         self._stalls: dict[int, float] = {}                 # seconds that the training stood still, of saves not heard of yet
@@ -97,6 +99,8 @@ class CheckpointMonitor(BuiltIn):
             self._learn(self._saver.poll())
         if self._home is not None:
             self._home.reached(self._append_step_num + run_context.original_args().cur_step_num)
+        if self._mirror is not None:
+            self._heed(self._mirror.poll())
         self._save_ckpt(run_context.original_args())
         self._leave_if_asked(run_context)
         return None
@@ -135,10 +139,13 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is not None:
             self._learn(self._saver.finish(deadline))
             self._saver = session.current().monitor = None
+        mirror, self._mirror = self._mirror, None
+        errors = mirror.finish(deadline) if mirror is not None else []
         if self._leaving is not None:
             self._leaving.close()
         if self._home is not None:
             self._home.leave()
+        self._heed(errors)
         return None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
@@ -191,6 +198,7 @@ class CheckpointMonitor(BuiltIn):
         except OSError as error:
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
         self._saver = self._make_saver(policy if home.leads else None, current)
+        self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
         current.monitor = self
         if current.resumes:
             details = current.shard.details if current.shard else None
@@ -277,6 +285,8 @@ class CheckpointMonitor(BuiltIn):
         """What became of saves. SaveError as configured."""
         for outcome in outcomes:
             if outcome.saved:
+                if self._mirror is not None:
+                    self._mirror.saved(outcome.step)
                 adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
                                       outcome.seconds)
                 telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20,
@@ -294,6 +304,14 @@ class CheckpointMonitor(BuiltIn):
         adapter.logger().error("mindresume: %s (%d failed in a row)", error, self._failed_in_a_row)
         if settings.on_save_error == "raise" or 0 < settings.max_failed_saves <= self._failed_in_a_row:
             raise error
+
+    @staticmethod
+    def _heed(errors: list[RemoteError]) -> None:
+        """What became of uploads: the checkpoints themselves are good, so only who asks for it is stopped by them."""
+        for error in errors:
+            adapter.logger().warning("mindresume: %s", error)
+            if session.current().settings.on_save_error == "raise":
+                raise error
 
     # ---- what ------------------------------------------------------------------------------------------------------
 

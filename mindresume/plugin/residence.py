@@ -16,7 +16,7 @@ from mindresume.agree import decide, report
 from mindresume.errors import ConfigError
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter, modelarts, session
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.common import committed, forget, newest_common, note
 from mindresume.store.islands import Islands, find, next_common_run
@@ -125,6 +125,7 @@ def _occupy(storage: Storage, root: str, world_size: int, run: str, iterations: 
     beat = session.current().settings.heartbeat
     if root in _CLAIMS:                                 # an earlier training of this process, which is over
         _CLAIMS.pop(root).leave()
+    modelarts.number_runs(session.current().remote, storage, root)
     claim = occupy(storage, root, replace(owner_of_this_process(SAVING, world_size), run=run), beat,
                    lambda text: adapter.logger().info("mindresume: %s", text), traced=iterations)
     _CLAIMS[root] = claim.start(beat) if beat else claim

@@ -25,6 +25,7 @@ from mindresume.resume.trials import Trial
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
 from mindresume.store.islands import Islands
+from mindresume.store.remote import Remote
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Session:
     trial: Trial | None = None               # of the chosen checkpoint, on rank 0, until a step is done
     open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
     online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
+    remote: Remote | None = None             # ModelArts: where checkpoints are kept when the disks are gone
 
     @property
     def shard(self) -> ProvenShard | None:

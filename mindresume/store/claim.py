@@ -153,6 +153,12 @@ def next_run(names: Iterable[str]) -> str:
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
 
 
+def leave_trace(storage: Storage, root: str, run: str) -> None:
+    """``run`` saved elsewhere: the next one in ``root`` takes a larger number all the same."""
+    storage.make_folder(os.path.join(root, FOLDER))
+    publish(storage, os.path.join(root, FOLDER, f"{_ENDED}{run}{_SUFFIX}"), [b""], run)
+
+
 def fence(storage: Storage, root: str, run: str) -> None:
     """FolderInUseError if a later run has claimed this folder or saved into it: then this one was taken for dead."""
     names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)

@@ -133,13 +133,10 @@ class Committer:
                 raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
                                   f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
                                   f"{place.world_size} ranks")
-        # Under pipeline parallelism the loss is known to the last stage only; what rank 0 knows goes first.
-        metrics = {name: value for record, _ in reversed(records) for name, value in record.state.metrics}
-        state = replace(first.state, metrics=tuple(sorted(metrics.items())))
-        small = iteration.write_small(place, state, [record for record, _ in records]) if place.iterations else ()
-        return Manifest(first.run, state, max(record.saved_at for record, _ in records),
-                        tuple(record.files for record, _ in records), tuple(checksum for _, checksum in records), small,
-                        any(record.deduplicated for record, _ in records), place.part, place.world_size if place.part else 0)
+        manifest = Manifest.of(records, place.part)
+        if not place.iterations:
+            return manifest
+        return replace(manifest, small=iteration.write_small(place, manifest.state, [record for record, _ in records]))
 
     def _point(self, place: Place, manifest: Manifest) -> None:
         """So that mindformers without us finds the same checkpoint. An iteration folder that an error left without its name gets

@@ -1,0 +1,327 @@
+"""What an object store holds and this disk does not comes back before the choice; by all ranks, each its own files.
+
+    restore = Restore(storage, remote, root, group, ...)
+    choice = restore.choose(lambda: select(...))
+
+    choose     the choice among what is on this disk ─▶ is there something newer at the url? ─▶ fetch it ─▶ choose again
+    fetch      a folder of records, still empty ─▶ room? ─▶ each rank: download ─▶ checksum ─▶ rename ─▶ all ranks have theirs?
+               ─▶ records ─▶ rank 0: manifest ─▶ an iteration folder gets its name
+
+What dies on the way leaves a save that never completed, with all that arrived; the next start goes on with it. What is on this
+disk with the right checksum is not fetched again. What does not arrive whole is refused with its reason, and the next older one
+is fetched: nothing of it is left to fill the disk.
+"""
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindresume.agree import Group, decide, report
+from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
+from mindresume.files.checksum import file_checksum
+from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.iteration_files import iteration_name, parse_iteration
+from mindresume.formats.names import name_for_rank, parse_label
+from mindresume.formats.records import header_of, ranks_count
+from mindresume.formats.scan import scan
+from mindresume.manifest import (
+    FOLDER,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    parse_attempt,
+    read_details,
+    record_name,
+    run_sequence,
+)
+from mindresume.resume.select import Choice
+from mindresume.store import iteration
+from mindresume.store.claim import leave_trace
+from mindresume.store.islands import Islands
+from mindresume.store.remote import Remote, records_of
+from mindresume.store.shard import Place
+from mindresume.store.storage import Storage, publish, read_bytes, temporary_name
+
+Log = Callable[[str], None]
+_SPARE = 64 << 20               # bytes that are to be left on the disk
+
+
+@dataclass
+class Restore:
+    """``root``: the folder of checkpoints. ``world_size``: of the job if a checkpoint of another number of ranks is no use, else
+    None. ``named``: the one checkpoint that is wanted. ``log``, ``warn``: one line each. ``islands``: where nodes share no disk;
+    then each gets records and manifest. Used by all ranks alike."""
+    storage: Storage
+    remote: Remote
+    root: str
+    group: Group
+    world_size: int | None = None
+    named: str | None = None
+    log: Log = lambda text: None
+    warn: Log = lambda text: None
+    islands: Islands | None = None
+    refused: list[Refusal] = field(default_factory=list)
+    _tried: set[str] = field(default_factory=set)
+
+    def choose(self, pick: Callable[[], Choice]) -> Choice:
+        """``pick`` once more for each checkpoint that was fetched. Its errors; and on all ranks NoUsableCheckpointError if none
+        that the store holds could be fetched and there is no other, RemoteError if the store cannot be asked and there is no
+        other."""
+        while True:
+            choice: Choice | None = None
+            failure: UnusableError | None = None
+            try:
+                choice = pick()
+            except UnusableError as error:
+                failure = error
+            chosen = choice is not None and choice.chosen is not None
+            try:
+                good = choice.chosen if chosen else None
+                if not (chosen and self.named) and self._fetch_newer((failure or choice).refused, good):
+                    continue
+            except RemoteError as error:
+                if not chosen:
+                    raise
+                self.warn(f"{error}. The newest on this machine is taken")
+            if failure is not None:
+                raise failure
+            if not chosen and self.refused:
+                table = "\n".join(f"  {refusal}" for refusal in self.refused)
+                raise NoUsableCheckpointError(f"{self.remote.url} holds checkpoints, but none can be used:\n{table}\nRepair what "
+                                              f"is said there, or to start afresh set resume_training: False", self.refused)
+            return choice
+
+    def _fetch_newer(self, refused: Iterable[Any], chosen: Candidate | None) -> bool:
+        """Fetches the newest that is newer than all that is good here. False if there is none."""
+        steps = {refusal.step for refusal in refused}
+        bound = (chosen.order[:2] if chosen else (0, 0)) if self.islands else None
+        while True:
+            offer = decide(self.group, lambda: self._offer(steps, bound))
+            for row in offer["refused"]:
+                self._refuse(*row)
+            if "failed" in offer:
+                raise RemoteError(offer["failed"])
+            if not offer["attempt"]:
+                return False
+            self._tried.add(offer["attempt"])
+            problem = self._fetch(offer["attempt"], offer["manifest"].encode())
+            if problem is None:
+                return True
+            self._refuse(offer["attempt"], problem)
+
+    def _refuse(self, attempt: str, reason: str) -> None:
+        self._tried.add(attempt)
+        step, _ = parse_attempt(attempt)
+        self.refused.append(Refusal(step, f"{reason} [{self.remote.url}/{attempt}]"))
+        self.warn(f"not fetching {self.refused[-1]}")
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def _offer(self, refused: set[int | None], bound: tuple[float, ...] | None) -> dict[str, Any]:
+        """What to fetch next, and what cannot be. ``bound``: newer than this one; None: than all that is good on this disk."""
+        rows: list[tuple[str, str]] = []
+        if self.named:
+            bound = (0, 0)
+        elif bound is None:
+            bound = max((c.order[:2] for c in scan(self.storage, self.root).candidates if c.origin == OURS and c.problem is None
+                         and c.step not in refused), default=(0, 0))
+        try:
+            for attempt in self.remote.look().committed():
+                step, run = parse_attempt(attempt)
+                if attempt in self._tried:
+                    continue
+                if (run_sequence(run), step) <= bound:
+                    break
+                try:
+                    manifest, data = self.remote.manifest(attempt)
+                except RecordError as error:
+                    rows.append((attempt, f"its manifest cannot be read: {error}"))
+                    continue
+                if self.named and not _is_named(manifest, self.named):
+                    continue
+                if self.world_size not in (None, manifest.world_size) and not _is_iteration(manifest):
+                    rows.append((attempt, f"saved by {ranks_count(manifest.world_size)}, this job has {self.world_size}; to "
+                                          f"change the number of ranks set auto_trans_ckpt: True"))
+                    continue
+                return {"attempt": attempt, "manifest": data.decode(), "refused": rows}
+        except RemoteError as error:
+            return {"attempt": "", "refused": rows, "failed": f"whether there is something newer is not known: {error}"}
+        return {"attempt": "", "refused": rows}
+
+    # ---- all ranks -------------------------------------------------------------------------------------------------
+
+    def _fetch(self, attempt: str, data: bytes) -> str | None:
+        """None: it is on this disk now, whole. Else why it is not, and what came is gone again."""
+        manifest, started = Manifest.read(io.BytesIO(data)), time.monotonic()
+        share = _Share(self, attempt, manifest)
+        problem = (self._all(share.prepare, leaders=True) or self._room(share) or self._all(share.download) or
+                   self._all(share.publish_records))
+        if problem is not None:
+            self._all(share.withdraw)
+            return problem
+        late = self._all(lambda: share.commit(data), leaders=True)
+        total = sum(file.size or 0 for files in manifest.files for file in files)
+        self.log(f"step {manifest.step} is fetched from {self.remote.url}: {share.fetched / 2**20:.1f} MiB by this rank, "
+                 f"{total / 2**20:.1f} MiB in all, {time.monotonic() - started:.1f} s")
+        if late is not None:                        # it is complete: the next run commits it, and gives it its name
+            self.warn(f"step {manifest.step} was fetched, but: {late}")
+        return None
+
+    def _room(self, share: _Share) -> str | None:
+        """Ranks of one machine share its disk; several machines may, and then a full one is noticed too late but noticed."""
+        def look() -> list[Any]:
+            try:
+                return [socket.gethostname(), share.needed(), self.storage.room(self.root), None]
+            except OSError as error:
+                return ["", 0, 0, f"{self.root}: {error}"]
+        rows = report(self.group, look)
+        failed = next((row[3] for row in rows if row[3]), None)
+        if failed:
+            return failed
+        for host, _, room, _ in rows:
+            needed = sum(row[1] for row in rows if row[0] == host)
+            if needed and room < needed + _SPARE:
+                return (f"{needed / 2**20:.1f} MiB are to be fetched, {self.root} on {host} has room for {room / 2**20:.1f} MiB; "
+                        f"free some space")
+        return None
+
+    def _all(self, work: Callable[[], None], leaders: bool = False) -> str | None:
+        """None if all ranks have done it (``leaders``: rank 0, of nodes that share no disk the first rank of each); else the
+        first reason."""
+        leads = self.islands.leads(self.group.rank) if self.islands else self.group.rank == 0
+
+        def attempt() -> str | None:
+            if leaders and not leads:
+                return None
+            try:
+                work()
+            except (OSError, RemoteError, RecordError) as error:
+                return str(error)
+            return None
+        found = report(self.group, attempt)
+        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(found) if reason), None)
+
+
+class _Share:
+    """Of the files of one attempt those of saved ranks 0 + k, size + k, ...: with as many ranks as saved it, the rank's own."""
+
+    def __init__(self, restore: Restore, attempt: str, manifest: Manifest):
+        self.storage, self.remote, self.attempt, self.manifest = restore.storage, restore.remote, attempt, manifest
+        self.root, self.rank = restore.root, restore.group.rank
+        self.ranks = range(restore.group.rank, manifest.world_size, restore.group.size)
+        visible = os.path.join(self.root, iteration_name(manifest.step))
+        if not _is_iteration(manifest):
+            self.base = self.root
+        elif self.storage.status(os.path.join(visible, FOLDER, attempt)) is not None:
+            self.base = visible                             # it is here, and something of it is damaged
+        else:
+            self.base = os.path.join(self.root, FOLDER, attempt)
+        self.records = os.path.join(self.base, FOLDER, attempt)
+        self.fetched = 0
+        self._lacking: list[FileRecord] = []
+        self._new: list[str] = []
+
+    def prepare(self) -> None:
+        """So that weights without a record are known to be of a save that never completed."""
+        self.storage.make_folder(self.records)
+
+    def needed(self) -> int:
+        """Bytes to download."""
+        files = [file for rank in self.ranks for file in self.manifest.files[rank]]
+        files += self.manifest.small if self.rank == 0 else ()
+        self._lacking = [file for file in files if not self._is_here(file)]
+        return sum(file.size or 0 for file in self._lacking)
+
+    def _is_here(self, file: FileRecord) -> bool:
+        path = os.path.join(self.base, file.path)
+        found = self.storage.status(path)
+        return found is not None and found.size == file.size and self._sum(path) == file.checksum
+
+    def _sum(self, path: str) -> str:
+        with self.storage.open(path) as opened:
+            return file_checksum(opened)[0]
+
+    def download(self) -> None:
+        """Each under a name that nobody reads, and that the next run removes."""
+        for file in self._lacking:
+            path = os.path.join(self.base, file.path)
+            self._refuse_foreign(path, file)
+            temporary = temporary_name(path, self.manifest.run)
+            self.storage.make_folder(os.path.dirname(path))
+            self.storage.remove(temporary)
+            self.remote.download(self.attempt, file.path, temporary)
+            if self._sum(temporary) != file.checksum:
+                self.storage.remove(temporary)
+                raise RecordError(f"{file.path}: its bytes are not those that were saved")
+            self._new.append(path)
+            self.storage.rename(temporary, path)
+            self.storage.sync(os.path.dirname(path))
+            self.fetched += file.size or 0
+
+    def _refuse_foreign(self, path: str, file: FileRecord) -> None:
+        """A damaged file of this save is replaced; never one of another run, which began on an empty disk with the same names."""
+        if self.storage.status(path) is None:
+            return
+        try:
+            label = parse_label(header_of(self.storage, self.base, file))
+        except DamagedFileError:
+            return
+        if label not in (None, (self.manifest.run, self.manifest.step)):
+            raise RecordError(f"{path} is of run {label[0]}, step {label[1]}, and is not overwritten; move it away")
+
+    def withdraw(self) -> None:
+        """The records go before the files they name."""
+        for path in reversed(self._new):
+            self.storage.remove(path)
+        with suppress(OSError):                             # the others have not removed theirs yet, or some were here before
+            self.storage.remove(self.records)
+
+    def publish_records(self, every: bool = False) -> None:
+        """Of this rank's share; ``every``: those too that are still missing here, as on nodes that share no disk."""
+        self.storage.make_folder(self.records)
+        names = set(self.storage.list(self.records)) if every else set()
+        for rank in range(self.manifest.world_size) if every else self.ranks:
+            if record_name(rank) in names:
+                continue
+            path = os.path.join(self.records, record_name(rank))
+            data = self.remote.record(self.attempt, rank)
+            record, _ = read_details(io.BytesIO(data))
+            if (record.run, record.step, record.rank, record.files) != (self.manifest.run, self.manifest.step, rank,
+                                                                        self.manifest.files[rank]):
+                raise RecordError(f"{record_name(rank)} is not the record of rank {rank} that the manifest is made from")
+            if self.storage.status(path) is None or read_bytes(self.storage, path) != data:
+                self._new.append(path)
+                publish(self.storage, path, [data], self.manifest.run)
+
+    def commit(self, data: bytes) -> None:
+        self.publish_records(every=True)
+        publish(self.storage, os.path.join(self.base, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)
+        if self.base.endswith(os.path.join(FOLDER, self.attempt)):
+            place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
+            iteration.show(place, self.manifest.step)
+
+
+def _is_iteration(manifest: Manifest) -> bool:
+    return "/" not in manifest.files[0][0].path
+
+
+def _is_named(manifest: Manifest, named: str) -> bool:
+    """As ``resume_training: named`` means it."""
+    file = manifest.files[0][0]
+    if _is_iteration(manifest):
+        return manifest.step == (int(named) if named.isascii() and named.isdigit() else parse_iteration(named.rstrip("/")))
+    return os.path.basename(file.path) == name_for_rank(named, 0, file.format)
+
+
+def trace(storage: Storage, remote: Remote, root: str) -> None:
+    """Leaves the number of the latest run at the url in ``root``, so that the next run there gets a larger one. RemoteError,
+    OSError."""
+    runs = remote.look().runs()
+    if runs:
+        leave_trace(storage, root, runs[-1])

@@ -1,0 +1,111 @@
+"""ModelArts: the job is killed, its disk is gone, and the same command goes on from the object store. moxing is a fake."""
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mindresume.plugin.modelarts import VARIABLES
+from st.copies import LIMIT, lines, said, steps_of
+from st.iterations import NEW
+from st.jobs import ROOT, Run, differences
+
+URL = "obs://bucket/job"
+ALWAYS = f"--remote_save_url {URL} --callbacks.1.save_checkpoint_steps 5 --callbacks.1.keep_checkpoint_max 2"
+
+
+def platform(run: Run, **more: str) -> dict[str, str]:
+    """Its environment; the bucket outlives the disk of the job."""
+    objects = run.folder.parent / f"{run.folder.name}_objects"
+    return {"MA_JOB_DIR": "/home/ma-user/modelarts", "FAKE_MOXING_ROOT": str(objects),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "fakes")]), **more}
+
+
+def committed(run: Run) -> list[int]:
+    """Steps whose manifest is in the bucket."""
+    folder = run.folder.parent / f"{run.folder.name}_objects" / "bucket" / "job" / "checkpoint"
+    return sorted(int(path.parent.name[5:15]) for path in folder.glob("step-*/.mindresume/*/manifest.json"))
+
+
+def killed_and_its_disk_lost(run: Run, arguments: str, step: int) -> list[int]:
+    """Killed after ``step``, as soon as something is in the bucket. Returns what is there then."""
+    run.start(arguments, **platform(run, FAKE_MOXING_DELAY="0.05"))
+    run.until(step)
+    while not committed(run) and run.process.poll() is None:
+        time.sleep(0.01)
+    run.kill()
+    shutil.rmtree(run.folder / "output")
+    return committed(run)
+
+
+def resumed(whole: Run, run: Run, arguments: str, there: list[int], ranks: int = 1) -> None:
+    run.start(arguments, **platform(run)).ended(LIMIT)
+    for rank in range(ranks):
+        assert f"mindresume: resume from step {there[-1]}," in run.log(rank)
+    said(run, f"step {there[-1]} is fetched from {URL}/checkpoint")
+    said(run, "run 0002-", "saves to")
+    assert steps_of(run) == list(range(there[-1] + 1, 41))
+    assert differences(whole.steps(), run.steps(-1)) == []
+    assert committed(run)[-1] == 40 and len(committed(run)) <= 2
+    assert not [line for line in run.log().splitlines() if "is not in obs://" in line]
+
+
+@pytest.mark.parametrize("layout", ["", NEW], ids=["1.0", "2.0"])
+def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
+    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17)
+    assert there and there[-1] in (5, 10, 15)
+    resumed(whole_single, run, f"{ALWAYS} {layout}", there)
+
+
+def test_four_processes_on_an_empty_disk(whole_four, tmp_path):
+    run = Run(tmp_path / "run", whole_four.config, whole_four.data, 4, device=whole_four.device)
+    there = killed_and_its_disk_lost(run, ALWAYS, 17)
+    resumed(whole_four, run, ALWAYS, there, 4)
+
+
+def test_killed_while_it_fetches(whole_single, tmp_path):
+    """Half a download is no checkpoint: the next start fetches again, on the same disk."""
+    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    there = killed_and_its_disk_lost(run, ALWAYS, 17)
+    run.start(ALWAYS, **platform(run, FAKE_MOXING_KILL="copy 1"))
+    assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1)
+    assert steps_of(run) == []
+    resumed(whole_single, run, ALWAYS, there)
+
+
+def test_an_object_store_that_fails_does_not_stop_the_training(whole_single, tmp_path):
+    """A file lies where the bucket should be: every upload fails, is said, and the job ends well."""
+    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    environment = platform(run, MINDRESUME_COMMIT_TIMEOUT="5")
+    (tmp_path / "run_objects").mkdir()
+    (tmp_path / "run_objects" / "bucket").write_text("in the way")
+    run.start(ALWAYS, **environment).ended(LIMIT)
+    assert differences(whole_single.steps(), run.steps()) == []
+    assert lines(run, "obs://bucket/job/checkpoint/run-0001-") and all("WARNING" in line for line in lines(run, "tried 4 times"))
+    said(run, "step 40 is not in obs://bucket/job/checkpoint, not whole, within 5 s")
+
+
+def test_outside_of_modelarts_the_url_is_ignored_and_that_is_said(whole_single, tmp_path):
+    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    assert not any(name in os.environ for name in VARIABLES)
+    run.start(f"{ALWAYS} --runner_config.epochs 1").ended(LIMIT)
+    assert len(lines(run, f"remote_save_url: {URL} is ignored: this job does not run in ModelArts")) == 1
+
+
+def test_what_is_wrong_at_the_start(whole_single, tmp_path):
+    """A url of another kind is mindformers' own error; ModelArts without moxing is ours."""
+    run = Run(tmp_path / "url", whole_single.config, whole_single.data, device=whole_single.device)
+    run.start("--remote_save_url https://bucket/job", **platform(run))
+    assert run.wait(LIMIT) == 1
+    said(run, "failed: TypeError: remote_save_url should be start with obs:// or s3://, but get https://bucket/job")
+    without = subprocess.run([sys.executable, ROOT / "run_mindformer.py", "--config", ROOT / "configs" / run.config],
+                             env={**os.environ, "MA_JOB_DIR": "/home/ma-user/modelarts"}, cwd=tmp_path, capture_output=True,
+                             text=True, check=False)
+    assert without.returncode == 2
+    assert "error: this job runs in ModelArts (MA_JOB_DIR is set), where mindformers needs the package moxing" in without.stderr

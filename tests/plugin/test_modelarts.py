@@ -1,0 +1,110 @@
+"""When checkpoints go to an object store, and into which folder they come back. Real mindformers, a fake moxing."""
+from types import SimpleNamespace
+
+import pytest
+from fakes import moxing
+
+pytest.importorskip("mindformers")
+
+from mindformers.tools.register import MindFormerConfig  # noqa: E402
+from mindformers.tools.utils import check_in_modelarts  # noqa: E402
+
+from mindresume.agree import Solo  # noqa: E402
+from mindresume.errors import ConfigError, RemoteError  # noqa: E402
+from mindresume.plugin import adapter, modelarts, session  # noqa: E402
+from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+from mindresume.store.remote import Remote  # noqa: E402
+from mindresume.store.storage import PosixStorage  # noqa: E402
+
+
+@pytest.fixture
+def said(monkeypatch):
+    found = []
+    note = SimpleNamespace(**{level: lambda text, *values, level=level: found.append((level, text % values))
+                              for level in ("info", "warning", "error")})
+    monkeypatch.setattr(adapter, "logger", lambda: note)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+    for name in modelarts.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "moxing", moxing)
+
+
+@pytest.mark.parametrize("name", modelarts.VARIABLES)
+def test_modelarts_is_where_mindformers_says_so(monkeypatch, name):
+    assert not modelarts.variable() and not check_in_modelarts()
+    monkeypatch.setenv(name, "x")
+    assert modelarts.variable() == name and check_in_modelarts()
+
+
+def test_outside_the_url_is_ignored_with_one_warning(said):
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job")) is None
+    assert len(said) == 1 and said[0][0] == "warning" and "obs://bucket/job is ignored" in said[0][1]
+
+
+@pytest.mark.parametrize("url", [None, ""])
+def test_without_a_url_nothing_is_said(monkeypatch, said, url):
+    monkeypatch.setenv("MA_JOB_DIR", "x")
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url)) is None and said == []
+
+
+@pytest.mark.parametrize("url", ["obs://bucket/job", "s3://bucket/job/"])
+def test_below_the_url(monkeypatch, url):
+    monkeypatch.setenv("MA_JOB_DIR", "x")
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url)).url == url.rstrip("/") + "/checkpoint"
+
+
+@pytest.mark.parametrize("url, text", [("/cache/job", "should be start with obs:// or s3://"), (5, "type should be a str")])
+def test_what_is_no_url_is_the_error_of_mindformers(monkeypatch, url, text):
+    monkeypatch.setenv("MA_JOB_DIR", "x")
+    with pytest.raises(TypeError, match=text):
+        modelarts.remote_of(MindFormerConfig(remote_save_url=url))
+
+
+def test_modelarts_without_moxing(monkeypatch):
+    monkeypatch.setattr(modelarts, "find_spec", lambda name: None)
+    modelarts.require_moxing()
+    monkeypatch.setenv("BATCH_GROUP_NAME", "x")
+    with pytest.raises(ConfigError, match="BATCH_GROUP_NAME is set.*moxing"):
+        modelarts.require_moxing()
+
+
+@pytest.mark.parametrize("directory, path, looked_at", [
+    (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
+    (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
+    ("other", "output/checkpoint", False)])
+def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_path, said, directory, path, looked_at):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
+    asked = []
+    monkeypatch.setattr(modelarts.restore.Restore, "choose", lambda self, pick: (asked.append(self.root), pick())[1])
+    config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
+    picked = modelarts.choose(lambda: "choice", config, path, None, Remote(None, "obs://b/c"), Solo(), PosixStorage(), False)
+    assert picked == "choice" and bool(asked) is looked_at
+    assert looked_at or "obs://b/c is not looked at: load_checkpoint is " + path in said[0][1]
+
+
+def test_a_failed_upload_is_a_warning_and_stops_only_who_asks_for_it(said):
+    before = session.current()
+    try:
+        session.begin(session.Session(Settings(max_failed_saves=1)))
+        CheckpointMonitor._heed([RemoteError("one"), RemoteError("two")])
+        assert said == [("warning", "mindresume: one"), ("warning", "mindresume: two")]
+        session.begin(session.Session(Settings(on_save_error="raise")))
+        with pytest.raises(RemoteError, match="one"):
+            CheckpointMonitor._heed([RemoteError("one")])
+    finally:
+        session.begin(before)
+
+
+def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(said, tmp_path, monkeypatch):
+    class Refuses:
+        def list(self, prefix):
+            raise RemoteError("403")
+    modelarts.number_runs(Remote(Refuses(), "obs://b/c"), PosixStorage(), str(tmp_path))
+    modelarts.number_runs(None, PosixStorage(), str(tmp_path))
+    assert said == [("warning", "mindresume: 403")]

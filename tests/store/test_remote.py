@@ -1,0 +1,596 @@
+"""What lies in the object store after every operation, and what a job on an empty disk takes from there."""
+import os
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import folders
+import iterations
+import pytest
+from fakes import moxing
+from folders import STORAGE, Ranks
+
+from mindresume.agree import Solo
+from mindresume.drill.faults import Fault, Killed, Machine
+from mindresume.drill.ranks import Turns
+from mindresume.errors import NoUsableCheckpointError, RemoteError
+from mindresume.formats.scan import scan
+from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
+from mindresume.resume.restore import Restore, trace
+from mindresume.resume.select import select
+from mindresume.store.claim import Holds, next_run, occupy, owner_of_this_process
+from mindresume.store.commit import Committer
+from mindresume.store.mirror import AGAIN, Mirror
+from mindresume.store.objects import MoxingStore
+from mindresume.store.remote import Mark, Remote, records_of
+from mindresume.store.retention import KEEP_ALL, KeepLast
+
+URL = "obs://bucket/job/checkpoint"
+RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
+FORMATS = {"1.0": folders, "2.0": iterations}
+
+
+class Died(BaseException):
+    """The process is gone."""
+
+
+class World:
+    """An object store, and jobs of two ranks on disks that come and go. Time passes when somebody sleeps."""
+
+    def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
+        self.base, self.fmt, self.size, self.now, self.log = base, fmt, size, 0.0, []
+        self.disk, self.others = base / "disk", []
+        self.remote = Remote(MoxingStore(moxing.file, lambda seconds: None), URL)
+
+    def empty_disk(self) -> None:
+        shutil.rmtree(self.disk, ignore_errors=True)
+        self.disk = self.base / "disk2" if self.disk.name == "disk" else self.base / "disk"
+
+    def place(self, rank=0, run=RUN):
+        make = FORMATS[self.fmt].place_of
+        return make(self.disk, rank, self.size, run)
+
+    def save(self, step, run=RUN, policy=KEEP_ALL):
+        if self.fmt == "1.0":
+            folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
+        else:
+            iterations.save(self.disk, step, world=self.size, run=run)
+        Committer(self.place(0, run), policy, holds=Holds(STORAGE, str(self.disk))).prune()
+
+    def sleep(self, seconds):
+        """The other ranks get their turns."""
+        self.now += seconds
+        for other in self.others:
+            other.work()
+
+    def mirrors(self, run=RUN, policy=KEEP_ALL, patience=60.0):
+        remotes = [Remote(self.remote.store, URL) for _ in range(self.size)]
+        self.others = [Mirror(remotes[rank], self.place(rank, run), None, patience, self.log.append, lambda: self.now,
+                              lambda seconds: None) for rank in range(1, self.size)]
+        self.first = Mirror(remotes[0], self.place(0, run), policy, patience, self.log.append, lambda: self.now, self.sleep)
+        return [self.first, *self.others]
+
+    def mirror(self, *steps, run=RUN, policy=KEEP_ALL):
+        """Saved and uploaded, one after the other."""
+        mirrors = self.mirrors(run, policy)
+        for step in steps:
+            self.save(step, run)
+            for one in mirrors:
+                one.saved(step)
+            self.first.work()
+        return mirrors
+
+    def committed(self):
+        return [int(name[5:15]) for name in self.remote.look().committed()]
+
+    def restore(self, group=None, converts=None, named=None):
+        group = group or Solo()
+        converts = self.fmt == "2.0" if converts is None else converts
+        size = None if converts else group.size
+        ranks = (lambda candidate: [rank for rank in candidate.files if rank % group.size == group.rank]) if converts else None
+        found = Restore(STORAGE, self.remote, str(self.disk), group, size, named, self.log.append, self.log.append)
+        return found.choose(lambda: select(STORAGE, str(self.disk), group, size, named, ranks))
+
+    def restore_all(self, size=None, **how):
+        """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
+        results = Ranks(size or self.size).run(lambda group: self.restore(group, **how))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        assert len({result.chosen.name if result.chosen else None for result in results}) == 1
+        return results[0]
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def world(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    yield World(tmp_path, request.param)
+    moxing.file.hidden.clear()
+
+
+def content(root):
+    """{path: bytes} of everything that is no pointer, claim or temporary file."""
+    found = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name not in ("meta.json", "latest_checkpointed_iteration.txt") and not name.startswith(("claim-", "ended-", ".")):
+                found[os.path.relpath(os.path.join(folder, name), root)] = Path(folder, name).read_bytes()
+    return found
+
+
+def strike(monkeypatch, at):
+    """Dies right after the operation with this number, or in the middle of a download. Returns what was done."""
+    done = []
+
+    def watch(moment, operation, url):
+        if moment != "before":
+            done.append((moment, operation, url))
+            if len(done) == at:
+                raise Died(operation)
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return done
+
+
+# ---- there and back ----------------------------------------------------------------------------------------------------
+
+def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
+    world.mirror(5, 10)
+    assert world.committed() == [10, 5]
+    before = content(world.disk)
+    world.empty_disk()
+    choice = world.restore_all()
+    assert choice.chosen.step == 10 and choice.chosen.committed and choice.complete
+    name = attempt_name(10, RUN)
+    if world.fmt == "2.0":
+        assert iterations.tracker(world.disk) == "10" and choice.chosen.base == "iteration_00000010"
+        assert content(world.disk) == {path: data for path, data in before.items() if path.startswith("iteration_00000010/")}
+    else:
+        mine = [file.path for file in choice.chosen.every_file]
+        assert content(world.disk) == {path: data for path, data in before.items() if path in mine or f"{FOLDER}/{name}/" in path}
+
+
+def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
+    """Copied from the store by any tool, it is one: in 1.0 a root, in 2.0 an iteration folder."""
+    world.mirror(10)
+    copied = tmp_path / "copied"
+    moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
+    choice = select(STORAGE, str(copied), Solo(), 2, ranks=lambda candidate: list(candidate.files))
+    assert choice.chosen.step == 10 and choice.chosen.run == RUN
+
+
+def test_what_is_newer_here_stays(world):
+    world.mirror(5)
+    world.save(10)
+    assert world.restore_all().chosen.step == 10 and not any("fetched" in line for line in world.log)
+
+
+def test_a_fresh_start_where_nothing_was_ever_committed(world):
+    assert world.restore_all().fresh
+    mirrors = world.mirrors(patience=3)
+    world.save(5)
+    mirrors[0].saved(5)                             # rank 1 never does
+    mirrors[0].work()
+    assert world.remote.look().boxes and world.committed() == []
+    world.empty_disk()
+    assert world.restore_all().fresh
+
+
+def test_what_is_damaged_here_is_mended(world):
+    """The same bytes lie there: refused here, fetched again, and only that file."""
+    world.mirror(5, 10)
+    path = folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iterations.weights_of(world.disk, 10, 1)
+    whole = path.read_bytes()
+    folders.flip_bit(path)
+    copies = []
+    original = moxing.file.copy
+    moxing.file.copy = lambda source, target: (copies.append(source), original(source, target))
+    try:
+        choice = world.restore_all()
+    finally:
+        moxing.file.copy = original
+    assert choice.chosen.step == 10 and path.read_bytes() == whole
+    assert [os.path.basename(source) for source in copies] == [path.name]
+
+
+def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, tmp_path):
+    world.mirror(5, 10)
+    box = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
+    weights = next(path for path in sorted(box.rglob("*.safetensors")))
+    folders.flip_bit(weights)
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 5
+    assert any(f"not fetching step 10: rank 0: {weights.relative_to(box)}: its bytes are not those" in line for line in world.log)
+    assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))     # nothing of it fills the disk
+
+
+def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, monkeypatch):
+    """Rank folders: two runs that both began on an empty disk use the same names."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    folders.save(world.disk, 10, 2, LATER)
+    for one in reversed(world.mirrors(LATER)):
+        one.saved(10)
+    world.first.work()
+    world.empty_disk()
+    folders.save(world.disk, 10, 2, RUN)
+    before = content(world.disk)
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (10, RUN) and content(world.disk) == before
+    assert any("is of run 0001-0000aaaa, step 10, and is not overwritten" in line for line in world.log)
+
+
+def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path):
+    world.mirror(5)
+    for path in (tmp_path / "objects").rglob("*.safetensors"):
+        path.unlink()
+    world.empty_disk()
+    with pytest.raises(NoUsableCheckpointError, match="holds checkpoints, but none can be used:\n  step 5: rank 0: .*downloaded"):
+        world.restore_all()
+
+
+def test_a_store_that_cannot_be_asked(world, monkeypatch):
+    """With nothing here nobody knows whether it would be a fresh start; with something here the job starts."""
+    world.mirror(5)
+
+    def refuse(url, recursive=False):
+        raise RuntimeError("403 Forbidden")
+    monkeypatch.setattr(moxing.file, "list_directory", refuse)
+    assert world.restore_all().chosen.step == 5 and any("403" in line for line in world.log)
+    world.empty_disk()
+    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*403 Forbidden"):
+        world.restore_all()
+
+
+def test_no_room_is_said_before_the_download(world, monkeypatch):
+    world.mirror(5)
+    world.empty_disk()
+    monkeypatch.setattr(type(STORAGE), "room", lambda self, folder: 1 << 20)
+    with pytest.raises(NoUsableCheckpointError, match="MiB are to be fetched, .* has room for 1.0 MiB"):
+        world.restore_all()
+    assert not any(path.endswith("safetensors") for path in content(world.disk))
+
+
+class OtherNode(type(STORAGE)):
+    """The same paths, on a disk of its own."""
+
+    def __init__(self, root, real):
+        self.root, self.real = str(root), str(real)
+
+    def __getattribute__(self, name):
+        method = super().__getattribute__(name)
+        if name not in ("list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "room"):
+            return method
+        return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
+
+
+def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
+    """Rank folders: each its own files and record; rank 0 all records, which it judges by."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    world.mirror(5)
+    world.empty_disk()
+
+    def work(group):
+        storage, store = STORAGE, MoxingStore(moxing.file, lambda seconds: None)
+        if group.rank == 1:
+            storage = OtherNode(world.disk, tmp_path / "node1")
+            download = store.download
+            store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
+        found = Restore(storage, Remote(store, URL), str(world.disk), group, 2, log=world.log.append, warn=world.log.append)
+        return found.choose(lambda: select(storage, str(world.disk), group, 2))
+    for choice in Ranks(2).run(work):
+        assert choice.chosen.step == 5 and len(choice.shards) == 1
+    assert sorted(os.listdir(tmp_path / "node1")) == [FOLDER, "rank_1"]
+    assert "rank_1" not in os.listdir(world.disk)
+
+
+def test_another_number_of_ranks(world):
+    world.mirror(5)
+    world.empty_disk()
+    if world.fmt == "1.0":
+        with pytest.raises(NoUsableCheckpointError, match="saved by 2 ranks, this job has 3; .*auto_trans_ckpt"):
+            world.restore_all(3)
+    for size in (1, 3):
+        choice = world.restore_all(size, converts=True)
+        assert choice.chosen.step == 5 and choice.chosen.world_size == 2
+        assert all((world.disk / file.path).exists() for file in choice.chosen.every_file)
+        world.empty_disk()
+
+
+def test_the_one_that_is_named(world):
+    world.mirror(5, 10)
+    world.empty_disk()
+    named = str(folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
+    assert world.restore_all(named=named).chosen.step == 5
+
+
+def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path, "2.0")
+    mirrors = world.mirror(5)
+    iterations.save(world.disk, 10, health=1)
+    for one in mirrors:
+        one.saved(10)
+    world.first.work()
+    world.empty_disk()
+    found = Restore(STORAGE, world.remote, str(world.disk), Solo(), log=world.log.append)
+    choice = found.choose(lambda: select(STORAGE, str(world.disk), Solo(), ranks=lambda candidate: list(candidate.files),
+                                         sick=()))
+    assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
+    assert [line[:7] for line in world.log if "fetched" in line] == ["step 10", "step 5 "]
+
+
+# ---- numbers of runs ---------------------------------------------------------------------------------------------------
+
+def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
+    world.mirror(5, run=run_name(7, "00000007"))
+    world.empty_disk()
+    for _ in range(2):
+        trace(STORAGE, world.remote, str(world.disk))
+    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
+    claim = occupy(STORAGE, str(world.disk), owner_of_this_process("saving"), 0)
+    assert claim.run.startswith("0008-") and not any("0007" in name for name in os.listdir(world.disk / FOLDER))
+
+
+def test_a_run_that_uploaded_nothing_counts_too(world):
+    world.remote.announce(run_name(3, "00000003"), Mark())
+    trace(STORAGE, world.remote, str(world.disk))
+    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
+
+
+def test_a_run_that_was_taken_for_dead_uploads_nothing_more(world):
+    old = world.mirror(5)
+    world.save(10)
+    world.remote.announce(LATER, Mark())
+    for one in old:
+        one.saved(10)
+    old[0].work()
+    errors = old[0].poll()
+    assert len(errors) == 1 and f"taken over by run {LATER}" in str(errors[0]) and world.committed() == [5]
+    assert old[0].finish(0)                         # and says at the end what is missing, without waiting
+
+
+def test_of_two_runs_the_later_one_is_taken_whatever_its_step(world):
+    world.mirror(20)
+    world.mirror(15, run=LATER)
+    world.empty_disk()
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (15, LATER)
+
+
+# ---- retention ---------------------------------------------------------------------------------------------------------
+
+def test_the_local_policy_holds_there_too_and_counts_earlier_runs(world):
+    world.mirror(5, 10)
+    world.mirror(15, 20, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [20, 15]
+    assert set(world.remote.look().boxes) == {attempt_name(15, LATER), attempt_name(20, LATER)}
+    assert world.remote.look().marks == (LATER,)
+    assert any("removed step 5 from" in line for line in world.log)
+
+
+def test_the_manifest_goes_first(world, monkeypatch):
+    world.mirror(5)
+    removed = strike(monkeypatch, 0)
+    world.mirror(10, policy=KeepLast(1))
+    gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
+    assert gone[0].endswith(MANIFEST) and len(gone) > 3
+
+
+def test_debris_goes_but_not_what_a_listing_shows_late(world):
+    world.mirror(5)
+    world.remote.store.put(f"{URL}/{attempt_name(7, RUN)}/rank_0/torn.safetensors", b"of a rank that died")
+    moxing.file.hidden.add(f"{URL}/{attempt_name(5, RUN)}/{records_of(attempt_name(5, RUN), MANIFEST)}")
+    world.mirror(10, run=LATER, policy=KeepLast(9))
+    moxing.file.hidden.clear()
+    assert world.committed() == [10, 5] and len(world.remote.look().boxes) == 2
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------
+
+def test_a_failed_upload_is_said_counted_and_tried_again(world, monkeypatch):
+    mirrors, original = world.mirrors(), moxing.file.copy
+
+    def refuse(source, target):
+        raise RuntimeError("503 Service Unavailable")
+    monkeypatch.setattr(moxing.file, "copy", refuse)
+    world.save(5)
+    for one in mirrors:
+        one.saved(5)
+    assert world.first.work() is True
+    errors = world.first.poll()
+    assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0]) and "(1 failed so far)" in str(errors[0])
+    assert world.first.poll() == [] and world.first.work() is False         # not at once
+    monkeypatch.setattr(moxing.file, "copy", original)
+    world.now += AGAIN
+    world.first.work()
+    assert world.committed() == [5] and world.first.poll() == []
+
+
+def test_uploads_slower_than_saves_leave_steps_out_and_say_so(world):
+    mirrors = world.mirrors()
+    for step in (5, 10, 15):
+        world.save(step)
+        for one in mirrors:
+            one.saved(step)
+    world.first.work()
+    assert world.committed() == [15]
+    assert any("step 5, 10 is not uploaded: uploads are slower than saves (2 left out so far)" in line for line in world.log)
+    assert all(one.work() is False for one in mirrors)                       # nothing is pending on any rank
+
+
+def test_what_is_not_committed_here_is_not_begun(world):
+    mirrors = world.mirrors()
+    for rank in range(2):
+        FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
+    for one in mirrors:
+        one.saved(5)
+    assert world.first.work() is False and world.remote.look().boxes == {}
+
+
+def test_a_rank_that_never_comes_is_named(world):
+    mirrors = world.mirrors()
+    world.others = []
+    world.save(5)
+    mirrors[0].saved(5)
+    mirrors[0].work()
+    assert "objects of rank 1 did not come within 60 s" in str(mirrors[0].poll()[0]) and world.committed() == []
+
+
+def test_what_is_being_uploaded_is_not_removed_here(world):
+    """Retention of the job itself, while the other rank is slow."""
+    mirrors = world.mirrors()
+    world.save(5)
+    for one in mirrors:
+        one.saved(5)
+
+    def meanwhile(seconds):
+        world.first.sleep = world.sleep
+        world.save(10, policy=KeepLast(1))
+    world.first.sleep = meanwhile
+    world.first.work()
+    assert world.committed() == [5]
+    world.save(15, policy=KeepLast(1))
+    assert {c.step for c in scan(STORAGE, str(world.disk)).candidates} == {15}
+
+
+def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypatch):
+    mirrors = world.mirrors()
+    world.save(5)
+    for one in mirrors:
+        one.saved(5)
+
+    def refuse(path):
+        raise OSError("Input/output error")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(STORAGE), "status", lambda self, path: refuse(path))
+        assert world.first.work() is False and "Input/output error" in str(world.first.poll()[0])
+        assert "step 5 is not in" in str(world.first.finish(0)[-1])
+    world.now += AGAIN
+    world.first.work()
+    assert world.committed() == [5]
+
+
+def test_an_upload_that_hangs_is_said_once(world):
+    mirror = world.mirrors(patience=10)[0]
+    mirror._begin(5)
+    assert mirror.poll() == []
+    world.now = 11
+    assert "step 5 is being uploaded" in str(mirror.poll()[0]) and mirror.poll() == []
+
+
+def test_the_end_waits_for_the_last_upload(world):
+    mirrors = world.mirrors()
+    for one in mirrors:
+        one.clock, one.sleep, one.pause = lambda: 0.0, lambda seconds: None, 0.01
+    for one in mirrors:
+        one.start()
+    for step in (5, 10):
+        world.save(step)
+        for one in mirrors:
+            one.saved(step)
+    assert [one.finish(20) for one in mirrors] == [[], []]
+    assert world.committed()[0] == 10 and world.remote.announced(RUN).ended
+
+
+def test_the_end_names_what_is_missing(world):
+    mirrors = world.mirrors()
+    first, second = mirrors
+    first.pause = 0.01
+    first.sleep = lambda seconds: time.sleep(0.01)
+    world.save(5)
+    first.saved(5)
+    second.saved(5)
+    second.start()
+    first.start()
+    second._over = True                             # it died
+    error = str(first.finish(0.2)[-1])
+    assert "step 5 is not in obs://bucket/job/checkpoint" in error and "rank 0 is still uploading step 5" in error
+    world.now, first._over = 1e9, True              # it gives up
+    for thread in threading.enumerate():
+        if thread.name == "mindresume-mirror":
+            thread.join(20)
+
+
+# ---- death after every operation ---------------------------------------------------------------------------------------
+
+def resumed(world):
+    """What a job on an empty disk takes; what it takes is whole."""
+    world.empty_disk()
+    choice = world.restore_all()
+    return choice.chosen.step if choice.chosen else None
+
+
+def test_whenever_the_job_dies_in_an_upload_the_step_before_or_this_one_is_there(tmp_path, monkeypatch):
+    """Rank 0 and rank 1 die with the operation of either; then the next run goes on, and cleans up."""
+    for fmt in FORMATS:
+        outcomes, at, over = [], 0, False
+        while not over:
+            at += 1
+            base = tmp_path / fmt / str(at)
+            monkeypatch.setenv("FAKE_MOXING_ROOT", str(base / "objects"))
+            world = World(base, fmt)
+            world.mirror(5)
+            strike(monkeypatch, at)
+            try:
+                world.mirror(10, policy=KeepLast(1))
+                over = True
+            except Died:
+                pass
+            monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+            outcomes.append(resumed(world))
+            world.mirror(15, run=LATER, policy=KeepLast(1))
+            assert world.committed() == [15] and list(world.remote.look().boxes) == [attempt_name(15, LATER)]
+            shutil.rmtree(base)
+        assert set(outcomes) == {5, 10} and outcomes == sorted(outcomes) and len(outcomes) > 20
+
+
+def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_path, monkeypatch):
+    for fmt in FORMATS:
+        at, over = 0, False
+        base = tmp_path / fmt
+        monkeypatch.setenv("FAKE_MOXING_ROOT", str(base / "objects"))
+        world = World(base, fmt)
+        world.mirror(5, 10)
+        while not over:
+            at += 1
+            world.empty_disk()
+            strike(monkeypatch, at)
+            try:
+                world.restore(Solo(), converts=True)
+                over = True
+            except Died:
+                pass
+            monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+            alone = select(STORAGE, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files))
+            assert alone.chosen is None and alone.fresh or alone.chosen.step == 10
+            assert world.restore_all().chosen.step == 10
+        assert at > 10
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
+    """Every operation on the disk fails once, with death: nothing half-fetched is ever taken."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world, at, seen = World(tmp_path, fmt), 0, SimpleNamespace(fresh=0, taken=0)
+    world.mirror(10)
+    while True:
+        at += 1
+        world.empty_disk()
+        machine = Machine(STORAGE, Turns(1, random.Random(0)), Fault("kill all", at), random.Random(0))
+        view = machine.view(0)
+        try:
+            Restore(view, world.remote, str(world.disk), Solo()).choose(
+                lambda view=view: select(view, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files)))
+            break
+        except Killed:
+            pass
+        alone = select(STORAGE, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files))
+        seen.fresh += alone.chosen is None
+        seen.taken += alone.chosen is not None
+        assert alone.fresh if alone.chosen is None else alone.chosen.step == 10
+        assert world.restore_all().chosen.step == 10
+    assert seen.fresh > 20 and seen.taken > 3
