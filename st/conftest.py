@@ -18,6 +18,13 @@ def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="everything, where else a part is taken: takes an hour longer")
 
 
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--soak"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="takes long, and much of it is tested elsewhere: --soak"))
+
+
 @pytest.fixture(scope="session")
 def device(request) -> str:
     return request.config.getoption("--device-target")

@@ -44,7 +44,7 @@ def test_the_platform_ends_the_launcher_of_one_process(whole_single, tmp_path):
     goes_on(run, whole_single, step, "--callbacks.1.async_save thread")
 
 
-@pytest.mark.parametrize("command", ["", "--use_legacy_format False"])
+@pytest.mark.parametrize("command", ["", pytest.param("--use_legacy_format False", marks=pytest.mark.soak)])
 def test_one_rank_of_four_is_told_and_all_leave(whole_four, tmp_path, command):
     run = beside(whole_four, tmp_path / "run", copied=False)
     run.start(command, **CHECK)

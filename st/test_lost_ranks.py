@@ -20,7 +20,7 @@ def dies(run: Run, left: str, command: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("command", ["", "--use_legacy_format False"])
+@pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), "--use_legacy_format False"])
 def test_ranks_that_hold_everything(whole_four, tmp_path, command):
     run = dies(beside(whole_four, tmp_path / "run", copied=False), "0,3", command)
     assert run.which()["chosen"]["step"] == 12
@@ -30,6 +30,7 @@ def test_ranks_that_hold_everything(whole_four, tmp_path, command):
     assert differences(whole_four.steps(), run.steps()) == []
 
 
+@pytest.mark.soak
 def test_ranks_that_do_not(whole_four, tmp_path):
     run = dies(beside(whole_four, tmp_path / "run", copied=False), "0,2", "")
     found = run.which()

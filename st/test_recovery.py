@@ -114,10 +114,9 @@ def test_a_few_deaths_of_one_process(whole_single, tmp_path):
     as_if_nothing_had_happened(run, whole_single)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
-def test_ten_deaths_of_four_processes(whole_four, tmp_path, soak, fmt):
-    if not soak:
-        pytest.skip("takes ten minutes: --soak")
+def test_ten_deaths_of_four_processes(whole_four, tmp_path, fmt):
     run, chance = beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
     moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_save, in_between, at_the_start, in_a_save,
                while_it_loads, in_between]

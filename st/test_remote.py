@@ -63,6 +63,7 @@ def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
     resumed(whole_single, run, f"{ALWAYS} {layout}", there)
 
 
+@pytest.mark.soak
 def test_four_processes_on_an_empty_disk(whole_four, tmp_path):
     run = Run(tmp_path / "run", whole_four.config, whole_four.data, 4, device=whole_four.device)
     there = killed_and_its_disk_lost(run, ALWAYS, 17)
