@@ -9,13 +9,14 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mindresume.reshard.compare import compare
 from mindresume.reshard.source import open_source
-from mindresume.store.storage import PosixStorage
+from mindresume.store.storage import TEMPORARY, PosixStorage
 from st.jobs import ROOT, Run
 from st.lives import ended
 
@@ -95,11 +96,17 @@ def test_merged_weights_of_mindformers(sequences, device, tmp_path):
 
 
 def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(sequences, device, tmp_path):
-    """By MindSpore's engine, the default for ckpt; then by ours, to the same bits."""
+    """By MindSpore's engine, the default for ckpt; then by ours, to the same bits. Killed within the conversion at first."""
     run = beside(OPTIMIZER, tmp_path / "run", sequences, device)
-    before = content(run.checkpoints)
+    before, transformed = content(run.checkpoints), run.folder / "output" / "transformed_checkpoint" / "checkpoint"
+    run.start(RESUME)
+    while run.process.poll() is None and not list(transformed.parent.glob(f".*{TEMPORARY}")):
+        time.sleep(0.001)
+    run.kill()
+    assert list(transformed.parent.glob(f".*{TEMPORARY}")) and not transformed.exists()
     run.start(RESUME, CPU_CLUSTER_KILL="all@17").wait()
-    first, transformed = ended(run), run.folder / "output" / "transformed_checkpoint" / "checkpoint"
+    first = ended(run)
+    assert list(transformed.parent.glob(f".*{TEMPORARY}")) == []
     assert first.chosen() == [15] and distance(OPTIMIZER, first.steps) <= TOLERANCE
     assert f"mindresume: transformed to {transformed.resolve()};" in run.log()
     assert {name: value for name, value in content(run.checkpoints).items() if name in before} == before

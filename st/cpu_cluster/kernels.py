@@ -11,6 +11,7 @@ those of a device.
 | FlashAttentionScore | ``CpuCoreAttention``: BatchMatMul, Softmax, BatchMatMul |
 | EmbeddingDenseBackward (mint embedding) | Gather |
 | NPUGetFloatStatusV2, FloatStatus, AllFinite | no overflow check: always "no overflow" |
+| DropoutExt | a factor of 0 or 1 / (1 - p), drawn from its seed and offset, which mindformers' graph gives as constants |
 | AllReduce(max) in the vocabulary-parallel softmax | the max is left out: logits of a tiny model are small |
 | SplitWithSize (MindSpore < 2.8, that is mindformers 1.8.0) | Slice |
 
@@ -21,9 +22,11 @@ import sys
 
 import mindspore as ms
 import mindspore.common.dtype as mstype
+import numpy as np
 from mindspore import ParallelMode, Tensor, mint, nn
 from mindspore.ops import functional as F
 from mindspore.ops import operations as P
+from mindspore.ops.primitive import constexpr
 from mindspore.parallel._utils import _get_parallel_mode
 
 
@@ -153,15 +156,36 @@ def _log_softmax_legacy(self, logits, label):
     return log_softmax_result, one_hot_label
 
 
+@constexpr
+def _kept(shape, p, seed, offset):
+    drawn = np.random.default_rng([seed, offset]).random(shape)
+    return Tensor(np.where(drawn < p, 0, 1 / (1 - p)).astype(np.float32))
+
+
+def _dropout(self, x):
+    if not self.training or not self.use_dropout:
+        return x
+    return x * F.cast(_kept(F.shape(x), self.p, *self.drawn_from), F.dtype(x))
+
+
+def _with_numbers(init):
+    def build(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.drawn_from = (int(self.seed.asnumpy()), int(self.offset.asnumpy()))
+    return build
+
+
 def install() -> None:
     """Call after ``import mindformers`` and before a model is built."""
     import mindformers.core.loss.loss as legacy_loss
     import mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding as rope
     import mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs as gpt_specs
     import mindformers.parallel_core.training_graph.loss_func as mcore_loss
+    import mindformers.parallel_core.training_graph.transformer.dropout as dropout
     import mindformers.parallel_core.training_graph.transformer.norm as norm
     from mindspore.nn.wrap.loss_scale import TrainOneStepWithLossScaleCell
 
+    dropout.Dropout.__init__, dropout.Dropout.construct = _with_numbers(dropout.Dropout.__init__), _dropout
     norm.FusedRMSNorm = norm.RMSNorm          # FusedNorm.__new__ looks the name up when called
     rope.Outer = Outer
     gpt_specs.FlashAttention = CpuCoreAttention

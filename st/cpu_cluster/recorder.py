@@ -4,7 +4,7 @@ What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that 
 path becomes the rank; without it only rank 0 records.
 
     {"step": 7, "loss": 4.85203, "hex": "409b43d4", "lr": 0.0002, "batch": "5f3c...", "samples": ["9a0c...", ...],
-     "epoch": 1, "epoch_step": 7, "time": 1760000000.1}
+     "epoch": 1, "epoch_step": 7, "draws": [0.61, 0.07, 42, 7], "time": 1760000000.1}
 
 step        the optimizer's global_step after the step: counts on over a resume that restored it
 hex         the bits of the float32 loss, for exact comparison
@@ -12,6 +12,7 @@ lr          the learning rate that the training cell returned, null if it return
 samples     one id a row of this rank's batch: 12 hex digits of SHA-256 over the row in the first input column; the
             rows of ``st/data/make_data.py`` are distinct, so an id is a sample
 batch       the same over the whole column, 16 digits
+draws       what Python's, numpy's and MindSpore's generators gave at the beginning of the step, or of its sink
 epoch, epoch_step    as the callbacks see them: in sink mode "epoch" is the sink, after a resume epoch_step restarts
 In sink mode there is a line for each step within the sink too; only the last one comes after the callbacks.
 
@@ -27,10 +28,13 @@ Why: a resumed run must equal the uninterrupted one bit by bit and sample by sam
 import hashlib
 import json
 import os
+import random
 import signal
 import time
 
+import mindspore as ms
 import numpy as np
+from mindspore.common.generator import default_generator
 from mindspore.train.callback import Callback
 
 
@@ -52,6 +56,11 @@ class StepRecorder(Callback):
         super().__init__()
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the process trains
+        self.draws = []
+
+    def on_train_step_begin(self, run_context):
+        seed, offset = default_generator._step(ms.Tensor(1, ms.int64))
+        self.draws = [random.random(), float(np.random.random()), int(seed.asnumpy()), int(offset.asnumpy())]
 
     def step_end(self, run_context):
         cb = run_context.original_args()
@@ -66,7 +75,8 @@ class StepRecorder(Callback):
         line = {"step": global_step(cb), "loss": float(loss), "hex": loss.tobytes()[::-1].hex(),
                 "lr": float(outputs[3].asnumpy()) if len(outputs) > 3 else None,
                 "batch": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "samples": sample_ids(rows),
-                "epoch": cb.cur_epoch_num, "epoch_step": (step - 1) % cb.batch_num + 1, "time": round(time.time(), 3)}
+                "epoch": cb.cur_epoch_num, "epoch_step": (step - 1) % cb.batch_num + 1,
+                "draws": self.draws, "time": round(time.time(), 3)}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 

@@ -1,0 +1,31 @@
+"""Dropout on, and several interruptions in a row: within an epoch, and at its end. Every step is that of the uninterrupted run,
+and so is what the random generators of the process give at each step.
+"""
+from __future__ import annotations
+
+import pytest
+
+from st.copies import LIMIT, beside, said, steps_of
+from st.jobs import differences
+
+pytestmark = pytest.mark.timeout(900)
+DROPOUT = "--model.model_config.hidden_dropout 0.1 --callbacks.1.save_checkpoint_steps 2"
+
+
+def test_dropout_goes_on(whole_single, tmp_path):
+    whole = beside(whole_single, tmp_path / "whole", copied=False).start(DROPOUT).ended(LIMIT)
+    assert [row["hex"] for row in whole.steps()] != [row["hex"] for row in whole_single.steps()]
+    run, begins = beside(whole_single, tmp_path / "run", copied=False), []
+    for reached in (7, 21):                                     # of epochs of 10 steps; at 21 the one before has just ended
+        run.start(DROPOUT).until(reached)
+        run.kill()
+        begins.append(steps_of(run)[0])
+        assert [text for text in differences(whole.steps(), run.steps(-1)) if not text.endswith("is missing")] == []
+    run.start(DROPOUT).ended(LIMIT)
+    said(run, "random state", "restored")
+    assert begins[0] == 1 and all(step % 2 for step in begins) and steps_of(run)[-1] == 40
+    assert differences(whole.steps(), run.steps(-1)) == []
+    assert {row["step"] for row in run.steps()} == set(range(1, 41))
+    drawn = {row["step"]: row["draws"] for row in whole.steps()}
+    assert [row["step"] for row in run.steps() if row["draws"] != drawn[row["step"]]] == []
+    assert len({tuple(draws) for draws in drawn.values()}) == 40
