@@ -6,14 +6,16 @@ what it made into the target files, which checks every name, shape and dtype of 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from mindresume.errors import ConfigError
 from mindresume.files.checksum import Checksums
 from mindresume.reshard.conversion import Conversion, Writer
 from mindresume.reshard.direct import BUFFERS, TILE, TargetFile, Traffic, transform
 from mindresume.reshard.weights import Weights
-from mindresume.store.storage import Storage
+from mindresume.store.storage import Storage, remove_tree
 
 ENGINES = ("auto", "direct", "mindspore")
 LEAST_TILE = 64 << 10           # bytes; less would be all calls and no data
@@ -53,6 +55,9 @@ def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TI
 
 def _transformed(weights: Weights, conversion: Conversion, workers: int, log: Callable[[str], None]) -> Weights:
     from mindresume.reshard.mindspore_engine import rewrite
-    scratch = os.path.join(conversion.scratch, "mindspore")
+    if conversion.storage.status(conversion.scratch) is not None:
+        with suppress(OSError):         # of a process that was killed; its workers may not have noticed yet, and write on
+            remove_tree(conversion.storage, conversion.scratch)
+    scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{secrets.token_hex(4)}")
     conversion.storage.make_folder(scratch)
     return rewrite(weights, conversion.job.strategy, scratch, workers=workers, timeout=TIMEOUT, log=log)

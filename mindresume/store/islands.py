@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,16 @@ def find(storage: Storage, root: str, group: Group, tries: int = 5, pause: float
                 break
             sleep(pause)
         return min(seen, default=group.rank)
+
+    def clear() -> None:
+        if shows:
+            storage.remove(probe)
     report(group, show)
     leaders = report(group, see)
-    if shows:
-        storage.remove(probe)
+    report(group, clear)
+    if shows and not storage.list(folder):          # somebody else's folder, that is only read
+        with suppress(OSError):
+            storage.remove(folder)
     return Islands(tuple(leaders))
 
 

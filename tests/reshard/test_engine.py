@@ -94,3 +94,24 @@ def test_every_source_byte_is_read_once_for_complete_weights(tmp_path, made):
     merged.write(writer("direct", merged, traffic=traffic))
     merged.commit()
     assert traffic.read == traffic.verified == traffic.written == NBYTES
+
+
+@pytest.mark.parametrize("still_writing", [False, True])
+def test_what_a_killed_process_left_in_the_scratch_folder_is_in_nobodys_way(made, monkeypatch, still_writing):
+    """MindSpore's engine refuses folders that exist; and workers of the process that was killed may still write into theirs."""
+    from mindresume.reshard import engine, mindspore_engine
+    made.prepare()
+    STORAGE.make_folder(os.path.join(made.scratch, "mindspore-1-0000aaaa", "out"))
+    given = []
+
+    def rewrite(weights, target, work, **_):
+        given.append((os.listdir(work), os.listdir(made.scratch)))
+        return weights
+    monkeypatch.setattr(mindspore_engine, "rewrite", rewrite)
+    if still_writing:
+        monkeypatch.setattr(engine, "remove_tree", lambda storage, folder: os.rmdir(folder))        # not empty: OSError
+    made.write(writer("mindspore", made))
+    (content, beside), = given
+    assert content == [] and len(beside) == (2 if still_writing else 1)
+    made.commit()
+    assert os.listdir(made.target) and not os.path.exists(made.work)
