@@ -38,7 +38,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
-    islands = together(group.size) if converts or os.path.isfile(path) else islands_of(storage, path, current)
+    one = converts or any(report(group, lambda: os.path.isfile(path)))      # asked of all alike, or some would wait for ever
+    islands = together(group.size) if one else islands_of(storage, path, current)
     waited = 0.0 if islands.apart else settle(storage, path, group)
     if waited >= 1:
         log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
