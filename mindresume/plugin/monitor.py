@@ -119,6 +119,11 @@ class CheckpointMonitor(BuiltIn):
         session.current().left = reason
         run_context.request_stop()
 
+    def listen_no_more(self) -> None:
+        """SIGTERM ends the process again."""
+        if self._leaving is not None:
+            self._leaving.close()
+
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
@@ -141,8 +146,7 @@ class CheckpointMonitor(BuiltIn):
             self._saver = session.current().monitor = None
         mirror, self._mirror = self._mirror, None
         errors = mirror.finish(deadline) if mirror is not None else []
-        if self._leaving is not None:
-            self._leaving.close()
+        self.listen_no_more()
         if self._home is not None:
             self._home.leave()
         self._heed(errors)
