@@ -334,3 +334,27 @@ def test_ls_says_who_saves_there(tmp_path, call, read):
     assert owner["run"] == claim.run and owner["alive"] is True
     claim.leave()
     assert read("ls", tmp_path)[1]["in_use_by"] == []
+
+
+def test_the_part_of_one_node_is_whole_for_verify_and_no_resume_for_which(tmp_path, read):
+    """Of nodes that share no disk: rank 2 and 3 of 4."""
+    from store.test_islands import save_part
+    save_part(tmp_path, 5)
+    assert read("verify", tmp_path)[0] == 0
+    status, said = read("which", tmp_path)
+    assert status == 3 and "only the files of rank 2, 3 of 4 are here" in said["refused"][0]["reason"]
+    flip_bit(path_of(tmp_path, 5, 3))
+    assert read("verify", tmp_path)[0] == 1
+
+
+def test_the_last_save_of_a_dying_job_of_mindformers_is_what_which_says_too(tmp_path, read):
+    """Proven by the strategy folder beside, as a training does it."""
+    from resume.test_absent import COVERING, STRATEGY, WORLD, foreign
+
+    from mindresume.strategy import write_strategy
+    root = tmp_path / "checkpoint"
+    foreign(root, 5, range(WORLD))
+    foreign(root, 7, COVERING)
+    assert read("which", root)[1]["chosen"]["step"] == 5
+    write_strategy(STRATEGY, str(tmp_path / "strategy"))
+    assert read("which", root)[1]["chosen"]["step"] == 7
