@@ -69,7 +69,8 @@ def at_the_start(run: Run, chance: random.Random) -> None:
 
 
 def while_it_loads(run: Run, chance: random.Random) -> None:
-    while run.process.poll() is None and not lines(run, "mindresume: resume from"):
+    """Or, where nothing was ever complete, begins."""
+    while run.process.poll() is None and not any(lines(run, f"mindresume: {what}") for what in ("resume from", "fresh start")):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
 
