@@ -46,6 +46,10 @@ class Gauge:
             yield piece
             self.advance(len(piece))
 
+    @classmethod
+    def silent(cls) -> Gauge:
+        return cls("", lambda line: None)
+
     def _line(self, now: float) -> str:
         rate = self.done / max(now - self.began, 1e-9)
         text = f"{self.what}: {size_text(self.done)}"

@@ -106,11 +106,11 @@ def header_alone(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:8])
 
 
-DAMAGE = {"cut short": (cut_short, "cut short"), "empty": (emptied, "is empty"), "header cut": (header_alone, ""),
-          "missing": (Path.unlink, "no file of rank 2")}
+DAMAGE = {"cut short": (cut_short, "cut short"), "empty": (emptied, "is empty"), "header cut": (header_alone, "")}
+SHARDED = "mf190_10_ckpt_dp2tp2opt"         # every rank holds moments of its own; in PLAIN 0 and 2, 1 and 3 hold the same
 
 
-@pytest.mark.parametrize("folder", [PLAIN, "mf190_10_ckpt_dp2tp2opt"], indirect=True)
+@pytest.mark.parametrize("folder", [PLAIN, SHARDED], indirect=True)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_one_bad_file_of_the_newest_step_makes_all_ranks_take_the_one_before(folder, damage):
     harm, reason = DAMAGE[damage]
@@ -121,14 +121,40 @@ def test_one_bad_file_of_the_newest_step_makes_all_ranks_take_the_one_before(fol
     assert all("-1_10." in file for file in answer["chosen"]["files"])
     refusal = answer["refused"][0]
     assert len(answer["refused"]) == 1 and (refusal["step"], refusal["rank"]) == (15, 2) and reason in refusal["reason"]
-    if path.exists():
-        assert refusal["file"] == str(path)
-        status, report = call("verify", folder)
-        assert status == 1 and [(row["step"], row["state"]) for row in report["checkpoints"]] == [
-            (15, "damaged"), (10, "unverifiable")]
-        assert [problem["file"] for problem in report["checkpoints"][0]["problems"]] == [str(path)]
+    assert refusal["file"] == str(path)
+    status, report = call("verify", folder)
+    assert status == 1 and [(row["step"], row["state"]) for row in report["checkpoints"]] == [
+        (15, "damaged"), (10, "unverifiable")]
+    assert [problem["file"] for problem in report["checkpoints"][0]["problems"]] == [str(path)]
 
 
+@pytest.mark.parametrize("folder", [SHARDED], indirect=True)
+def test_a_missing_file_that_held_something_of_its_own(folder):
+    next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
+    status, answer = call("which", folder)
+    assert status == 0 and (answer["chosen"]["step"], answer["chosen"]["absent"]) == (10, [])
+    refusal, = answer["refused"]
+    assert (refusal["step"], refusal["rank"]) == (15, 2) and "was held by rank 2 alone" in refusal["reason"]
+    _, listed = call("ls", folder)
+    assert [row["usable"] for row in listed["checkpoints"]] == [False, True]
+    assert listed["checkpoints"][0]["problem"] == refusal["reason"]
+    status, report = call("verify", folder)
+    assert status == 1 and [row["state"] for row in report["checkpoints"]] == ["damaged", "unverifiable"]
+
+
+def test_a_missing_file_whose_contents_others_hold(folder):
+    """As MindIO TTP leaves it: by the strategy files rank 0 has all that rank 2 had."""
+    next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
+    status, answer = call("which", folder)
+    assert status == 0 and answer["refused"] == [] and (answer["chosen"]["step"], answer["chosen"]["absent"]) == (15, [2])
+    _, listed = call("ls", folder)
+    assert [(row["usable"], row["absent"]) for row in listed["checkpoints"]] == [(True, [2]), (True, [])]
+    status, report = call("verify", folder)
+    assert status == 0 and [(row["state"], row["absent"]) for row in report["checkpoints"]] == [
+        ("unverifiable", [2]), ("unverifiable", [])]
+
+
+@pytest.mark.parametrize("folder", [SHARDED], indirect=True)
 def test_a_missing_rank_folder_is_known_from_the_strategy_folder(folder):
     shutil.rmtree(folder / "checkpoint" / "rank_3")
     status, answer = call("which", folder)

@@ -14,7 +14,6 @@ import typer
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.scan import is_root
 from mindresume.store.storage import PosixStorage
-from mindresume.words import size_text as size_text
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "

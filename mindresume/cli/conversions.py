@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from mindresume.cli.common import locate, print_json, progress_bar, size_text
+from mindresume.cli.common import locate, print_json, progress_bar
 from mindresume.errors import ConfigError, EngineError
 from mindresume.reshard.conversion import Conversion, Job
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.source import Source, open_source
 from mindresume.store.storage import PosixStorage
+from mindresume.words import size_text
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: the folder of the rank folders (or the folder of the "
                                                         "run), a rank folder, a folder of complete weights, or one file. It is "

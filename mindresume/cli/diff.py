@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, print_json, progress_bar, size_text
+from mindresume.cli.common import AsJson, locate, print_json, progress_bar
 from mindresume.cli.inspect import is_strategy, print_table
 from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
@@ -21,6 +21,7 @@ from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.source import Source, open_source
 from mindresume.reshard.weights import Tensor
 from mindresume.store.storage import PosixStorage, Storage
+from mindresume.words import size_text
 
 MOST_SHOWN = 20
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, origin_text, print_json, size_text
+from mindresume.cli.common import AsJson, locate, origin_text, print_json
 from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
 from mindresume.formats.records import ranks_count
@@ -24,6 +24,7 @@ from mindresume.reshard.source import Source, open_source
 from mindresume.reshard.weights import Tensor
 from mindresume.store.storage import PosixStorage, Storage, parallel
 from mindresume.strategy import Strategy, read_strategy
+from mindresume.words import size_text
 
 WIDE = 1000                     # columns of a table that goes into a file or a pipe: nothing is wrapped
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, print_json, size_text, time_text
+from mindresume.cli.common import AsJson, locate, print_json, time_text
 from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
@@ -19,6 +19,7 @@ from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_se
 from mindresume.store.removal import Plan, carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
+from mindresume.words import size_text
 
 Row = dict[str, Any]
 Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder "

@@ -10,7 +10,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, print_json
 from mindresume.errors import ConfigError
-from mindresume.store.storage import PosixStorage
+from mindresume.store.storage import PosixStorage, publish
 
 if TYPE_CHECKING:
     from mindresume.report.made import Report
@@ -70,10 +70,5 @@ def write(made: Report, target: Path) -> list[str]:
     if figure is not None:
         contents[picture] = chart.png(figure)
     for path, content in contents.items():
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            fresh.write_bytes(content)
-            os.replace(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
+        publish(PosixStorage(), os.path.abspath(path), [content], str(os.getpid()))
     return [str(path) for path in contents]

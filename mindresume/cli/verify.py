@@ -4,28 +4,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import (
-    AsJson,
-    Folder,
-    WorldSize,
-    locate,
-    origin_text,
-    print_json,
-    progress_bar,
-    refusal_json,
-    size_text,
-)
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, progress_bar, refusal_json
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.records import ranks_count
-from mindresume.resume.prove import damaged_small, prove, quick, read_size
-from mindresume.resume.select import assumption, candidates_for
+from mindresume.formats.records import absent_text, ranks_count
+from mindresume.reshard.strategies import strategy_of
+from mindresume.resume.prove import damaged_small, prove, read_size
+from mindresume.resume.select import assumption
+from mindresume.resume.survey import survey
 from mindresume.store.storage import PosixStorage
+from mindresume.words import size_text
 
 
 @app.command()
@@ -37,23 +31,21 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Exit status: 0 all is as it was written, 1 something is damaged or missing.
     """
     storage = PosixStorage()
-    found, _ = candidates_for(storage, locate(folder))
-    wanted = [candidate for candidate in found.candidates if step is None or candidate.step == step]
+    found, rows = survey(storage, locate(folder), partial(strategy_of, storage, None), world_size)
+    wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}; there are: "
                                      f"{', '.join(str(c.step) for c in found.candidates) or 'no checkpoints'}")
     read, started, results = 0, time.monotonic(), []
     with progress_bar("verifying", json) as meter:
-        meter.expect(sum(read_size(candidate, list(candidate.files)) for candidate in wanted if candidate.existed))
+        meter.expect(sum(read_size(row.candidate, list(row.candidate.files)) for row in wanted if row.candidate.existed))
 
         def progress(count: int) -> None:
             nonlocal read
             read += count
             meter.advance(count)
-        for candidate in wanted:
-            foreign = candidate.origin == MINDFORMERS
-            ranks = (world_size or found.expected_ranks) if foreign else None
-            problem = None if candidate.part else quick(storage, found.root, candidate, ranks)      # a part is what it should be
+        for row in wanted:
+            candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
             proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress)
                                                    for rank in candidate.files]
             bad = [proof if isinstance(proof, Refusal) else candidate.refuse(
@@ -68,6 +60,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     if json:
         print_json({"root": found.root, "damaged": damaged, "bytes": read, "seconds": round(seconds, 3), "checkpoints": [
             {"step": candidate.step, "run": candidate.run, "origin": candidate.origin, "state": _state(candidate, bad),
+             "absent": list(candidate.absent),
              "problems": [refusal_json(found.root, refusal) for refusal in bad]} for candidate, bad in results]})
     else:
         for candidate, bad in results:
@@ -90,6 +83,8 @@ def _print(root: str, candidate: Candidate, bad: list[Refusal]) -> None:
     text = {"incomplete": "the save never completed; nothing is lost with it", "damaged": "DAMAGED",
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
             "verified": f"every byte of {ranks_count(candidate.world_size)} is as it was written"}[state]
+    if candidate.absent and not bad:
+        text = f"{text}; {absent_text(candidate)}"
     print(f"step {'?' if candidate.step is None else candidate.step} ({origin_text(candidate)}): {text}")
     for refusal in bad:
         where = os.path.join(root, refusal.file) if refusal.file else ""

@@ -48,7 +48,7 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
         chosen = choice.chosen
         print_json({"chosen": None if chosen is None else {
             "step": chosen.step, "epoch": chosen.epoch, "format": chosen.format,
-            "files": [os.path.join(choice.root, file.path) for file in chosen.every_file]},
+            "absent": list(chosen.absent), "files": [os.path.join(choice.root, file.path) for file in chosen.every_file]},
             "refused": [refusal_json(choice.root, refusal) for refusal in choice.refused]})
     else:
         _print(choice, error)

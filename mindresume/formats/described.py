@@ -24,7 +24,7 @@ def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Ca
     nothing. RecordError if the stages are not of one size, or of one of them no rank wrote anything."""
     anchor = next((rank for rank, names in enumerate(files) if names), 0)
     known = details_of(anchor)
-    size = _stage_size(known.tensors.values(), len(files))
+    size = stage_size(known.tensors.values(), len(files))
     found: dict[str, Described] = {}
     for first in range(0, len(files), size):
         ranks = [rank for rank in range(first, first + size) if files[rank]]
@@ -75,7 +75,7 @@ def _shared(known: Described, files: Sequence[Sequence[str]], rows: Mapping[int,
     return replace(known, stored={number: (*copies, *more.get(number, ())) for number, copies in known.stored.items()})
 
 
-def _stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
+def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
     size = next((row.layout.stage_size for row in rows if row.layout), world_size)
     if world_size % size:
         raise RecordError(f"tensors are cut over {size} ranks, of {world_size}")

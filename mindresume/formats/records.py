@@ -191,14 +191,23 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
 
 def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int) -> str:
     """Of the last save of a job that was dying: what none of the ranks that were left holds; empty if that is nothing."""
-    def details(rank: int) -> Details:
-        with storage.open(os.path.join(path, record_name(rank))) as file:
-            return read_details(file)[1]
     files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
     try:
-        return uncovered(files, any(record.deduplicated for record in records.values()), details)
+        return uncovered(files, any(record.deduplicated for record in records.values()),
+                         lambda rank: details_of(storage, path, rank))
     except (RecordError, OSError) as error:
         return f"a record cannot be read: {error}"
+
+
+def details_of(storage: Storage, path: str, rank: int) -> Details:
+    """The long part of the record of a rank; ``path``: the folder of records. RecordError or OSError if it cannot be read."""
+    with storage.open(os.path.join(path, record_name(rank))) as file:
+        return read_details(file)[1]
+
+
+def absent_text(candidate: Candidate) -> str:
+    """What is missing of the last save of a dying job, and why that is enough; empty if nothing is missing."""
+    return f"rank {listed(candidate.absent)} wrote nothing, the others hold all that was there" if candidate.absent else ""
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:

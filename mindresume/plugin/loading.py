@@ -104,8 +104,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session,
 def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None) -> None:
     """Loads what this rank proved into ``network``. ``early``: reads it already. LoadError if it does not fit."""
     log, choice = adapter.logger(), current.choice
-    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard,
-                                                                             telling.gauge("loading"))
+    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard, telling.gauge("loading"))
     files = choice.chosen.files.get(current.group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
     if any(source.file.path != own for source in current.shard.sources):
@@ -134,7 +133,7 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current
 def read_shard(storage: Storage, root: str, shard: ProvenShard, gauge: Gauge | None = None) -> tuple[dict[str, np.ndarray], bool]:
     """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
     again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
-    arrays, deduplicated, gauge = {}, False, gauge or Gauge("", lambda text: None)
+    arrays, deduplicated, gauge = {}, False, gauge or Gauge.silent()
     gauge.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:
         path = os.path.join(root, source.file.path)

@@ -1,22 +1,20 @@
 """The checkpoints of a folder as ``mindresume ls`` sees them, and who claims the folder."""
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from functools import partial
 
-from mindresume.formats import MINDFORMERS
-from mindresume.resume.prove import quick
-from mindresume.resume.select import candidates_for
+from mindresume.formats.records import absent_text
+from mindresume.reshard.strategies import strategy_of
+from mindresume.resume.survey import COMPLETE, survey
 from mindresume.store.claim import SAVING, claims, lives
 from mindresume.store.storage import Storage
-
-COMPLETE, INCOMPLETE, REFUSED = "complete", "incomplete", "refused"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``state``: COMPLETE, INCOMPLETE (the save never completed, nothing is lost with it), REFUSED (``reason``). Names, records
-    and sizes were checked, contents were not. ``run`` None: written by mindformers alone."""
+    """``state``: as of ``mindresume.resume.survey.Seen``. ``reason``: why a resume passes it over, or what was lost of the last
+    save of a dying job and is not needed. ``run`` None: written by mindformers alone."""
     step: int | None
     epoch: int | None
     run: str | None
@@ -46,15 +44,9 @@ class Disk:
 
 def look(storage: Storage, root: str) -> Disk:
     """Checkpoints newest first, in the order in which a resume tries them."""
-    found, _ = candidates_for(storage, root)
-    rows = []
-    for candidate in found.candidates:
-        problem = quick(storage, found.root, candidate, found.expected_ranks if candidate.origin == MINDFORMERS else None)
-        sizes = [storage.status(os.path.join(found.root, file.path)) for file in candidate.every_file]
-        state = COMPLETE if problem is None else REFUSED if candidate.existed else INCOMPLETE
-        rows.append(Checkpoint(
-            candidate.step, candidate.epoch, candidate.run, candidate.world_size, sum(status.size for status in sizes if status),
-            "iteration" if candidate.base else candidate.format, candidate.committed, candidate.saved_at, state,
-            problem.reason if problem else ""))
+    found, seen = survey(storage, root, partial(strategy_of, storage, None))
+    rows = [Checkpoint(row.candidate.step, row.candidate.epoch, row.candidate.run, row.candidate.world_size, row.size, row.kind,
+                       row.candidate.committed, row.candidate.saved_at, row.state,
+                       row.problem.reason if row.problem else absent_text(row.candidate)) for row in seen]
     claimed = {owner.run: lives(owner) for owner in claims(storage, found.root) if owner.purpose == SAVING}
     return Disk(found.root, found.exists, tuple(rows), found.notes, claimed)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from mindresume.report.account import Share, total_of
-from mindresume.report.disk import COMPLETE, Checkpoint
+from mindresume.report.disk import Checkpoint
 from mindresume.report.history import DIED, NORMAL, RUNNING, UNKNOWN, Life
 from mindresume.report.made import Report, looked_for
+from mindresume.resume.survey import COMPLETE
 from mindresume.words import size_text
 
 SHOWN = 2000                    # rows of a table; the JSON document has all

@@ -109,7 +109,7 @@ def _each(weights: Weights, regions: Mapping[str, Region], read: Callable[[OpenF
 
     def one(item: tuple[str, Region]) -> tuple[np.ndarray, int]:
         found = read(files, *item)
-        traffic.progress(elements(item[1]) * DTYPES[weights.tensors[item[0]].dtype].itemsize)
+        traffic.progress(bytes_of(weights, dict([item])))
         return found
     try:
         with ThreadPoolExecutor(workers) as pool:

@@ -7,13 +7,41 @@ mindformers wrote (MindIO TTP: only a part of the ranks saves) those of the stra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 
-from mindresume.formats import Candidate
-from mindresume.formats.records import header_of
+from mindresume.errors import DamagedFileError, StrategyError
+from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.formats.described import stage_size, uncovered
+from mindresume.formats.records import header_of, listed
 from mindresume.manifest import Details, TensorRecord
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy
+
+
+def filled(storage: Storage, root: str, candidate: Candidate, strategy_of: Callable[[str, Candidate], Strategy | None],
+           world_size: int | None, expected: int | None) -> Candidate:
+    """With its missing ranks as ``absent``, where mindformers saved a part of the ranks (MindIO TTP) and the strategy proves that
+    they hold everything; with what they lack as its problem, if they do not. ``world_size``: of the job that would resume, None:
+    not known. ``expected``: how many ranks the folder seems to be of."""
+    there = candidate.files
+    if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None:
+        return candidate
+    if len(there) >= (world_size or expected or 0) and set(there) == set(range(len(there))):
+        return candidate
+    strategy = strategy_of(root, candidate)
+    if strategy is None or max(there) >= strategy.world_size or world_size not in (None, strategy.world_size):
+        return candidate
+    missing = tuple(rank for rank in range(strategy.world_size) if rank not in there)
+    files = [[file.path for file in there.get(rank, ())] for rank in range(strategy.world_size)]
+    try:
+        lost = uncovered(files, True, details_by(storage, root, candidate, strategy)) if missing else ""
+    except (DamagedFileError, StrategyError) as error:
+        lost = str(error)
+    if not lost:
+        return replace(candidate, world_size=strategy.world_size, absent=missing)
+    return replace(candidate, problem=candidate.refuse(
+        f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0]))
 
 
 def details_by(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
@@ -40,8 +68,7 @@ def stand_ins(rank: int, present: Iterable[int], world_size: int, details_of: Ca
     """{tensor: (the rank that has it, its row there)} of all that ``rank`` held, or a phrase about what is nowhere. ``present``:
     ranks that wrote; ``details_of(rank)``: the long part of their records."""
     there = sorted(present)
-    sizes = (row.layout.stage_size for other in there for row in details_of(other).tensors.values() if row.layout)
-    size = next(sizes, world_size)
+    size = stage_size(details_of(there[0]).tensors.values(), world_size)
     first = rank - rank % size
     mates = [other for other in there if first <= other < first + size]
     if not mates:

@@ -17,8 +17,7 @@ from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.names import parse_name
 from mindresume.formats.records import listed
 from mindresume.resume.health import is_sick
-from mindresume.resume.prove import ProvenShard, prove
-from mindresume.resume.select import Choice, candidates_for
+from mindresume.resume.select import Choice, candidates_for, proven_by_all
 from mindresume.store.storage import Storage
 
 _NEWEST = 64                    # checkpoints of one rank that the others are told of
@@ -47,17 +46,10 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
     mine, tried = own[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:
-        candidate, shards = mine.offers[name], []
-
-        def check(candidate: Candidate = candidate, shards: list[ProvenShard] = shards) -> object:
-            result = prove(storage, mine.found.root, candidate, group.rank, None, complete)
-            if isinstance(result, Refusal):
-                return result.to_json()
-            shards.append(result)
-            return None
-        verdicts = [Refusal(**refusal) for refusal in report(group, check) if refusal]
+        candidate = mine.offers[name]
+        verdicts, shards = proven_by_all(storage, mine.found.root, candidate, [group.rank], group, None, complete)
         if not verdicts:
-            return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, tuple(shards), mine.found.root, complete)
+            return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete)
         tried.append(verdicts[0])
     lacking = [*tried, *_lacking(rows, mine.refused)]
     if rows[0]["insists"]:

@@ -14,23 +14,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mindresume.agree import Group, decide, report
-from mindresume.errors import (
-    ConfigError,
-    DamagedFileError,
-    MissingCheckpointError,
-    NoUsableCheckpointError,
-    StrategyError,
-)
+from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
-from mindresume.formats.described import uncovered
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
-from mindresume.formats.records import header_of, listed, no_step, ranks_count, scalars_of
+from mindresume.formats.records import absent_text, header_of, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
-from mindresume.resume.absent import details_by
+from mindresume.resume.absent import filled
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.trials import key_of, trials
@@ -55,10 +48,11 @@ class Choice:
 def describe(candidate: Candidate, complete: bool = True) -> str:
     """One phrase: who wrote it and what was checked of it."""
     first = candidate.base or (candidate.first.path if candidate.first else "no file")
+    lost = f"; {text}" if (text := absent_text(candidate)) else ""
     if candidate.origin == MINDFORMERS:
-        return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte"
+        return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
     checked = "every byte" if complete else "sizes and headers"
-    return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked"
+    return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"
 
 
 def candidates_for(storage: Storage, path: str, named: str | None = None, world_size: int | None = None
@@ -158,19 +152,27 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
         candidate, root = candidate_from_json(message["candidate"]), message["root"]
         if on_candidate:
             on_candidate(candidate)
-        shards: list[ProvenShard] = []
-
-        def check(candidate: Candidate = candidate, root: str = root, shards: list[ProvenShard] = shards) -> Any:
-            for rank in ranks(candidate):
-                strategy = strategy_of(root, candidate) if rank in candidate.absent and candidate.attempt is None else None
-                result = prove(storage, root, candidate, rank, progress, complete, strategy)
-                if isinstance(result, Refusal):
-                    return result.to_json()
-                shards.append(result)
-            return None
-        verdicts = [Refusal(**refusal) for refusal in report(group, check) if refusal]
+        verdicts, shards = proven_by_all(storage, root, candidate, ranks(candidate), group, progress, complete, strategy_of)
         if not verdicts:
-            return _conclude({**message, "end": "chosen"}, tuple(shards), complete)
+            return _conclude({**message, "end": "chosen"}, shards, complete)
+
+
+def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
+                  progress: Progress | None, complete: bool,
+                  strategy_of: Callable[[str, Candidate], Strategy | None] = lambda root, candidate: None
+                  ) -> tuple[list[Refusal], tuple[ProvenShard, ...]]:
+    """What was found wrong on any rank of the job, the same on all; and what this process proved, ``ranks`` of the checkpoint."""
+    shards: list[ProvenShard] = []
+
+    def check() -> Any:
+        for rank in ranks:
+            strategy = strategy_of(root, candidate) if rank in candidate.absent and candidate.attempt is None else None
+            result = prove(storage, root, candidate, rank, progress, complete, strategy)
+            if isinstance(result, Refusal):
+                return result.to_json()
+            shards.append(result)
+        return None
+    return [Refusal(**refusal) for refusal in report(group, check) if refusal], tuple(shards)
 
 
 class _Chooser:
@@ -204,7 +206,10 @@ class _Chooser:
         while self.queue or self.suspected:
             if not self.queue:                                  # better one that is suspected than none
                 self.queue, self.suspected, self.deaths = self.suspected, [], {}
-            candidate = self._filled(self.queue.pop(0))
+            candidate = self.queue.pop(0)
+            if not (self.insists and len(candidate.files) == 1):
+                candidate = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
+                                   self.found.expected_ranks)
             if (died := self.deaths.get(key_of(candidate), 0)) >= max(self.poison_limit, 1):
                 self.suspected.append(candidate)
                 self.refused.append(candidate.refuse(
@@ -235,29 +240,6 @@ class _Chooser:
             return None
         strategy = self.strategy_of(self.found.root, candidate)
         return strategy.world_size if strategy else self.found.expected_ranks
-
-    def _filled(self, candidate: Candidate) -> Candidate:
-        """With its missing ranks as ``absent``, where mindformers saved a part of the ranks (MindIO TTP) and the strategy proves
-        that they hold everything."""
-        root, there = self.found.root, candidate.files
-        if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None or self.insists and len(there) == 1:
-            return candidate
-        least = self.world_size or self.found.expected_ranks or 0
-        if len(there) >= least and set(there) == set(range(len(there))):
-            return candidate
-        strategy = self.strategy_of(root, candidate)
-        if strategy is None or max(there) >= strategy.world_size or self.world_size not in (None, strategy.world_size):
-            return candidate
-        missing = tuple(rank for rank in range(strategy.world_size) if rank not in there)
-        files = [[file.path for file in there.get(rank, ())] for rank in range(strategy.world_size)]
-        try:
-            lost = uncovered(files, True, details_by(self.storage, root, candidate, strategy)) if missing else ""
-        except (DamagedFileError, StrategyError) as error:
-            lost = str(error)
-        if not lost:
-            return replace(candidate, world_size=strategy.world_size, absent=missing)
-        return replace(candidate, problem=candidate.refuse(
-            f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0]))
 
     def _notes(self) -> list[str]:
         return [*self.found.notes, *assumption(self.found, self.world_size)] if self.found else []
@@ -297,5 +279,6 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
 def candidate_from_json(value: dict[str, Any]) -> Candidate:
     return Candidate(**{**value, "files": {rank: tuple(map(FileRecord.from_json, rows)) for rank, *rows in value["files"]},
                         "small": tuple(map(FileRecord.from_json, value["small"])),
-                        "order": tuple(value["order"]), "absent": tuple(value["absent"]), "records": tuple(value["records"]),
+                        "order": tuple(value["order"]), "absent": tuple(value["absent"]), "part": tuple(value["part"]),
+                        "records": tuple(value["records"]),
                         "state": TrainingState.from_json(value["state"]) if value["state"] else None})

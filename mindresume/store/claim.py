@@ -303,8 +303,8 @@ def hold(storage: Storage, root: str, attempt: str, box: str, beat: float = BEAT
 
 class Holds:
     """What is held, for who removes: {name of an attempt folder: who holds it}; by readers, or for nodes that share no disk
-    (``common``). Call it each time; it remembers the beats it saw,
-    so that a reader elsewhere that died in silence does not hold its checkpoint for ever."""
+    (``common``). Call it each time; it remembers the beats it saw, so that a reader elsewhere that died in silence does not hold
+    its checkpoint for ever."""
 
     def __init__(self, storage: Storage, root: str, beat: float = BEAT, clock: Callable[[], float] = time.monotonic):
         self.storage, self.root, self.limit, self.clock = storage, root, beat * GIVEN_UP, clock

@@ -31,16 +31,13 @@ from mindresume.formats.iteration_files import (
 )
 from mindresume.formats.iterations import common_from, intent_name, intents, tracked
 from mindresume.formats.metadata import encode_metadata
-from mindresume.formats.records import attempts_within
+from mindresume.formats.records import attempts_within, details_of
 from mindresume.manifest import (
     FOLDER,
     TRASH,
-    Details,
     FileRecord,
     Record,
     attempt_name,
-    read_details,
-    record_name,
     run_name,
     run_sequence,
 )
@@ -57,7 +54,7 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
         try:
             contents[METADATA] = encode_metadata(described(
                 [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
-                lambda rank: _details(place, state.step, rank)))
+                lambda rank: details_of(place.storage, place.attempt(state.step), rank)))
         except ValueError as error:
             raise RecordError(f"{METADATA} cannot be made: {error}") from error
     found = []
@@ -68,11 +65,6 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
         size = publish(place.storage, os.path.join(place.base(state.step), name), pieces, place.run)
         found.append(FileRecord(name, "json", size, checksum.hexdigest()))
     return tuple(found)
-
-
-def _details(place: Place, step: int, rank: int) -> Details:
-    with place.storage.open(os.path.join(place.attempt(step), record_name(rank))) as file:
-        return read_details(file)[1]
 
 
 def show(place: Place, step: int, newest: bool = True) -> None:

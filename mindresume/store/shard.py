@@ -119,7 +119,7 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
         files = [replace(file, metadata={**file.metadata, **label(place.run, shard.state.step)}) for file in shard.files]
         expected = [encoded_size(file.format, file.tensors, file.metadata) for file in files]
         _check_room(place, shard, sum(expected))
-        gauge = gauge or Gauge("", lambda text: None)
+        gauge = gauge or Gauge.silent()
         gauge.expect(sum(expected))
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, targets)]):
             place.storage.make_folder(folder)

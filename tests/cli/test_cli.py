@@ -74,7 +74,8 @@ def cut(root, step, rank):
 # ---- which -----------------------------------------------------------------------------------------------------------
 
 def test_which_prints_the_newest_one(saved, read):
-    assert read("which", saved) == (0, {"chosen": {"step": 15, "epoch": 2, "format": "safetensors", "files": paths(saved, 15)},
+    assert read("which", saved) == (0, {"chosen": {"step": 15, "epoch": 2, "format": "safetensors", "absent": [],
+                                                   "files": paths(saved, 15)},
                                         "refused": []})
 
 
@@ -82,7 +83,7 @@ def test_which_says_why_a_newer_one_is_not_taken(saved, read):
     path = cut(saved, 15, 2)
     status, found = read("which", saved)
     assert status == 0 and set(found) == {"chosen", "refused"}
-    assert found["chosen"] == {"step": 10, "epoch": 1, "format": "safetensors", "files": paths(saved, 10)}
+    assert found["chosen"] == {"step": 10, "epoch": 1, "format": "safetensors", "absent": [], "files": paths(saved, 10)}
     refusal, = found["refused"]
     assert set(refusal) == {"step", "reason", "file", "rank"}
     assert (refusal["step"], refusal["file"], refusal["rank"]) == (15, path, 2)
@@ -250,9 +251,8 @@ def test_ls(saved, read, origin):
     assert [(row["step"], row["epoch"], row["ranks"], row["origin"]) for row in rows] == [
         (15, 2, 4, origin), (10, 1, 4, origin), (5, 1, 4, origin)]
     assert [row["usable"] for row in rows] == ([False, True, True] if origin == "mindresume" else [True, True, True])
-    assert set(rows[0]) == {"step", "epoch", "format", "ranks", "iteration", "origin", "run", "committed", "usable", "problem",
-                            "saved_at",
-                            "files"}
+    assert set(rows[0]) == {"step", "epoch", "format", "ranks", "absent", "iteration", "origin", "run", "committed", "usable",
+                            "problem", "saved_at", "files"}
     assert rows[1]["files"] == paths(saved, 10) and rows[1]["committed"] is (origin == "mindresume")
 
 

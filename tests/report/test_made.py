@@ -121,7 +121,7 @@ def test_checkpoints_are_those_of_ls(tmp_path):
     write_rank(root, 15, 0, 4)
     rows = made(tmp_path).disk.checkpoints
     assert [(row.step, row.state, row.committed, row.ranks) for row in rows] == [
-        (15, "incomplete", False, 4), (10, "refused", True, 4), (5, "complete", True, 4)]
+        (15, "incomplete", False, 4), (10, "unusable", True, 4), (5, "complete", True, 4)]
     assert "rank 2" in rows[1].reason and rows[2].reason == "" and rows[2].size > 1000
 
 
