@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from st.jobs import ROOT, Run  # noqa: E402
+from st.jobs import ONE_LAYER, ROOT, Run  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -49,11 +49,25 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def whole_single(tmp_path_factory, data, device) -> Run:
     """The uninterrupted Qwen3 run of one process: 40 steps, saves at 5, 10 ... 40, keeps 3. Read it, do not change it."""
-    return Run(tmp_path_factory.mktemp("whole_single"), "quickstart_qwen3.yaml", data, device=device).start().ended()
+    return Run(tmp_path_factory.mktemp("whole_single"), "quickstart_qwen3.yaml", data, device=device,
+               options=ONE_LAYER).start().ended()
 
 
 @pytest.fixture(scope="session")
 def whole_four(tmp_path_factory, data, device) -> Run:
     """The same on 4 processes, data parallel 2 x model parallel 2."""
-    return Run(tmp_path_factory.mktemp("whole_four"), "quickstart_qwen3_dp2tp2.yaml", data, 4,
-               device=device).start().ended()
+    return Run(tmp_path_factory.mktemp("whole_four"), "quickstart_qwen3_dp2tp2.yaml", data, 4, device=device,
+               options=ONE_LAYER).start().ended()
+
+
+@pytest.fixture(scope="session")
+def whole_two(tmp_path_factory, data, device) -> Run:
+    """The same on 2 processes, data parallel."""
+    return Run(tmp_path_factory.mktemp("whole_two"), "quickstart_qwen3_dp2tp2.yaml", data, 2, device=device,
+               options=f"{ONE_LAYER} --parallel_config.model_parallel 1").start().ended()
+
+
+@pytest.fixture(scope="session", params=[pytest.param("whole_two", id="2 ranks"),
+                                         pytest.param("whole_four", id="4 ranks", marks=pytest.mark.soak)])
+def whole_several(request) -> Run:
+    return request.getfixturevalue(request.param)

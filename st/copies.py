@@ -41,7 +41,7 @@ def beside(run: Run, folder: Path, copied: bool = True) -> Run:
     """A run like ``run`` in another folder; ``copied``: with its checkpoints, as if it had made them itself."""
     if copied:
         shutil.copytree(run.checkpoints, folder / "output" / "checkpoint")
-    return Run(folder, run.config, run.data, run.workers, run.program, run.device, run.legacy)
+    return run.like(folder)
 
 
 def finished(run: Run, *extra: str, **environment: str) -> Run:

@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -25,6 +26,8 @@ from mindresume.store.storage import TEMPORARY  # noqa: E402
 from st.cpu_cluster.launch import free_port  # noqa: E402
 
 PAUSE = 0.0005                       # seconds between looks at the folder while waiting for a half-written file
+# Compiling is half of a short training. As many bytes as two layers of the quickstart, which st/story.py trains as it is.
+ONE_LAYER = "--model.model_config.num_hidden_layers 1 --model.model_config.intermediate_size 1024"
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Run:
     """One training in its own folder; every ``start`` is another life of it, by the same command.
 
     ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU", or
-    "Ascend" (then nothing is patched; only the recorder is added).
+    "Ascend" (then nothing is patched; only the recorder is added). ``options``: words of the command line in every life.
     """
     folder: Path
     config: str
@@ -41,9 +44,14 @@ class Run:
     program: Path = ROOT / "run_mindformer.py"
     device: str = "CPU"
     legacy: bool = False
+    options: str = ""
     process: subprocess.Popen | None = None
     started: float = 0.0
     lives: list[int] = field(default_factory=list)           # number of recorded steps before each start
+
+    def like(self, folder: Path, **changes: Any) -> Run:
+        """The same training in another folder, not started yet."""
+        return replace(self, **{"folder": folder, "process": None, "started": 0.0, "lives": [], **changes})
 
     @property
     def losses(self) -> Path:
@@ -75,7 +83,7 @@ class Run:
     def command(self, extra: str = "") -> list[str]:
         config = self.config if os.path.isabs(self.config) else f"{ROOT}/configs/{self.config}"
         inner = (f"{ROOT}/st/cpu_cluster/run.py {self.program} --config {config} --run_mode train "
-                 f"--train_dataset {self.data}/{'legacy' if self.legacy else 'mcore'}.mindrecord {extra}")
+                 f"--train_dataset {self.data}/{'legacy' if self.legacy else 'mcore'}.mindrecord {self.options} {extra}")
         if self.device != "CPU":
             inner += f" --device_target {self.device}"
         return ["bash", str(ROOT / "scripts" / "msrun_launcher.sh"), inner, str(self.workers), str(free_port()),

@@ -75,7 +75,7 @@ def assert_nothing_left(run: Run, seconds: float = 10.0) -> None:
 def copied(run: Run, folder: Path, config: str | None = None) -> Run:
     """A run in ``folder`` that finds the checkpoints of ``run`` as they are now, half-written files included."""
     shutil.copytree(run.checkpoints, folder / "output" / "checkpoint")
-    return Run(folder, config or run.config, run.data, run.workers, run.program, run.device, run.legacy)
+    return run.like(folder, config=config or run.config)
 
 
 def flip_in_tensor(path: Path, name: str) -> None:

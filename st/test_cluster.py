@@ -21,7 +21,7 @@ import pytest
 
 from mindresume.manifest import FOLDER, MANIFEST, attempts
 from mindresume.store.storage import TEMPORARY
-from st.jobs import Run, differences
+from st.jobs import ONE_LAYER, Run, differences
 from st.lives import ALL_RANKS_END, Life, copied, ended, flip_in_tensor, not_identical
 
 pytestmark = pytest.mark.timeout(1800)
@@ -41,7 +41,8 @@ def chance() -> random.Random:
 @pytest.fixture(scope="module")
 def chain(whole_four, data, device, chance, tmp_path_factory) -> SimpleNamespace:
     """Plays the four lives. Only what keeps the next one from starting is asserted here."""
-    run = Run(tmp_path_factory.mktemp("chain"), "quickstart_qwen3_dp2tp2.yaml", data, RANKS, device=device)
+    run = Run(tmp_path_factory.mktemp("chain"), "quickstart_qwen3_dp2tp2.yaml", data, RANKS, device=device,
+              options=ONE_LAYER)
     chain = SimpleNamespace(run=run, lives=[], builtin=None)
 
     run.start()
@@ -185,6 +186,7 @@ def test_the_last_life_leaves_three_complete_checkpoints_and_nothing_else(chain)
         assert set(names) == {"meta.json", "3_10.safetensors", "4_10.safetensors", "4_5.safetensors"}, names
 
 
+@pytest.mark.soak
 def test_mindformers_alone_resumes_from_our_folder(chain, whole_four):
     """From a copy of what life 1 left, half-written files and all: meta.json names the last commit on every rank."""
     run, expected = chain.builtin, chain.lives[1].predicted["chosen"]["step"]

@@ -47,7 +47,7 @@ from st.iterations import (
     tensors_of_ranks,
     tracker,
 )
-from st.jobs import Run, differences
+from st.jobs import ONE_LAYER, Run, differences
 from st.lives import Life, ended
 from st.test_reshard import BATCH, TOLERANCE, Layout, samples
 from st.versions import VERSIONS, expect_readable
@@ -102,7 +102,7 @@ def start(run: Run, layout: Layout, extra: str, kill: str | None = None) -> Run:
 
 
 def made(folder: Path, data: Path, device: str) -> Run:
-    return Run(folder, CONFIG, data, program=PROGRAM, device=device)
+    return Run(folder, CONFIG, data, program=PROGRAM, device=device, options=ONE_LAYER)
 
 
 @pytest.fixture(scope="module")

@@ -45,15 +45,15 @@ def test_the_platform_ends_the_launcher_of_one_process(whole_single, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["", pytest.param("--use_legacy_format False", marks=pytest.mark.soak)])
-def test_one_rank_of_four_is_told_and_all_leave(whole_four, tmp_path, command):
-    run = beside(whole_four, tmp_path / "run", copied=False)
+def test_one_rank_is_told_and_all_leave(whole_several, tmp_path, command):
+    run = beside(whole_several, tmp_path / "run", copied=False)
     run.start(command, **CHECK)
     run.until(11)
-    os.kill(run.worker(2), signal.SIGTERM)
-    step = left(run, whole_four, 143)
+    os.kill(run.worker(run.workers - 1), signal.SIGTERM)
+    step = left(run, whole_several, 143)
     if not command:
         assert {record.step for record in records(run).values()} >= {step}
-    goes_on(run, whole_four, step, command)
+    goes_on(run, whole_several, step, command)
 
 
 def test_the_file_of_the_graceful_exit(whole_single, tmp_path):

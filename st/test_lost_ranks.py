@@ -1,5 +1,5 @@
-"""The last save of a job that had lost ranks, on 4 processes: data parallel 2 x model parallel 2, so that ranks 0 and 3 hold
-everything together, and 0 and 2 do not. Both formats; the same command goes on behind the step that was saved last.
+"""The last save of a job that had lost ranks: of data parallel 2 each rank holds everything; of 4 processes, data parallel 2 x
+model parallel 2, ranks 0 and 3 do together, and 0 and 2 do not. Both formats; the same command goes on behind the last save.
 """
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def dies(run: Run, left: str, command: str) -> Run:
 
 
 @pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), "--use_legacy_format False"])
-def test_ranks_that_hold_everything(whole_four, tmp_path, command):
-    run = dies(beside(whole_four, tmp_path / "run", copied=False), "0,3", command)
+def test_ranks_that_hold_everything(whole_several, tmp_path, command):
+    run = dies(beside(whole_several, tmp_path / "run", copied=False), {2: "1", 4: "0,3"}[whole_several.workers], command)
     assert run.which()["chosen"]["step"] == 12
     run.start(command).ended(LIMIT)
     said(run, "mindresume: resume from step 12,")
     assert steps_of(run) == list(range(13, 41))
-    assert differences(whole_four.steps(), run.steps()) == []
+    assert differences(whole_several.steps(), run.steps()) == []
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mindresume.plugin.modelarts import VARIABLES
-from st.copies import LIMIT, lines, said, steps_of
+from st.copies import LIMIT, beside, lines, said, steps_of
 from st.iterations import NEW
 from st.jobs import ROOT, Run, differences
 
@@ -55,9 +55,9 @@ def resumed(whole: Run, run: Run, arguments: str, there: list[int], ranks: int =
     assert not [line for line in run.log().splitlines() if "is not in obs://" in line]
 
 
-@pytest.mark.parametrize("layout", ["", NEW], ids=["1.0", "2.0"])
+@pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(NEW, id="2.0", marks=pytest.mark.soak)])
 def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
-    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    run = beside(whole_single, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17)
     assert there and there[-1] in (5, 10, 15)
     resumed(whole_single, run, f"{ALWAYS} {layout}", there)
@@ -65,14 +65,14 @@ def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
 
 @pytest.mark.soak
 def test_four_processes_on_an_empty_disk(whole_four, tmp_path):
-    run = Run(tmp_path / "run", whole_four.config, whole_four.data, 4, device=whole_four.device)
+    run = beside(whole_four, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, ALWAYS, 17)
     resumed(whole_four, run, ALWAYS, there, 4)
 
 
 def test_killed_while_it_fetches(whole_single, tmp_path):
     """Half a download is no checkpoint: the next start fetches again, on the same disk."""
-    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    run = beside(whole_single, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, ALWAYS, 17)
     run.start(ALWAYS, **platform(run, FAKE_MOXING_KILL="copy 1"))
     assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1)
@@ -82,7 +82,7 @@ def test_killed_while_it_fetches(whole_single, tmp_path):
 
 def test_an_object_store_that_fails_does_not_stop_the_training(whole_single, tmp_path):
     """A file lies where the bucket should be: every upload fails, is said, and the job ends well."""
-    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    run = beside(whole_single, tmp_path / "run", copied=False)
     environment = platform(run, MINDRESUME_COMMIT_TIMEOUT="5")
     (tmp_path / "run_objects").mkdir()
     (tmp_path / "run_objects" / "bucket").write_text("in the way")
@@ -92,8 +92,9 @@ def test_an_object_store_that_fails_does_not_stop_the_training(whole_single, tmp
     said(run, "step 40 is not in obs://bucket/job/checkpoint, not whole, within 5 s")
 
 
+@pytest.mark.soak
 def test_outside_of_modelarts_the_url_is_ignored_and_that_is_said(whole_single, tmp_path):
-    run = Run(tmp_path / "run", whole_single.config, whole_single.data, device=whole_single.device)
+    run = beside(whole_single, tmp_path / "run", copied=False)
     assert not any(name in os.environ for name in VARIABLES)
     run.start(f"{ALWAYS} --runner_config.epochs 1").ended(LIMIT)
     assert len(lines(run, f"remote_save_url: {URL} is ignored: this job does not run in ModelArts")) == 1
@@ -101,7 +102,7 @@ def test_outside_of_modelarts_the_url_is_ignored_and_that_is_said(whole_single, 
 
 def test_what_is_wrong_at_the_start(whole_single, tmp_path):
     """A url of another kind is mindformers' own error; ModelArts without moxing is ours."""
-    run = Run(tmp_path / "url", whole_single.config, whole_single.data, device=whole_single.device)
+    run = beside(whole_single, tmp_path / "url", copied=False)
     run.start("--remote_save_url https://bucket/job", **platform(run))
     assert run.wait(LIMIT) == 1
     said(run, "failed: TypeError: remote_save_url should be start with obs:// or s3://, but get https://bucket/job")

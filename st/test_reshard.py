@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 import pytest  # noqa: E402
 
-from st.jobs import Run  # noqa: E402
+from st.jobs import ONE_LAYER, Run  # noqa: E402
 from st.lives import Life, ended  # noqa: E402
 
 pytestmark = pytest.mark.timeout(1200)
@@ -77,6 +77,7 @@ class Kind:
     columns: int
     legacy: bool
     plans: tuple[Plan, ...]
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,15 @@ class Told:
 
 FIRST = Layout(dp=2, tp=2)
 PLANS = (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, 17), Plan(Layout(dp=4), 15, None))
-KINDS = {"safetensors": Kind("quickstart_qwen3.yaml", 4, False, PLANS),
+SHORT = (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, None))        # st/test_iterations.py has the way up again
+KINDS = {"safetensors": Kind("quickstart_qwen3.yaml", 4, False, SHORT, ONE_LAYER),
+         "safetensors-up": Kind("quickstart_qwen3.yaml", 4, False, PLANS),
          "ckpt": Kind("quickstart_llama.yaml", 1, True, (Plan(Layout(dp=2), 5, None),))}
 
 
 # ---- the lives -----------------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["safetensors", *(pytest.param(name, marks=pytest.mark.soak) for name in list(KINDS)[1:])])
 def kind(request) -> str:
     return request.param
 
@@ -159,7 +162,8 @@ def chain(kind, whole, data, device, tmp_path_factory) -> tuple[Run, list[Told]]
 
 
 def made(kind: str, folder: Path, data: Path, device: str) -> Run:
-    return Run(folder, KINDS[kind].config, data, program=Path(__file__), device=device, legacy=KINDS[kind].legacy)
+    return Run(folder, KINDS[kind].config, data, program=Path(__file__), device=device, legacy=KINDS[kind].legacy,
+               options=KINDS[kind].options)
 
 
 def start(run: Run, layout: Layout, kind: Kind, extra: str = "", **environment: str) -> None:
@@ -253,7 +257,7 @@ def test_what_a_life_starts_with_is_bit_for_bit_what_was_saved(chain):
         assert wrong == [], f"{told.plan}: {len(wrong)} of {len(loaded)} tensors"
         assert int(loaded["global_step"][0]) == told.plan.takes
         moments = [name for name in loaded if name.startswith("adam_")]
-        assert len(moments) >= 36 and all(loaded[name].any() for name in moments)
+        assert len(moments) >= 20 and all(loaded[name].any() for name in moments)
 
 
 def test_the_losses_are_those_of_the_run_that_never_stopped(chain, whole, kind, capsys):
@@ -284,5 +288,6 @@ def test_three_checkpoints_stay_and_are_whole(chain, kind):
     assert [(row["step"], row["state"]) for row in json.loads(checked.stdout)["checkpoints"]] == [
         (20, "verified"), (15, "verified"), (10, "verified")]
     files = sorted(path.relative_to(run.checkpoints).parts[0] for path in run.checkpoints.glob("rank_*/*-*"))
-    assert files == {"safetensors": ["rank_0"] * 3 + ["rank_1"] * 2 + ["rank_2", "rank_3"],      # of 1, 2 and 4 ranks
-                     "ckpt": ["rank_0"] * 3 + ["rank_1"] * 3}[kind]
+    saved_by = {step: max((told.plan for told in chain[1] if told.plan.takes < step), key=lambda plan: plan.takes).layout.ranks
+                for step in (10, 15, 20)}
+    assert files == sorted(f"rank_{rank}" for ranks in saved_by.values() for rank in range(ranks))

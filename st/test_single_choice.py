@@ -160,6 +160,7 @@ def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
     raise AssertionError("the first save could not be cut")
 
 
+@pytest.mark.soak
 def test_debris_of_a_first_save(whole_single, tmp_path):
     """Killed in its first save, the run starts afresh, cleans up and saves."""
     run = killed_in_its_first_save(whole_single, tmp_path)

@@ -53,7 +53,7 @@ BOTH = ["qwen3-model-0000000-0000001.safetensors", "qwen3-opt-0000000-0000001.sa
 
 def in_folder(folder: Path, whole: Run, *steps: int, of: Path | None = None) -> Run:
     """A run like ``whole`` in ``folder``, which finds these iterations of ``of`` there."""
-    run = Run(folder, whole.config, whole.data, program=PROGRAM, device=whole.device)
+    run = whole.like(folder, program=PROGRAM)
     if of is not None:
         copy_root(of, run.checkpoints, *steps)
     return run
