@@ -19,14 +19,15 @@ LIMIT = 300.0                        # seconds one training may take
 
 
 def upstream(run: Run, edits: dict[str, str]) -> str:
-    """Makes ``run`` one of a start script that knows nothing of us, with one line in its configuration that brings us in and
-    ``edits`` ({text: what stands there instead}) beside. Returns the argument that its command line needs."""
+    """Makes ``run`` one of a start script that knows nothing of us, with one line in its configuration that brings us in,
+    ONE_LAYER and ``edits`` ({text: what stands there instead}) beside. Returns the argument that its command line needs."""
     text = (ROOT / "configs" / run.config).read_text(encoding="utf-8")
-    for old, new in {**edits, "\ntrainer:\n": "\ntrainer:\n  auto_register: mindresume_plugin.MindResume\n"}.items():
+    sizes = {"num_hidden_layers: 2": "num_hidden_layers: 1", "intermediate_size: 512": "intermediate_size: 1024"}
+    for old, new in {**sizes, **edits, "\ntrainer:\n": "\ntrainer:\n  auto_register: mindresume_plugin.MindResume\n"}.items():
         assert text.count(old) == 1, (old, text.count(old))
         text = text.replace(old, new)
     run.folder.mkdir(parents=True, exist_ok=True)
-    run.config, run.program = str(run.folder / "config.yaml"), PROGRAMS / "upstream_style.py"
+    run.config, run.program, run.options = str(run.folder / "config.yaml"), PROGRAMS / "upstream_style.py", ""
     Path(run.config).write_text(text, encoding="utf-8")
     return f"--register_path {run.mindresume('plugin-path').stdout.strip()}"
 

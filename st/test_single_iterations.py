@@ -307,7 +307,7 @@ def test_no_load_optim_takes_the_weights_alone(others, broken, whole_single):
     assert [row["samples"] for row in rows] == [row["samples"] for row in whole_single.steps()[:10]]
     loaded = parameters(run, run.checkpoints, 10)
     moments = {name for name in saved if name.startswith("adam_")}
-    assert len(moments) >= 36 and not any(loaded[name].any() for name in moments)
+    assert len(moments) >= 20 and not any(loaded[name].any() for name in moments)
     weights = set(tensors_in(broken.root / iteration_name(40) / BOTH[0]))
     assert weights and not_equal({name: saved[name] for name in weights}, {name: loaded[name] for name in weights}) == []
     assert int(loaded["global_step"][0]) == 0

@@ -16,7 +16,8 @@ or, in a program of your own, two calls in this order:
 
 Modules: ``kernels`` (operators without a CPU kernel), ``collectives`` (collectives the CPU library lacks), ``layouts``
 (completes the layouts after that), ``semi_auto`` (the semi-auto parallel front end), ``model_build`` (Model.build and
-the sink loop), ``recorder`` (exact loss and samples of every step; kill at a step), ``run`` and ``launch`` (programs).
+the sink loop), ``later`` (imports that a training does not use), ``recorder`` (exact loss and samples of every step;
+kill at a step), ``run`` and ``launch`` (programs).
 Verified with mindformers 1.9.0 on mindspore 2.9.0 and 1.8.0 on 2.7.2, Linux x86-64.
 """
 import os
@@ -39,7 +40,8 @@ def exchange_folder() -> str:
 
 def before_mindformers() -> None:
     """Patches names that mindformers captures when it is imported: the barrier and ``Model``."""
-    from . import collectives, model_build
+    from . import collectives, later, model_build
+    later.install()
     collectives.install_barrier()
     model_build.install()
 

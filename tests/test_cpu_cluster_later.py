@@ -1,0 +1,34 @@
+"""The testbed imports what a training does not use when somebody uses it; then it is the real thing."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = """
+import inspect, sys
+from importlib.util import find_spec
+from st.cpu_cluster import later
+later.install()
+import datasets
+from datasets.distributed import split_dataset_by_node
+from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+inspect.getmodule(inspect.currentframe())                                   # asks every module for its file
+assert find_spec("datasets").name == "datasets"
+assert not {"pandas", "scipy", "nltk", "datasets.arrow_dataset"} & set(sys.modules)
+words = ["one", "two", "three", "four"]
+assert sentence_bleu([words], words, smoothing_function=SmoothingFunction().method3) == 1
+halves = [list(split_dataset_by_node(datasets.Dataset.from_dict({"x": [1, 2]}), rank, 2)) for rank in (0, 1)]
+assert halves == [[{"x": 1}], [{"x": 2}]]
+assert "arrow_dataset" in repr(datasets.Dataset) and sys.modules["datasets"].__version__
+"""
+
+
+def test_the_real_ones_come_when_they_are_used():
+    pytest.importorskip("datasets")
+    pytest.importorskip("nltk")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
