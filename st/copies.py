@@ -18,17 +18,25 @@ CORES = 2                            # trainings at a time; a short one is mostl
 LIMIT = 300.0                        # seconds one training may take
 
 
-def upstream(run: Run, edits: dict[str, str]) -> str:
-    """Makes ``run`` one of a start script that knows nothing of us, with one line in its configuration that brings us in,
-    ONE_LAYER and ``edits`` ({text: what stands there instead}) beside. Returns the argument that its command line needs."""
+def edited(run: Run, edits: dict[str, str]) -> Run:
+    """``run`` with a configuration of its own, for programs that take no options: ONE_LAYER and ``edits`` ({text: what stands
+    there instead})."""
     text = (ROOT / "configs" / run.config).read_text(encoding="utf-8")
     sizes = {"num_hidden_layers: 2": "num_hidden_layers: 1", "intermediate_size: 512": "intermediate_size: 1024"}
-    for old, new in {**sizes, **edits, "\ntrainer:\n": "\ntrainer:\n  auto_register: mindresume_plugin.MindResume\n"}.items():
+    for old, new in {**sizes, **edits}.items():
         assert text.count(old) == 1, (old, text.count(old))
         text = text.replace(old, new)
     run.folder.mkdir(parents=True, exist_ok=True)
-    run.config, run.program, run.options = str(run.folder / "config.yaml"), PROGRAMS / "upstream_style.py", ""
+    run.config, run.options = str(run.folder / "config.yaml"), ""
     Path(run.config).write_text(text, encoding="utf-8")
+    return run
+
+
+def upstream(run: Run, edits: dict[str, str]) -> str:
+    """Makes ``run`` one of a start script that knows nothing of us, with one line in its configuration that brings us in, and
+    ``edits``. Returns the argument that its command line needs."""
+    edited(run, {**edits, "\ntrainer:\n": "\ntrainer:\n  auto_register: mindresume_plugin.MindResume\n"})
+    run.program = PROGRAMS / "upstream_style.py"
     return f"--register_path {run.mindresume('plugin-path').stdout.strip()}"
 
 

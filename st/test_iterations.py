@@ -146,7 +146,7 @@ def test_what_a_life_starts_with_is_bit_for_bit_what_was_saved(chain):
         assert not_equal(told.saved, told.loaded) == [], told.plan
         assert int(told.loaded["global_step"][0]) == told.plan.takes
         moments = [name for name in told.loaded if name.startswith("adam_")]
-        assert len(moments) >= 36 and all(told.loaded[name].any() for name in moments)
+        assert len(moments) >= 20 and all(told.loaded[name].any() for name in moments)
 
 
 def test_the_losses_are_those_of_the_run_that_never_stopped(chain, whole, capsys):
@@ -189,11 +189,11 @@ def test_redundancy_is_removed(chain):
     root = chain[0].checkpoints
     for step in (5, 10):
         parts = pieces_of(root, step)
-        assert len(set(parts)) == len(parts) > 50
+        assert len(set(parts)) == len(parts) > 30
     assert all(layout.local_shape(row.global_shape) == row.global_shape for row in layout_table(root, 10).values()
                if (layout := row.layout) is not None)
     shares = [{name for name, row in rows.items() if row.layout} for rows in tensors_of_ranks(root, 10).values()]
-    assert len(shares) == 2 and all(len(share) > 20 for share in shares) and not shares[0] & shares[1]
+    assert len(shares) == 2 and all(len(share) > 10 for share in shares) and not shares[0] & shares[1]
 
 
 def test_balanced_load_reads_once_what_both_ranks_need(chain):

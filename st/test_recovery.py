@@ -81,6 +81,15 @@ def in_between(run: Run, chance: random.Random) -> None:
     time.sleep(chance.uniform(0, 1.5))
 
 
+def to_the_end(run: Run, chance: random.Random) -> None:
+    """No death."""
+
+
+def trained(run: Run, life: int) -> str:
+    steps = [row["step"] for row in run.steps(life)]
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+
+
 def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance: random.Random) -> int:
     """Starts ``command`` until it ends well; the first lives die at these moments, the whole job or (False) one rank of it.
     Returns the number of starts. AssertionError if a life fails by itself."""
@@ -117,12 +126,16 @@ def test_a_few_deaths_of_one_process(whole_single, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
-def test_ten_deaths_of_four_processes(whole_four, tmp_path, fmt):
+def test_ten_deaths_of_four_processes(whole_four, tmp_path, fmt, capsys):
     run, chance = beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
     moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_save, in_between, at_the_start, in_a_save,
                while_it_loads, in_between]
     deaths = [(moment, number % 2 == 0) for number, moment in enumerate(moments)]
     assert supervised(run, fmt, deaths, chance) == 11
+    with capsys.disabled():
+        print(f"\n{fmt or 'Checkpoint 1.0'}: " + "; ".join(
+            f"{moment.__name__} ({'all ranks' if everything else 'one rank'}): {trained(run, life)}"
+            for life, (moment, everything) in enumerate([*deaths, (to_the_end, True)])))
     as_if_nothing_had_happened(run, whole_four)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import PROGRAMS, beside, flip, names, records, said, steps_of, succeeded, together, upstream, weights
+from st.copies import PROGRAMS, beside, edited, flip, names, records, said, steps_of, succeeded, together, upstream, weights
 from st.jobs import Run, differences
 
 EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
@@ -20,7 +20,7 @@ def started(whole_single, tmp_path_factory) -> SimpleNamespace:
     base = tmp_path_factory.mktemp("ways")
     unmodified, python = (beside(whole_single, base / name) for name in ("unmodified", "python"))
     register = upstream(unmodified, {})
-    python.program = PROGRAMS / "python_style.py"
+    edited(python, {}).program = PROGRAMS / "python_style.py"
     for run in (unmodified, python):
         flip(weights(run, 40))
     extra = beside(whole_single, base / "extra", copied=False)
