@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -56,12 +57,26 @@ Moment = Callable[[Run, random.Random], None]
 
 # ---- moments to die at: wait until the job is there --------------------------------------------------------------------
 
+def half_written(run: Run) -> bool:
+    """By this life; what the one before left half written may still be there."""
+    paths = [path for folder in ("rank_*", ".mindresume/step-*")
+             for path in glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}")]
+    with suppress(FileNotFoundError):                           # renamed in between
+        return any(os.stat(path).st_mtime > run.started for path in paths)
+    return False
+
+
 def in_a_save(run: Run, chance: random.Random) -> None:
     """As soon as a half-written file is seen, of the next save."""
-    folders = ("rank_*", ".mindresume/step-*")
-    while run.process.poll() is None and not any(
-            glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}") for folder in folders):
+    while run.process.poll() is None and not half_written(run):
         time.sleep(0.0005)
+
+
+def in_a_later_save(run: Run, chance: random.Random) -> None:
+    """The one behind a save that was committed, so that the next life has five steps less to do."""
+    while run.process.poll() is None and not (len(run.steps(-1)) >= 9 and lines(run, " committed: ")):
+        time.sleep(0.005)
+    in_a_save(run, chance)
 
 
 def at_the_start(run: Run, chance: random.Random) -> None:
@@ -76,9 +91,11 @@ def while_it_loads(run: Run, chance: random.Random) -> None:
 
 
 def in_between(run: Run, chance: random.Random) -> None:
-    while run.process.poll() is None and not run.steps(-1):
+    """After the first to sixth step of this life."""
+    steps = chance.randint(1, 6)
+    while run.process.poll() is None and len(run.steps(-1)) < steps:
         time.sleep(0.02)
-    time.sleep(chance.uniform(0, 1.5))
+    time.sleep(chance.uniform(0, 0.3))
 
 
 def to_the_end(run: Run, chance: random.Random) -> None:
@@ -128,7 +145,7 @@ def test_a_few_deaths_of_one_process(whole_single, tmp_path):
 @pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
 def test_ten_deaths_of_four_processes(whole_four, tmp_path, fmt, capsys):
     run, chance = beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
-    moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_save, in_between, at_the_start, in_a_save,
+    moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_later_save, in_between, at_the_start, in_a_later_save,
                while_it_loads, in_between]
     deaths = [(moment, number % 2 == 0) for number, moment in enumerate(moments)]
     assert supervised(run, fmt, deaths, chance) == 11
