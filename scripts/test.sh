@@ -19,5 +19,5 @@ if [ "${FAST:-0}" != 1 ]; then
     echo "== system tests with trainings of one process"
     system_tests -n 2 --dist loadfile -m single st "$@"
     echo "== system tests with trainings of several processes"
-    system_tests -m "not beside and not single" st "$@"
+    system_tests -n 2 --dist loadfile -m "not beside and not single" st "$@"
 fi

@@ -3,17 +3,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from functools import partial
 
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, time_text
 from mindresume.formats.records import absent_text
 from mindresume.manifest import run_sequence
-from mindresume.reshard.strategies import strategy_of
+from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import assumption
-from mindresume.resume.survey import Seen, survey
+from mindresume.resume.survey import Seen, size_of, survey
 from mindresume.store.claim import claims, lives
-from mindresume.store.storage import PosixStorage
+from mindresume.store.storage import PosixStorage, Storage
 from mindresume.words import size_text
 
 
@@ -24,13 +23,13 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     Names, records and sizes are checked, contents are not (that is `verify`).
     """
     storage = PosixStorage()
-    found, rows = survey(storage, locate(folder), partial(strategy_of, storage, None), world_size)
+    found, rows = survey(storage, locate(folder), strategies(storage), world_size)
     users = claims(storage, found.root)
     if json:
         print_json({"root": found.root, "checkpoints": [_row(found.root, row) for row in rows], "notes": list(found.notes),
                     "in_use_by": [{**asdict(owner), "alive": lives(owner)} for owner in users]})
         return
-    _print(found.root, rows)
+    _print(storage, found.root, rows)
     foreign = any(row.candidate.run is None for row in rows)
     for note in (*found.notes, *(["run -: written by mindformers, without records"] if foreign else []),
                  *assumption(found, world_size)):
@@ -50,7 +49,7 @@ def _row(root: str, row: Seen) -> dict[str, object]:
             "files": [os.path.join(root, file.path) for file in candidate.every_file]}
 
 
-def _print(root: str, rows: tuple[Seen, ...]) -> None:
+def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
     if not rows:
@@ -61,7 +60,8 @@ def _print(root: str, rows: tuple[Seen, ...]) -> None:
         table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)
     for row in rows:
         candidate = row.candidate
-        table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size), size_text(row.size), row.kind,
+        table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
+                      size_text(size_of(storage, root, candidate)), row.kind,
                       str(run_sequence(candidate.run)) if candidate.run else "-",
                       time_text(candidate.saved_at), row.state, style="yellow" if row.problem else "")
     Console().print(table)

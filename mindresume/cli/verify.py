@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.records import absent_text, ranks_count
-from mindresume.reshard.strategies import strategy_of
+from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import damaged_small, prove, read_size
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import survey
@@ -31,7 +30,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Exit status: 0 all is as it was written, 1 something is damaged or missing.
     """
     storage = PosixStorage()
-    found, rows = survey(storage, locate(folder), partial(strategy_of, storage, None), world_size)
+    found, rows = survey(storage, locate(folder), strategies(storage), world_size)
     wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}; there are: "

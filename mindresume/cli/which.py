@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from mindresume.agree import Solo
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json
 from mindresume.errors import UnusableError
-from mindresume.reshard.strategies import strategy_of
+from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import Choice, describe, select
 from mindresume.settings import Settings
@@ -38,7 +37,7 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
         with progress_bar("checking", json) as meter:
             storage = PosixStorage()
             choice = select(storage, path, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
-                            strategy_of=partial(strategy_of, storage, None),
+                            strategy_of=strategies(storage),
                             progress=meter.advance, complete=not quick, poison_limit=Settings.load().poison_limit,
                             on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
     except UnusableError as failure:

@@ -13,7 +13,7 @@ from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
-from mindresume.reshard.strategies import strategy_of
+from mindresume.reshard.strategies import strategies
 from mindresume.resume.apart import select_apart
 from mindresume.resume.health import sick_files
 from mindresume.resume.lost import lost_by_death
@@ -55,7 +55,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         pick = partial(select, storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
                        on_candidate=lambda candidate: gauge.expect(read_size(candidate, _share(group, candidate))),
                        complete=current.settings.verify == "full", sick=sick, poison_limit=current.settings.poison_limit,
-                       strategy_of=partial(strategy_of, storage, config.get("src_strategy_path_or_dir") or None))
+                       strategy_of=strategies(storage, config.get("src_strategy_path_or_dir") or None))
         choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts) if remote else pick()
     for refusal in choice.refused:
         log.warning("mindresume: not resuming from %s", refusal)

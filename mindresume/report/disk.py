@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from mindresume.formats.records import absent_text
-from mindresume.reshard.strategies import strategy_of
-from mindresume.resume.survey import COMPLETE, survey
+from mindresume.reshard.strategies import strategies
+from mindresume.resume.survey import COMPLETE, size_of, survey
 from mindresume.store.claim import SAVING, claims, lives
 from mindresume.store.storage import Storage
 
@@ -44,9 +43,9 @@ class Disk:
 
 def look(storage: Storage, root: str) -> Disk:
     """Checkpoints newest first, in the order in which a resume tries them."""
-    found, seen = survey(storage, root, partial(strategy_of, storage, None))
-    rows = [Checkpoint(row.candidate.step, row.candidate.epoch, row.candidate.run, row.candidate.world_size, row.size, row.kind,
-                       row.candidate.committed, row.candidate.saved_at, row.state,
-                       row.problem.reason if row.problem else absent_text(row.candidate)) for row in seen]
+    found, seen = survey(storage, root, strategies(storage))
+    rows = [Checkpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
+                       saved.committed, saved.saved_at, row.state, row.problem.reason if row.problem else absent_text(saved))
+            for row in seen for saved in [row.candidate]]
     claimed = {owner.run: lives(owner) for owner in claims(storage, found.root) if owner.purpose == SAVING}
     return Disk(found.root, found.exists, tuple(rows), found.notes, claimed)

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import xxhash
@@ -42,13 +44,20 @@ def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str |
     """The strategy given, or for what mindformers wrote that in the folder beside, where it looks itself (also for the file of
     one rank: it may be the only one left). If that was set aside for this very checkpoint, the one set aside. None if nobody says
     one. StrategyError."""
+    path = _place(storage, root, candidate, given, lambda: identity)
+    return None if path is None else read_strategy(path, storage)
+
+
+def _place(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Callable[[], Any]) -> str | None:
     if given is None and candidate.origin == OURS:
         return None
     path = (given or os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")).rstrip("/")
-    for kept in _kept(storage, path):
-        if identity in _marked(storage, kept):
-            return read_strategy(kept, storage)
-    return read_strategy(path, storage) if given or storage.list(path) else None
+    if kept := _kept(storage, path):
+        this = identity()
+        for other in kept:
+            if this in _marked(storage, other):
+                return other
+    return path if given or storage.list(path) else None
 
 
 def own_strategy(weights: Weights) -> Strategy | None:
@@ -70,12 +79,20 @@ def own_strategy(weights: Weights) -> Strategy | None:
     return Strategy(tuple(stages), weights.name)
 
 
-def strategy_of(storage: Storage, given: str | None, root: str, candidate: Candidate) -> Strategy | None:
-    """That of the job that saved it, as ``strategy_for``; None if none says so, or it cannot be read."""
-    try:
-        return strategy_for(storage, root, candidate, given, identity_of(storage, root, candidate))
-    except StrategyError:
-        return None
+def strategies(storage: Storage, given: str | None = None) -> Callable[[str, Candidate], Strategy | None]:
+    """A function that tells (root, candidate) which strategy the job had that saved it, as ``strategy_for``: None if none says
+    so, or it cannot be read. It reads each folder once: ask for a new function when the files may have changed."""
+    @cache
+    def read(path: str) -> Strategy | None:
+        try:
+            return read_strategy(path, storage)
+        except StrategyError:
+            return None
+
+    def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
+        path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+        return None if path is None else read(path)
+    return strategy_of
 
 
 def set_aside(storage: Storage, folder: str, used: Strategy | None = None, identity: Any = None) -> str:

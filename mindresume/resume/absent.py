@@ -18,30 +18,42 @@ from mindresume.manifest import Details, TensorRecord
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy
 
+StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate): that of the job which saved it, None: unknown
 
-def filled(storage: Storage, root: str, candidate: Candidate, strategy_of: Callable[[str, Candidate], Strategy | None],
-           world_size: int | None, expected: int | None) -> Candidate:
-    """With its missing ranks as ``absent``, where mindformers saved a part of the ranks (MindIO TTP) and the strategy proves that
-    they hold everything; with what they lack as its problem, if they do not. ``world_size``: of the job that would resume, None:
-    not known. ``expected``: how many ranks the folder seems to be of."""
+
+def nobody_knows(root: str, candidate: Candidate) -> Strategy | None:
+    """A StrategyOf for which there are no strategy files."""
+    return None
+
+
+def filled(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
+           expected: int | None) -> tuple[Candidate, int | None]:
+    """The candidate, and how many ranks it must be of: those of the job that would resume (``world_size``); of what mindformers
+    saved, if no such job is known, by its strategy, else by the folder (``expected``); None: any.
+
+    Where mindformers saved a part of the ranks (MindIO TTP), and the strategy proves that they hold everything, the candidate has
+    the others as ``absent``; what they lack is its problem, if they do not."""
     there = candidate.files
     if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None:
-        return candidate
-    if len(there) >= (world_size or expected or 0) and set(there) == set(range(len(there))):
-        return candidate
+        return candidate, world_size
+    if world_size is not None and set(there) == set(range(world_size)):
+        return candidate, world_size
     strategy = strategy_of(root, candidate)
-    if strategy is None or max(there) >= strategy.world_size or world_size not in (None, strategy.world_size):
-        return candidate
-    missing = tuple(rank for rank in range(strategy.world_size) if rank not in there)
-    files = [[file.path for file in there.get(rank, ())] for rank in range(strategy.world_size)]
+    ranks = world_size or (strategy.world_size if strategy else expected)
+    if strategy is None or strategy.world_size != ranks or max(there) >= ranks:
+        return candidate, ranks
+    missing = tuple(rank for rank in range(ranks) if rank not in there)
+    if not missing:
+        return candidate, ranks
+    files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
     try:
-        lost = uncovered(files, True, details_by(storage, root, candidate, strategy)) if missing else ""
+        lost = uncovered(files, True, details_by(storage, root, candidate, strategy))
     except (DamagedFileError, StrategyError) as error:
         lost = str(error)
     if not lost:
-        return replace(candidate, world_size=strategy.world_size, absent=missing)
+        return replace(candidate, world_size=ranks, absent=missing), ranks
     return replace(candidate, problem=candidate.refuse(
-        f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0]))
+        f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
 
 
 def details_by(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:

@@ -23,13 +23,12 @@ from mindresume.formats.names import folder_name, folder_rank, name_for_rank
 from mindresume.formats.records import absent_text, header_of, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
-from mindresume.resume.absent import filled
+from mindresume.resume.absent import StrategyOf, filled, nobody_knows
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.trials import key_of, trials
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
-from mindresume.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
-           strategy_of: Callable[[str, Candidate], Strategy | None] = lambda root, candidate: None,
-           sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
+           strategy_of: StrategyOf = nobody_knows, sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
@@ -158,8 +156,7 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
 
 
 def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
-                  progress: Progress | None, complete: bool,
-                  strategy_of: Callable[[str, Candidate], Strategy | None] = lambda root, candidate: None
+                  progress: Progress | None, complete: bool, strategy_of: StrategyOf = nobody_knows
                   ) -> tuple[list[Refusal], tuple[ProvenShard, ...]]:
     """What was found wrong on any rank of the job, the same on all; and what this process proved, ``ranks`` of the checkpoint."""
     shards: list[ProvenShard] = []
@@ -179,7 +176,7 @@ class _Chooser:
     """Rank 0's side: offers one candidate after the other, and says how it ends."""
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
-                 strategy_of: Callable[[str, Candidate], Strategy | None] = lambda root, candidate: None,
+                 strategy_of: StrategyOf = nobody_knows,
                  sick: Collection[str] | None = None, poison_limit: int = 0):
         self.storage, self.path, self.world_size, self.named, self.strategy_of = storage, path, world_size, named, strategy_of
         self.sick, self.poison_limit = sick, poison_limit
@@ -207,16 +204,17 @@ class _Chooser:
             if not self.queue:                                  # better one that is suspected than none
                 self.queue, self.suspected, self.deaths = self.suspected, [], {}
             candidate = self.queue.pop(0)
+            ranks = self.world_size
             if not (self.insists and len(candidate.files) == 1):
-                candidate = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
-                                   self.found.expected_ranks)
+                candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
+                                          self.found.expected_ranks)
             if (died := self.deaths.get(key_of(candidate), 0)) >= max(self.poison_limit, 1):
                 self.suspected.append(candidate)
                 self.refused.append(candidate.refuse(
                     f"it is suspected: {died} jobs in a row loaded it and died before their first step was done "
                     f"(mindresume.poison_limit: {self.poison_limit}); name it to take it all the same"))
                 continue
-            refusal = quick(self.storage, self.found.root, candidate, self.world_size or self._guess(candidate),
+            refusal = quick(self.storage, self.found.root, candidate, self.world_size if self.insists else ranks,
                             not candidate.committed) or self._sick(candidate)
             if refusal is None:
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
@@ -234,12 +232,6 @@ class _Chooser:
         return candidate.refuse(f"it was unhealthy when it was saved (the embedding's local norm was above "
                                 f"embedding_local_norm_threshold); name its {'folder' if candidate.base else 'file'} to take it "
                                 f"all the same")
-
-    def _guess(self, candidate: Candidate) -> int | None:
-        if candidate.origin != MINDFORMERS or self.insists:
-            return None
-        strategy = self.strategy_of(self.found.root, candidate)
-        return strategy.world_size if strategy else self.found.expected_ranks
 
     def _notes(self) -> list[str]:
         return [*self.found.notes, *assumption(self.found, self.world_size)] if self.found else []

@@ -8,7 +8,7 @@ from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
 
 from mindresume.errors import StrategyError
 from mindresume.reshard.source import open_source
-from mindresume.reshard.strategies import MARK, identity_of, set_aside, strategy_for, strategy_of
+from mindresume.reshard.strategies import MARK, identity_of, set_aside, strategies, strategy_for
 from mindresume.strategy import read_strategy, write_strategy
 
 TENSORS = random_tensors(MODEL)
@@ -92,8 +92,8 @@ def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many
 
 def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     root, candidate, folder = job
-    assert strategy_of(STORAGE, None, root, candidate).world_size == 4
+    assert strategies(STORAGE)(root, candidate).world_size == 4
     set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, "x"), identity_of(STORAGE, root, candidate))
     write_strategy(NEW.strategy(), folder)
-    assert strategy_of(STORAGE, folder, root, candidate).world_size == 4
-    assert strategy_of(STORAGE, str(tmp_path / "nowhere"), root, candidate) is None
+    assert strategies(STORAGE)(root, candidate).world_size == strategies(STORAGE, folder)(root, candidate).world_size == 4
+    assert strategies(STORAGE, str(tmp_path / "nowhere"))(root, candidate) is None

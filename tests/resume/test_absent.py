@@ -208,12 +208,10 @@ def test_of_mindformers_without_proof(tmp_path, strategy, said):
 
 
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
-    from functools import partial
-
-    from mindresume.reshard.strategies import strategy_of
+    from mindresume.reshard.strategies import strategies
     foreign(tmp_path / "checkpoint", 7, COVERING)
     write_strategy(STRATEGY, str(tmp_path / "strategy"))
-    choice = choose(tmp_path / "checkpoint", strategy_of=partial(strategy_of, STORAGE, None))
+    choice = choose(tmp_path / "checkpoint", strategy_of=strategies(STORAGE))
     assert choice.chosen.absent == (1, 4, 6, 7)
 
 
