@@ -19,7 +19,7 @@ STAMP="$OTHER/.complete-$(echo "${PACKAGES[*]} $("$PYTHON" --version)" | cksum |
 if [ ! -e "$STAMP" ]; then
     echo "== making $OTHER (${PACKAGES[*]}), about one minute" >&2
     "$PYTHON" -m venv --clear --without-pip "$OTHER"            # also what an interrupted call left
-    "$PYTHON" -m pip --python "$OTHER/bin/python" install --quiet --disable-pip-version-check --no-deps "${PACKAGES[@]}" >&2
+    "$PYTHON" -m pip --python "$OTHER/bin/python" install --quiet --disable-pip-version-check --no-compile --no-deps "${PACKAGES[@]}" >&2
     PLACE="$("$OTHER/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     rm -rf "$PLACE"/mindspore/lib/plugin/{,libmindspore_}{gpu,ascend,ops_ascend}* "$PLACE/mindspore/include"   # 2 GB
     "$PYTHON" -c 'import os, sys, sysconfig; print(os.path.relpath(sysconfig.get_path("purelib"), sys.argv[1]))' \

@@ -25,7 +25,8 @@ STAMP="$VENV/.mindresume-$(cat "$ROOT/setup.py" "$ROOT/mindresume/__init__.py" |
 if [ ! -e "$STAMP" ]; then
     echo "== installing mindformers, mindspore and mindresume into .venv (about 1.5 GB, 5 to 10 minutes the first time)"
     "$PYTHON" -m pip install --quiet --disable-pip-version-check "setuptools>=64,<81" wheel
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation -e "$ROOT[mindformers,test]"
+    # --no-compile: what is never imported need not be compiled; the rest is when it is
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile --no-build-isolation -e "$ROOT[mindformers,test]"
     rm -f "$VENV"/.mindresume-*
     touch "$STAMP"
 fi

@@ -50,7 +50,7 @@ def data(tmp_path_factory) -> Path:
 def whole_single(tmp_path_factory, data, device) -> Run:
     """The uninterrupted Qwen3 run of one process: 40 steps, saves at 5, 10 ... 40, keeps 3. Read it, do not change it."""
     return Run(tmp_path_factory.mktemp("whole_single"), "quickstart_qwen3.yaml", data, device=device,
-               options=ONE_LAYER).start().ended()
+               options=ONE_LAYER, graphs=tmp_path_factory.mktemp("graphs")).start().ended()
 
 
 @pytest.fixture(scope="session")

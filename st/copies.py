@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mindresume.files import read_header, read_scalar
 from mindresume.manifest import FOLDER, MANIFEST, Record, parse_attempt, read_record, record_name
-from st.jobs import ROOT, Run
+from st.jobs import ROOT, SIZES, Run
 
 Result = TypeVar("Result")
 PROGRAMS = ROOT / "st" / "programs"
@@ -18,25 +18,16 @@ CORES = 2                            # trainings at a time; a short one is mostl
 LIMIT = 300.0                        # seconds one training may take
 
 
-def edited(run: Run, edits: dict[str, str]) -> Run:
-    """``run`` with a configuration of its own, for programs that take no options: ONE_LAYER and ``edits`` ({text: what stands
-    there instead})."""
-    text = (ROOT / "configs" / run.config).read_text(encoding="utf-8")
-    sizes = {"num_hidden_layers: 2": "num_hidden_layers: 1", "intermediate_size: 512": "intermediate_size: 1024"}
-    for old, new in {**sizes, **edits}.items():
-        assert text.count(old) == 1, (old, text.count(old))
-        text = text.replace(old, new)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.config, run.options = str(run.folder / "config.yaml"), ""
-    Path(run.config).write_text(text, encoding="utf-8")
-    return run
+def without_options(run: Run, name: str, changes: Mapping[str, Any] | None = None) -> Run:
+    """Makes ``run`` one of a program in PROGRAMS that takes none: ONE_LAYER and ``changes`` are in its configuration."""
+    run.program, run.options = PROGRAMS / name, ""
+    return run.configure({**SIZES, **(changes or {})})
 
 
-def upstream(run: Run, edits: dict[str, str]) -> str:
+def upstream(run: Run, changes: Mapping[str, Any] | None = None) -> str:
     """Makes ``run`` one of a start script that knows nothing of us, with one line in its configuration that brings us in, and
-    ``edits``. Returns the argument that its command line needs."""
-    edited(run, {**edits, "\ntrainer:\n": "\ntrainer:\n  auto_register: mindresume_plugin.MindResume\n"})
-    run.program = PROGRAMS / "upstream_style.py"
+    ``changes``. Returns the argument that its command line needs."""
+    without_options(run, "upstream_style.py", {**(changes or {}), "trainer.auto_register": "mindresume_plugin.MindResume"})
     return f"--register_path {run.mindresume('plugin-path').stdout.strip()}"
 
 

@@ -77,7 +77,7 @@ from mindresume.formats.iteration_files import TRACKER, iteration_name  # noqa: 
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.manifest import FOLDER, TensorRecord, read_details, record_name  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
-from st.jobs import ROOT, Run  # noqa: E402
+from st.jobs import Run  # noqa: E402
 from st.test_reshard import TELL, merged  # noqa: E402
 
 PROGRAM = Path(__file__)
@@ -100,17 +100,8 @@ def begin(run: Run, *extra: str, kill: str | None = None, **environment: str) ->
 def configured(run: Run, resume_training: bool, **section: Any) -> Run:
     """``run`` with a configuration of its own: the newer dialect, a ``checkpoint:`` section; of the older one resume_training
     alone."""
-    text = (ROOT / "configs" / run.config).read_text(encoding="utf-8")
-    for old, new in (("load_checkpoint: './output/checkpoint'", "load_checkpoint: ''"),
-                     ("resume_training: True", f"resume_training: {resume_training}")):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.config = str(run.folder / "config.yaml")
-    keys = "".join(f"  {key}: {json.dumps(str(value) if isinstance(value, Path) else value)}\n"
-                   for key, value in section.items())
-    Path(run.config).write_text(f"{text}\ncheckpoint:\n{keys}", encoding="utf-8")
-    return run
+    return run.configure({"load_checkpoint": "", "resume_training": resume_training,
+                          **{f"checkpoint.{key}": value for key, value in section.items()}})
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------------

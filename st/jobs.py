@@ -9,15 +9,21 @@ st/cpu_cluster/run.py around it. What each step saw and gave is recorded by st/c
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,7 +33,8 @@ from st.cpu_cluster.launch import free_port  # noqa: E402
 
 PAUSE = 0.0005                       # seconds between looks at the folder while waiting for a half-written file
 # Compiling is half of a short training. As many bytes as two layers of the quickstart, which st/story.py trains as it is.
-ONE_LAYER = "--model.model_config.num_hidden_layers 1 --model.model_config.intermediate_size 1024"
+SIZES = {"model.model_config.num_hidden_layers": 1, "model.model_config.intermediate_size": 1024}
+ONE_LAYER = " ".join(f"--{key} {value}" for key, value in SIZES.items())
 
 
 @dataclass
@@ -36,6 +43,8 @@ class Run:
 
     ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU", or
     "Ascend" (then nothing is patched; only the recorder is added). ``options``: words of the command line in every life.
+    ``graphs``: for one process: what is compiled is kept there, for each command line, and taken by runs that share the folder
+    (MindSpore's MS_COMPILER_CACHE_ENABLE, as many jobs that restart often have it). None: each life compiles.
     """
     folder: Path
     config: str
@@ -45,13 +54,29 @@ class Run:
     device: str = "CPU"
     legacy: bool = False
     options: str = ""
+    graphs: Path | None = None
     process: subprocess.Popen | None = None
     started: float = 0.0
+    kept: Path | None = None                                 # where the graph of this life is, or will be
     lives: list[int] = field(default_factory=list)           # number of recorded steps before each start
 
     def like(self, folder: Path, **changes: Any) -> Run:
         """The same training in another folder, not started yet."""
         return replace(self, **{"folder": folder, "process": None, "started": 0.0, "lives": [], **changes})
+
+    def configure(self, changes: Mapping[str, Any]) -> Run:
+        """Gives it a configuration of its own, with ``changes``: {keys with dots between them: value}."""
+        config = yaml.safe_load((ROOT / "configs" / self.config).read_text(encoding="utf-8"))
+        for keys, value in changes.items():
+            *outer, last = keys.split(".")
+            section = config
+            for key in outer:
+                section = section.setdefault(key, {})
+            section[last] = str(value) if isinstance(value, Path) else value
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.config = str(self.folder / "config.yaml")
+        Path(self.config).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        return self
 
     @property
     def losses(self) -> Path:
@@ -95,11 +120,30 @@ class Run:
         self.lives.append(len(self.steps()))
         self.started = time.time()
         settings = {**os.environ, "CPU_CLUSTER_STEPS": str(self.losses), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
-                    "CPU_CLUSTER_DEVICE": self.device, **environment}
+                    "CPU_CLUSTER_DEVICE": self.device, **self._compiled(extra), **environment}
         with open(self.folder / f"launcher_{len(self.lives)}.log", "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([*prefix, *self.command(extra)], cwd=self.folder, env=settings, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)
         return self
+
+    def _compiled(self, extra: str) -> dict[str, str]:
+        """Variables for the next life. Where to save and what to resume from are no matter of a graph."""
+        if self.graphs is None or self.workers > 1:
+            return {}
+        what = " ".join(self.command(extra)[2:3])
+        key = hashlib.sha256(re.sub(r"--(load_checkpoint|resume_training) \S+", "", what).encode())
+        if os.path.isabs(self.config):
+            key.update(Path(self.config).read_bytes())
+        self.kept = self.graphs / key.hexdigest()[:16]
+        own = self.kept if self.kept.exists() else self.folder / f"graphs_{len(self.lives)}"
+        return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(own)}
+
+    def _keep_compiled(self) -> None:
+        """Once a step was done the graph is written. Of two that compiled the same at once, one is kept."""
+        own = self.folder / f"graphs_{len(self.lives)}"
+        if own.exists() and self.steps(-1):
+            with suppress(OSError):
+                own.rename(self.kept)
 
     def wait(self, timeout: float = 400.0) -> int:
         """The exit status of the job. TimeoutExpired after ``timeout`` seconds; nothing of the job is left behind."""
@@ -109,6 +153,7 @@ class Run:
             if self.process.poll() is None:
                 self.signal_all(signal.SIGKILL)
                 self.process.wait()
+            self._keep_compiled()
 
     def ended(self, timeout: float = 400.0) -> Run:
         """Waits for a job that must succeed. AssertionError with the end of its log if it does not."""

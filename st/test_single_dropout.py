@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from st.copies import LIMIT, beside, said, steps_of
+from st.copies import LIMIT, said, steps_of
 from st.jobs import differences
 
 pytestmark = pytest.mark.timeout(900)
@@ -13,9 +13,10 @@ DROPOUT = "--model.model_config.hidden_dropout 0.1 --callbacks.1.save_checkpoint
 
 
 def test_dropout_goes_on(whole_single, tmp_path):
-    whole = beside(whole_single, tmp_path / "whole", copied=False).start(DROPOUT).ended(LIMIT)
+    whole, run = (whole_single.like(tmp_path / name, graphs=None) for name in ("whole", "run"))     # a graph holds seeds
+    whole.start(DROPOUT).ended(LIMIT)
     assert [row["hex"] for row in whole.steps()] != [row["hex"] for row in whole_single.steps()]
-    run, begins = beside(whole_single, tmp_path / "run", copied=False), []
+    begins = []
     for reached in (7, 21):                                     # of epochs of 10 steps; at 21 the one before has just ended
         run.start(DROPOUT).until(reached)
         run.kill()

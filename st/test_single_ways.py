@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import PROGRAMS, beside, edited, flip, names, records, said, steps_of, succeeded, together, upstream, weights
+from st.copies import beside, flip, names, records, said, steps_of, succeeded, together, upstream, weights, without_options
 from st.jobs import Run, differences
 
 EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
@@ -19,8 +19,8 @@ def started(whole_single, tmp_path_factory) -> SimpleNamespace:
     """Each goes on from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is asked for by name."""
     base = tmp_path_factory.mktemp("ways")
     unmodified, python = (beside(whole_single, base / name) for name in ("unmodified", "python"))
-    register = upstream(unmodified, {})
-    edited(python, {}).program = PROGRAMS / "python_style.py"
+    register = upstream(unmodified)
+    without_options(python, "python_style.py")
     for run in (unmodified, python):
         flip(weights(run, 40))
     extra = beside(whole_single, base / "extra", copied=False)
@@ -40,7 +40,7 @@ def resumed_and_saved(run: Run, whole: Run) -> None:
 
 
 def test_an_unmodified_script_with_register_path(started, whole_single):
-    assert "mindresume" not in (PROGRAMS / "upstream_style.py").read_text(encoding="utf-8").lower()
+    assert "mindresume" not in started.unmodified.program.read_text(encoding="utf-8").lower()
     resumed_and_saved(started.unmodified, whole_single)
 
 
