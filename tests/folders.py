@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -128,3 +129,12 @@ def flip_bit(path: Path, offset: int = -3) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def open_below(folder: Path | str) -> list[str]:
+    """Files there that this process holds open. Threads of other tests may open others at any time."""
+    found = []
+    for handle in os.listdir("/proc/self/fd"):
+        with suppress(OSError):                     # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{handle}"))
+    return [path for path in found if path.startswith(str(folder))]

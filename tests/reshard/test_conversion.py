@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from folders import RUN, STORAGE, flip_bit, state_of
+from folders import RUN, STORAGE, flip_bit, open_below, state_of
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, foreign, put, random_tensors, recorded, shard_file
 
 from mindresume.agree import Solo
@@ -602,22 +602,13 @@ def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
     assert contents(tmp_path / "new") == expected["ranks"][0] and os.listdir(tmp_path) == ["new"]
 
 
-def opened(folder):
-    """Files below ``folder`` that this process holds open."""
-    found = []
-    for handle in os.listdir("/proc/self/fd"):
-        with suppress(OSError):                     # that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{handle}"))
-    return [path for path in found if path.startswith(str(folder))]
-
-
 def test_no_file_stays_open(tmp_path, root):
     for number in range(3):
         carry_out(conversion(ranks_job(root), tmp_path / str(number)))
     failing = disk("EIO", 30)
     with pytest.raises(OSError):
         carry_out(conversion(on(failing, ranks_job(root)), tmp_path / "new", failing))
-    assert opened(tmp_path) == [] == opened(root)
+    assert open_below(tmp_path) == [] == open_below(root)
 
 
 def test_removal_does_not_follow_links(tmp_path):

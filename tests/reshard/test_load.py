@@ -1,11 +1,10 @@
 """What one rank reads of a checkpoint of any layout: its regions and no byte more, checked where a checksum is known."""
 import os
 import threading
-from contextlib import suppress
 
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit
+from folders import STORAGE, flip_bit, open_below
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 from mindresume.errors import DamagedFileError, LoadError
@@ -223,19 +222,10 @@ def test_arrays_are_writable_and_apart(roots):
     assert all(second[name].tobytes() == TENSORS[name].tobytes() for name in TENSORS)
 
 
-def opened(weights):
-    """Files of the checkpoint that this process holds open."""
-    found = []
-    for handle in os.listdir("/proc/self/fd"):
-        with suppress(OSError):                     # that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{handle}"))
-    return [path for path in found if path.startswith(weights.name)]
-
-
 @pytest.mark.parametrize("workers", [1, 16])
 def test_many_threads_and_no_file_left_open(roots, workers):
     weights, plan = weights_of(roots, "dp8opt8"), Plan.parse("dp2tp2pp2opt2")
-    before, failed = threading.active_count(), []
+    before, failed = {*threading.enumerate()}, []
 
     def rank(number):
         try:
@@ -248,7 +238,7 @@ def test_many_threads_and_no_file_left_open(roots, workers):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not failed and opened(weights) == [] and threading.active_count() <= before
+    assert not failed and open_below(weights.name) == [] and {*threading.enumerate()} <= before
 
 
 # ---- check_tensors ---------------------------------------------------------------------------------------------------
