@@ -11,7 +11,7 @@ import numpy as np
 
 from mindresume.files import encode
 from mindresume.formats.names import FileName, folder_name, meta_json
-from mindresume.manifest import run_name
+from mindresume.manifest import FOLDER, run_name
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
@@ -138,3 +138,12 @@ def open_below(folder: Path | str) -> list[str]:
         with suppress(OSError):                     # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{handle}"))
     return [path for path in found if path.startswith(str(folder))]
+
+
+def state() -> tuple[int, int]:
+    """What work that ended or failed must not leave: threads, open files. Those of trainings of other tests (signs of life,
+    writers) come and go, so they do not count."""
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("mindresume-")]
+    files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
+             if os.path.lexists(f"/proc/self/fd/{number}")]
+    return len(threads), len([path for path in files if f"/{FOLDER}/" not in path and "/proc/" not in path])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, open_below, path_of
+from folders import STORAGE, flip_bit, path_of, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, newest, part_of, put, random_tensors, recorded
@@ -166,9 +166,9 @@ def test_the_largest_comes_first(tmp_path):
     (("foreign dedup", "dp4opt4"), ("recorded", "pp4", "ckpt"), 24), (("complete", ""), ("recorded", "tp8"), 1 << 20)])
 def test_the_same_tensors_in_other_layouts_and_formats_are_equal(tmp_path, one, other, tile):
     a, b, passed = opened(tmp_path / "a", *one), opened(tmp_path / "b", *other), []
-    before = {*threading.enumerate()}, open_below(tmp_path)
+    before = state()
     assert compare(a, b, workers=3, tile=tile, progress=passed.append) == []
-    assert {*threading.enumerate()} <= before[0] and open_below(tmp_path) == before[1]
+    assert state() == before
     total = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
     assert comparable(a, b) == (len(TENSORS) + len(COUNTERS), total) and sum(passed) == total
 

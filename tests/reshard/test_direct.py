@@ -14,7 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit
+from folders import STORAGE, flip_bit, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import (
@@ -38,7 +38,6 @@ from mindresume.files import ckpt, read_header, read_tensor
 from mindresume.files.checksum import array_checksum, file_checksum
 from mindresume.formats.complete import read_complete
 from mindresume.layout import TensorLayout
-from mindresume.manifest import FOLDER
 from mindresume.reshard import direct, reading
 from mindresume.reshard.direct import TargetFile, Traffic, tiles, transform, whole_tensors
 from mindresume.reshard.geometry import elements, shape_of, whole
@@ -121,15 +120,6 @@ def check(targets, sums, plan, tensors, extra=COUNTERS):
 
 def files_below(root):
     return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())
-
-
-def state():
-    """What a conversion that failed must not leave: threads, open files. Those of trainings of other tests (signs of life,
-    writers) come and go, so they do not count."""
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("mindresume-")]
-    files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
-             if os.path.lexists(f"/proc/self/fd/{number}")]
-    return len(threads), len([path for path in files if f"/{FOLDER}/" not in path and "/proc/" not in path])
 
 
 # ---- bit for bit -----------------------------------------------------------------------------------------------------
