@@ -100,8 +100,8 @@ def begin(run: Run, *extra: str, kill: str | None = None, **environment: str) ->
 def configured(run: Run, resume_training: bool, **section: Any) -> Run:
     """``run`` with a configuration of its own: the newer dialect, a ``checkpoint:`` section; of the older one resume_training
     alone."""
-    return run.configure({"load_checkpoint": "", "resume_training": resume_training,
-                          **{f"checkpoint.{key}": value for key, value in section.items()}})
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}
+    return run.configure({"load_checkpoint": "", "resume_training": resume_training, "checkpoint": plain})
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------------

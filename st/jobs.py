@@ -57,7 +57,7 @@ class Run:
     graphs: Path | None = None
     process: subprocess.Popen | None = None
     started: float = 0.0
-    kept: Path | None = None                                 # where the graph of this life is, or will be
+    kept: Path | None = field(default=None, init=False)      # where the graph of this life is, or will be
     lives: list[int] = field(default_factory=list)           # number of recorded steps before each start
 
     def like(self, folder: Path, **changes: Any) -> Run:
@@ -65,14 +65,15 @@ class Run:
         return replace(self, **{"folder": folder, "process": None, "started": 0.0, "lives": [], **changes})
 
     def configure(self, changes: Mapping[str, Any]) -> Run:
-        """Gives it a configuration of its own, with ``changes``: {keys with dots between them: value}."""
+        """Gives it a configuration of its own, with ``changes``: {keys with dots between them: value}. KeyError if there is no
+        such section: the change would have no effect."""
         config = yaml.safe_load((ROOT / "configs" / self.config).read_text(encoding="utf-8"))
         for keys, value in changes.items():
             *outer, last = keys.split(".")
             section = config
             for key in outer:
-                section = section.setdefault(key, {})
-            section[last] = str(value) if isinstance(value, Path) else value
+                section = section[key]
+            section[last] = value
         self.folder.mkdir(parents=True, exist_ok=True)
         self.config = str(self.folder / "config.yaml")
         Path(self.config).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

@@ -16,7 +16,7 @@ def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
     runs = {name: beside(whole_single, base / name, copied=False) for name in ("larger", "odd", "again", "third")}
     at_30, at_35 = (f"{there} --resume_training qwen3_rank_0-{name}" for name in ("3_10", "4_5"))
     skip = upstream(runs["third"], {             # the way of an unmodified script; the other runs take run_mindformer.py
-        "trainer.data_skip_steps": 2, "resume_training": "qwen3_rank_0-4_5", "load_checkpoint": whole_single.checkpoints})
+        "trainer.data_skip_steps": 2, "resume_training": "qwen3_rank_0-4_5", "load_checkpoint": str(whole_single.checkpoints)})
     together(
         lambda: succeeded(runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"),
         lambda: succeeded(runs["odd"], at_35, "--batch_size 16"),

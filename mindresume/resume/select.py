@@ -130,7 +130,7 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
-    manifest, else ``Scan.expected_ranks``.
+    manifest, else of the strategy, else ``Scan.expected_ranks``.
     ``strategy_of(root, candidate)``: that of a job that left no manifest, None: not known. It says how many ranks there were, and
     what those held that are missing.
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
