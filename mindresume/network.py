@@ -200,7 +200,7 @@ def capture_random() -> dict[str, Any]:
 
 def restore_random(state: Mapping[str, Any]) -> list[str]:
     """Sets the generators back; returns the names of those that were. The counters that some MindSpore kernels keep for
-    themselves (dropout and random operators of a compiled graph) are out of reach: those draw anew from their seeds.
+    themselves (DropoutGenMask and the like in a compiled graph) are out of reach: those draw anew from their seeds.
     LoadError if the state is none."""
     import mindspore as ms
 
