@@ -101,6 +101,10 @@ class TensorLayout:
         """Shape of the part that each rank holds; ValueError as in ``pieces``."""
         return tuple(size // count for size, count in zip(shape, self.pieces(shape), strict=True))
 
+    def global_shape(self, held: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the tensor of which each rank holds a part of shape ``held``; ValueError for another number of dimensions."""
+        return tuple(size * count for size, count in zip(held, self.pieces([0] * len(held)), strict=True))
+
     def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
         """Part of a tensor of global ``shape`` that local ``rank`` holds; ValueError if rank or shape do not fit."""
         if not 0 <= rank < self.stage_size:

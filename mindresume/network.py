@@ -78,8 +78,9 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
             warn: Callable[[str], None]) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """{name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
 
-    Its rows: (device matrix, tensor map, slice shape, field, uniform split, optimizer group, full shape, ...). The number of
-    optimizer shards follows from the sizes: full shape / cuts / what this rank holds. A row that does not fit is left out
+    Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split, optimizer group, full shape,
+    ...). Of a graph out of MindSpore's compile cache they have no full shape; it follows from the slice. The number of optimizer
+    shards follows from the sizes: full shape / cuts / what this rank holds. A row that does not fit is left out
     with a warning: such a tensor can still be saved and loaded, not re-cut.
     """
     found = {}
@@ -87,11 +88,14 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
         if name not in shapes:
             continue
         matrix, tensor_map = tuple(row[0]), tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1])
-        full, held = tuple(row[6]) or shapes[name], math.prod(shapes[name])
+        held = math.prod(shapes[name])
         try:
             plain = TensorLayout(matrix, tensor_map)
+            full = tuple(row[6]) or plain.global_shape(row[2])
             cuts = math.prod(matrix) // plain.replicas
             pieces = math.prod(full) // cuts // held if held else 1
+            if row[5] and row[2] and not row[6] and held and pieces < 2:
+                raise ValueError(f"the optimizer cuts it over the group {row[5]}, and nothing says into how many pieces")
             layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
             expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
         except (ValueError, ZeroDivisionError) as error:

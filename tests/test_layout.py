@@ -47,6 +47,7 @@ def test_dp2_tp2(tensor_map, shards, stride, shape, held):
     assert [layout.slices(rank, shape) for rank in range(4)] == held
     assert layout.optimizer_stride == stride
     assert layout.local_shape(shape) == tuple(part.stop - part.start for part in held[0])
+    assert layout.global_shape(layout.local_shape(shape)) == shape
     for part in held:
         assert layout.holders(part, shape) == [rank for rank in range(4) if held[rank] == part]
 

@@ -127,6 +127,29 @@ def test_layouts_with_the_optimizer_shard_that_the_sizes_tell(matrix, tensor_map
     assert layout == TensorLayout(matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces)
 
 
+def cached(matrix, tensor_map, slice_shape, group=""):
+    """As they are of a graph out of the compile cache: without the full shape (mindspore 2.9.0)."""
+    return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, [], [], False, False, 0, 0, [])
+
+
+@pytest.mark.parametrize("matrix, tensor_map, before, held, full, pieces", [
+    ((2, 2), [0, -1], (4, 4), (4, 4), (8, 4), 0),
+    ((2, 2), [-1, 0], (8, 2), (8, 2), (8, 4), 0),
+    ((2, 2), [-1, -1], (8, 4), (8, 4), (8, 4), 0),
+    ((2, 2), [0, -1], (4, 4), (2, 4), (8, 4), 2),           # the row says the slice before the optimizer shard
+    ((2, 2), [[1, 0], -1], (2, 4), (2, 4), (8, 4), 0),
+    ((2, 2), [], (), (), (), 0)])
+def test_layouts_of_a_graph_out_of_the_compile_cache(matrix, tensor_map, before, held, full, pieces):
+    found = layouts({"w": cached(matrix, tensor_map, before, "4-1234" if pieces else "")}, {"w": held}, no_warning)
+    assert found == {"w": (TensorLayout(matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces), full)}
+
+
+def test_a_cached_row_that_hides_the_optimizer_shard_is_left_out_with_a_warning():
+    told = []
+    assert layouts({"w": cached((2, 2), [0, -1], (2, 4), "4-1234")}, {"w": (2, 4)}, told.append) == {}
+    assert len(told) == 1 and told[0].startswith("w: its layout is not recorded: the optimizer cuts it over the group 4-1234")
+
+
 @pytest.mark.parametrize("what, held, full", [
     ("more than there is", (8, 4), (8, 4)), ("not divisible", (3, 4), (8, 4)), ("another rank", (4,), (8, 4)),
     ("cut in the other dimension", (8, 2), (8, 4)), ("smaller than the smallest piece", (1, 4), (8, 4)),

@@ -5,7 +5,7 @@ training. Names are patched where they are used, in the modules that imported th
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from importlib import import_module, metadata
 from typing import Any
 
@@ -102,22 +102,43 @@ def output_root() -> str:
 
 def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
     """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order."""
-    from mindspore.train.serialization import _convert_save_obj_to_param_list
-    rows = _convert_save_obj_to_param_list(network, integrated, {}, choose)
-    # a parameter offloaded to disk comes as ["offload_parameter", tensor, shape, dtype, key]
-    return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
+    from mindspore import Tensor
+    found = _saved_by_mindspore(network, integrated, {}, choose)
+    return found + [(name, Tensor(parameter.data)) for name, parameter in _left_out(network, found, choose)]
 
 
 def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
     """As ``parameters_to_save``, copied to the host on a stream of its own, because that of the training may wait for ranks that
     are gone (mindspore train/serialization.py, save_checkpoint with __exception_save__)."""
-    from mindspore import hal
-    from mindspore.train.serialization import _convert_save_obj_to_param_list
+    from mindspore import Tensor, hal
     stream = hal.Stream()
     with hal.StreamCtx(stream):
-        rows = _convert_save_obj_to_param_list(network, False, {"__exception_save__": True}, choose)
+        found = _saved_by_mindspore(network, False, {"__exception_save__": True}, choose)
+        found += [(name, Tensor(parameter.move_to("CPU", False))) for name, parameter in _left_out(network, found, choose)]
     stream.synchronize()
+    return found
+
+
+def _saved_by_mindspore(network: Any, integrated: bool, append: dict[str, Any], choose: Callable[[str], bool]
+                        ) -> list[tuple[str, Any]]:
+    from mindspore.train.serialization import _convert_save_obj_to_param_list
+    rows = _convert_save_obj_to_param_list(network, integrated, append, choose)
+    # a parameter offloaded to disk comes as ["offload_parameter", tensor, shape, dtype, key]
     return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
+
+
+def _left_out(network: Any, found: list[tuple[str, Any]], choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+    """Counters (``_is_counter``) that MindSpore did not save."""
+    saved = {name for name, _ in found}
+    return [(parameter.name, parameter) for _, parameter in network.parameters_and_names()
+            if _is_counter(parameter) and parameter.name not in saved and choose(parameter.name)] if is_parallel() else []
+
+
+def _is_counter(parameter: Any) -> bool:
+    """One number that this rank has, such as ``global_step`` or ``scale_sense``. Where several ranks compile a graph together,
+    MindSpore marks all parameters of it as sliced and saves what is marked; of a graph out of its compile cache it marks those
+    alone that have a layout, which these have not."""
+    return parameter.size == 1 and not parameter.has_init and not parameter.param_info.is_pipeline_shared_param
 
 
 def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]:
@@ -177,12 +198,15 @@ def tensor_of(array: Any) -> Any:
     return Tensor.from_numpy(array)
 
 
-def wanted_of(network: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of the parameters this rank holds."""
+def wanted_of(network: Any, offered: Container[str] = ()) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (shape, dtype)} of the parameters this rank holds. ``offered``: what there is to load; counters that MindSpore does
+    not count among them (``_is_counter``) are wanted if they are offered."""
     parallel = is_parallel()
     wanted = {}
     for _, parameter in network.parameters_and_names():
-        if parameter.param_info.is_pipeline_shared_param or (parallel and not parameter.sliced):
+        if parameter.param_info.is_pipeline_shared_param:
+            continue
+        if parallel and not parameter.sliced and not (parameter.name in offered and _is_counter(parameter)):
             continue
         wanted[parameter.name] = (tuple(parameter.shape), str(parameter.dtype).lower())
     return wanted

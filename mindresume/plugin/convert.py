@@ -121,7 +121,8 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 def arrays_for(config: Any, network: Any, current: session.Session, storage: Storage) -> dict[str, Any] | None:
     """After the compilation: {name: array} of everything this rank loads, read from the source. None if ckpt files were
     transformed on disk: ``current.choice`` then names the new ones. Whatever fails on one rank is AgreementError on all."""
-    log, source, shapes = adapter.logger(), agreed(current.group, current.open_source), adapter.wanted_of(network)
+    log, source = adapter.logger(), agreed(current.group, current.open_source)
+    shapes = adapter.wanted_of(network, source.weights.tensors)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
                               lambda text: log.warning("mindresume: %s", text))

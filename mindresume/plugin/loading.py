@@ -110,7 +110,7 @@ def load_shard(network: Any, current: session.Session, storage: Storage, early: 
     if any(source.file.path != own for source in current.shard.sources):
         log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven by records or layouts: %s",
                     own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
-    check_fit(arrays, adapter.wanted_of(network), (lambda name: True) if deduplicated else is_transient)
+    check_fit(arrays, adapter.wanted_of(network, arrays), (lambda name: True) if deduplicated else is_transient)
     put(network, arrays, deduplicated, current)
 
 
@@ -120,7 +120,7 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current
     left that may not."""
     if "global_step" in arrays:
         arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
-    wanted = adapter.wanted_of(network)
+    wanted = adapter.wanted_of(network, arrays)
     for name in set(wanted) & set(arrays):
         arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())

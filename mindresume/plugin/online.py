@@ -34,6 +34,7 @@ from mindresume.reshard.balanced import Exchange, pass_on, plan
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.load import WORKERS, bytes_of, read_regions, wanted_regions
+from mindresume.reshard.source import Source
 from mindresume.reshard.target import is_counter
 from mindresume.reshard.weights import Weights
 from mindresume.state import is_transient
@@ -159,12 +160,12 @@ def load(network: Any, optimizer: Any, current: session.Session) -> None:
     ranks for whatever fails on one."""
     if current.online.pretrained:
         return _load_pretrained(network, current)
-    train = current.online.model._train_network
-    shapes, of_model = adapter.wanted_of(train), set(network.parameters_dict())
+    train, source = current.online.model._train_network, agreed(current.group, current.open_source)
+    shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
     names = set(shapes) if current.online.resume else of_model & set(shapes)
     optional = _optional(current, names - of_model - of_optimizer)
-    arrays = _arrays(train, {name: shapes[name] for name in names}, of_model, current, optional)
+    arrays = _arrays(train, source, {name: shapes[name] for name in names}, of_model, current, optional)
     return loading.put(train, arrays, False, current, lambda name: name not in names or optional(name))
 
 
@@ -189,11 +190,10 @@ def _load_pretrained(network: Any, current: session.Session) -> None:
     loading.put(train, arrays, False, current, lambda name: name not in loaded)
 
 
-def _arrays(network: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str], current: session.Session,
-            optional: Callable[[str], bool]) -> dict[str, Any]:
+def _arrays(network: Any, source: Source, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
+            current: session.Session, optional: Callable[[str], bool]) -> dict[str, Any]:
     """{name: array} of the parameters ``shapes`` of this rank, of a compiled network."""
     log, group = adapter.logger(), current.group
-    source = agreed(group, current.open_source)
     layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
                           lambda text: log.warning("mindresume: %s", text))
     regions = agreed(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))

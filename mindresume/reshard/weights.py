@@ -214,8 +214,7 @@ class _RankFolders:
                 if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape, ranks):
                     lost.append(f"{name} {shape}")
                     continue
-                full = shape if layout is None else tuple(
-                    length * pieces for length, pieces in zip(shape, _pieces(layout, len(shape), name), strict=True))
+                full = shape if layout is None else _global_shape(layout, shape, name)
                 found[name] = Tensor(name, dtype, full, layout, first, size)
             self._check_lost(first, size, given, found)
         if lost:
@@ -281,7 +280,7 @@ class _RankFolders:
         wanted = given.get(name) if given else None
         if known is None or wanted is None:
             return known or wanted
-        full = tuple(length * pieces for length, pieces in zip(shape, _pieces(known, len(shape), name), strict=True))
+        full = _global_shape(known, shape, name)
         if known != wanted:
             for rank in range(size):
                 try:
@@ -302,8 +301,8 @@ class _RankFolders:
         return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
 
 
-def _pieces(layout: TensorLayout, dimensions: int, name: str) -> tuple[int, ...]:
+def _global_shape(layout: TensorLayout, held: tuple[int, ...], name: str) -> tuple[int, ...]:
     try:
-        return layout.pieces([0] * dimensions)
+        return layout.global_shape(held)
     except ValueError as error:
         raise StrategyError(f"{name}: {error}") from error

@@ -68,9 +68,7 @@ def details_by(storage: Storage, root: str, candidate: Candidate, strategy: Stra
         rows = {}
         for name, entry in entries.items():
             layout = layouts.get(name)
-            whole = None if layout is None else tuple(
-                length * pieces for length, pieces in zip(entry.shape, layout.pieces([0] * len(entry.shape)), strict=True))
-            rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, whole)
+            rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, layout and layout.global_shape(entry.shape))
         return Details(rows)
     return details_of
 

@@ -40,3 +40,42 @@ def test_nothing_is_copied_and_no_bit_is_lost(dtype):
 def test_names_of_what_got_nothing():
     network = Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)})
     assert adapter.load_into(network, {"a": np.ones(2, np.float32), "other": np.ones(1, np.float32)}, False) == ["b"]
+
+
+# ---- a graph out of MindSpore's compile cache: there the counters are not marked as sliced ---------------------------------
+
+COUNTERS = {"global_step": ((1,), ms.int32), "scale_sense": ((), ms.float32)}
+
+
+def cached_network(monkeypatch):
+    """As after the compilation of a job of several ranks (mindspore 2.9.0 on four processes, MS_COMPILER_CACHE_ENABLE=1)."""
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    network = Holder({"w": ((4, 2), ms.float32), "of_another_stage": ((4, 2), ms.float32), **COUNTERS})
+    network.parameters_dict()["w"].sliced = True
+    return network
+
+
+def test_counters_of_a_cached_graph_are_saved(monkeypatch):
+    network = cached_network(monkeypatch)
+    weight = network.parameters_dict()["w"]
+    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: [("w", weight)])
+    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: True)] == ["w", *COUNTERS]
+    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: name != "scale_sense")] == [
+        "w", "global_step"]
+    network.parameters_dict()["global_step"].set_data(ms.Tensor([7], ms.int32))
+    saved = dict(adapter.parameters_to_save(network, False, lambda name: True))
+    assert saved["global_step"].asnumpy().tolist() == [7]
+
+
+def test_where_one_rank_compiles_nothing_is_added(monkeypatch):
+    network = cached_network(monkeypatch)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: False)
+    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: [])
+    assert adapter.parameters_to_save(network, False, lambda name: True) == []
+
+
+def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
+    network = cached_network(monkeypatch)
+    assert adapter.wanted_of(network) == {"w": ((4, 2), "float32")}
+    assert adapter.wanted_of(network, {"w", "global_step", "of_another_stage"}) == {"w": ((4, 2), "float32"),
+                                                                                   "global_step": ((1,), "int32")}

@@ -43,7 +43,7 @@ class Network:
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    monkeypatch.setattr(adapter, "wanted_of", lambda network: network.wanted)
+    monkeypatch.setattr(adapter, "wanted_of", lambda network, offered: network.wanted)
 
 
 def job(group, path, output, plan, settings=None, **values):
