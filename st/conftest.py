@@ -47,24 +47,30 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole_single(tmp_path_factory, data, device) -> Run:
+def graphs(tmp_path_factory) -> Path:
+    """Where what was compiled is kept."""
+    return tmp_path_factory.mktemp("graphs")
+
+
+@pytest.fixture(scope="session")
+def whole_single(tmp_path_factory, data, device, graphs) -> Run:
     """The uninterrupted Qwen3 run of one process: 40 steps, saves at 5, 10 ... 40, keeps 3. Read it, do not change it."""
     return Run(tmp_path_factory.mktemp("whole_single"), "quickstart_qwen3.yaml", data, device=device,
-               options=ONE_LAYER, graphs=tmp_path_factory.mktemp("graphs")).start().ended()
+               options=ONE_LAYER, graphs=graphs).start().ended()
 
 
 @pytest.fixture(scope="session")
-def whole_four(tmp_path_factory, data, device) -> Run:
+def whole_four(tmp_path_factory, data, device, graphs) -> Run:
     """The same on 4 processes, data parallel 2 x model parallel 2."""
     return Run(tmp_path_factory.mktemp("whole_four"), "quickstart_qwen3_dp2tp2.yaml", data, 4, device=device,
-               options=ONE_LAYER).start().ended()
+               options=ONE_LAYER, graphs=graphs).start().ended()
 
 
 @pytest.fixture(scope="session")
-def whole_two(tmp_path_factory, data, device) -> Run:
+def whole_two(tmp_path_factory, data, device, graphs) -> Run:
     """The same on 2 processes, data parallel."""
     return Run(tmp_path_factory.mktemp("whole_two"), "quickstart_qwen3_dp2tp2.yaml", data, 2, device=device,
-               options=f"{ONE_LAYER} --parallel_config.model_parallel 1").start().ended()
+               options=f"{ONE_LAYER} --parallel_config.model_parallel 1", graphs=graphs).start().ended()
 
 
 @pytest.fixture(scope="session", params=[pytest.param("whole_two", id="2 ranks"),

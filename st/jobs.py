@@ -35,6 +35,9 @@ PAUSE = 0.0005                       # seconds between looks at the folder while
 # Compiling is half of a short training. As many bytes as two layers of the quickstart, which st/story.py trains as it is.
 SIZES = {"model.model_config.num_hidden_layers": 1, "model.model_config.intermediate_size": 1024}
 ONE_LAYER = " ".join(f"--{key} {value}" for key, value in SIZES.items())
+# Of a configuration what is no matter of the graph: what is saved and loaded, when and where.
+NOT_IN_GRAPHS = ("callbacks", "load_checkpoint", "resume_training", "mindresume", "auto_trans_ckpt", "src_strategy_path_or_dir",
+                 "output_dir", "remote_save_url", "use_graceful_exit")
 
 
 @dataclass
@@ -43,8 +46,8 @@ class Run:
 
     ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU", or
     "Ascend" (then nothing is patched; only the recorder is added). ``options``: words of the command line in every life.
-    ``graphs``: for one process: what is compiled is kept there, for each command line, and taken by runs that share the folder
-    (MindSpore's MS_COMPILER_CACHE_ENABLE, as many jobs that restart often have it). None: each life compiles.
+    ``graphs``: what is compiled is kept there and taken by runs of the same graph that share the folder (MindSpore's
+    MS_COMPILER_CACHE_ENABLE, as many jobs that restart often have it). None: each life compiles.
     """
     folder: Path
     config: str
@@ -128,14 +131,15 @@ class Run:
         return self
 
     def _compiled(self, extra: str) -> dict[str, str]:
-        """Variables for the next life. Where to save and what to resume from are no matter of a graph."""
-        if self.graphs is None or self.workers > 1:
+        """Variables for the next life."""
+        if self.graphs is None:
             return {}
-        what = " ".join(self.command(extra)[2:3])
-        key = hashlib.sha256(re.sub(r"--(load_checkpoint|resume_training) \S+", "", what).encode())
-        if os.path.isabs(self.config):
-            key.update(Path(self.config).read_bytes())
-        self.kept = self.graphs / key.hexdigest()[:16]
+        _, _, inner, workers, *_ = self.command(extra)
+        options = re.sub(rf"--(config|{'|'.join(NOT_IN_GRAPHS)})(\.\S+)? \S+", "", inner)
+        config = yaml.safe_load((ROOT / "configs" / self.config).read_text(encoding="utf-8"))      # or an absolute path
+        rest = {key: value for key, value in config.items() if key not in NOT_IN_GRAPHS}
+        key = json.dumps([options.split(), workers, rest], sort_keys=True)
+        self.kept = self.graphs / hashlib.sha256(key.encode()).hexdigest()[:16]
         own = self.kept if self.kept.exists() else self.folder / f"graphs_{len(self.lives)}"
         return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(own)}
 

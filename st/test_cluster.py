@@ -21,7 +21,7 @@ import pytest
 
 from mindresume.manifest import FOLDER, MANIFEST, attempts
 from mindresume.store.storage import TEMPORARY
-from st.jobs import ONE_LAYER, Run, differences
+from st.jobs import differences
 from st.lives import ALL_RANKS_END, Life, copied, ended, flip_in_tensor, not_identical
 
 pytestmark = pytest.mark.timeout(1800)
@@ -39,10 +39,9 @@ def chance() -> random.Random:
 
 
 @pytest.fixture(scope="module")
-def chain(whole_four, data, device, chance, tmp_path_factory) -> SimpleNamespace:
+def chain(whole_four, chance, tmp_path_factory) -> SimpleNamespace:
     """Plays the four lives. Only what keeps the next one from starting is asserted here."""
-    run = Run(tmp_path_factory.mktemp("chain"), "quickstart_qwen3_dp2tp2.yaml", data, RANKS, device=device,
-              options=ONE_LAYER)
+    run = whole_four.like(tmp_path_factory.mktemp("chain"))
     chain = SimpleNamespace(run=run, lives=[], builtin=None)
 
     run.start()

@@ -36,10 +36,11 @@ def sequences(tmp_path_factory) -> Path:
     return folder
 
 
-def beside(name: str, folder: Path, sequences: Path, device: str, workers: int) -> Run:
+def beside(name: str, folder: Path, sequences: Path, device: str, workers: int, graphs: Path | None = None) -> Run:
     """A run that finds in its folder what mindformers left there."""
     shutil.copytree(FIXTURES / name / "output", folder / "output")
-    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, workers, device=device, legacy="ckpt" in name)
+    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, workers, device=device, legacy="ckpt" in name,
+               graphs=graphs)
 
 
 def expected(name: str, first: int, last: int) -> list[tuple[int, str, str]]:
@@ -68,11 +69,11 @@ def header_of(path: Path) -> Header:
 
 
 @pytest.fixture(scope="module", params=[NODUP, OPTIMIZER])
-def story(request, sequences, device, tmp_path_factory, soak) -> SimpleNamespace:
+def story(request, sequences, device, tmp_path_factory, graphs, soak) -> SimpleNamespace:
     name = request.param
     if name == OPTIMIZER and not soak:
         pytest.skip("takes two minutes: --soak")
-    run = beside(name, tmp_path_factory.mktemp(name) / "run", sequences, device, 4)
+    run = beside(name, tmp_path_factory.mktemp(name) / "run", sequences, device, 4, graphs)
     story = SimpleNamespace(name=name, run=run, lives=[])
     prediction = run.which()
     run.start(RESUME, CPU_CLUSTER_KILL="all@19").wait()

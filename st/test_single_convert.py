@@ -35,9 +35,9 @@ def sequences(tmp_path_factory) -> Path:
     return folder
 
 
-def beside(name: str, folder: Path, sequences: Path, device: str) -> Run:
+def beside(name: str, folder: Path, sequences: Path, device: str, graphs: Path) -> Run:
     shutil.copytree(FIXTURES / name / "output", folder / "output")
-    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, device=device, legacy="ckpt" in name)
+    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, device=device, legacy="ckpt" in name, graphs=graphs)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -59,10 +59,10 @@ def steps_of(life) -> list[int]:
     return [row["step"] for row in life.steps]
 
 
-def test_slices_of_four_ranks_without_redundancy(sequences, device, tmp_path):
+def test_slices_of_four_ranks_without_redundancy(sequences, device, graphs, tmp_path):
     """Killed before it saves anything, the same command finds the strategy of the old job again. It also writes merged weights,
     from which mindformers alone goes on."""
-    run = beside(NODUP, tmp_path / "run", sequences, device)
+    run = beside(NODUP, tmp_path / "run", sequences, device, graphs)
     before, strategies = content(run.checkpoints), content(run.folder / "output" / "strategy")
     run.start(RESUME, CPU_CLUSTER_KILL="all@17", MINDRESUME_UNIFIED_CHECKPOINT="1").wait()
     first = ended(run)
@@ -78,14 +78,14 @@ def test_slices_of_four_ranks_without_redundancy(sequences, device, tmp_path):
     merged = run.folder / "output" / "unified_checkpoint"
     assert compare(open_source(STORAGE, str(merged)).weights,
                    open_source(STORAGE, str(run.checkpoints), 15, str(kept)).weights) == []
-    alone = Run(tmp_path / "alone", run.config, sequences, device=device)
+    alone = run.like(tmp_path / "alone")
     alone.start(f"{SINGLE} --load_checkpoint {merged} --resume_training True --no-mindresume").ended()
     assert "mindresume: " not in alone.log()
     assert bits(alone.steps()) == bits(second.steps)
 
 
-def test_merged_weights_of_mindformers(sequences, device, tmp_path):
-    run = Run(tmp_path / "run", str(FIXTURES / NODUP / "config.yaml"), sequences, device=device)
+def test_merged_weights_of_mindformers(sequences, device, graphs, tmp_path):
+    run = Run(tmp_path / "run", str(FIXTURES / NODUP / "config.yaml"), sequences, device=device, graphs=graphs)
     merged = FIXTURES / UNIFIED / "unified_checkpoint"
     before = content(merged)
     run.start(f"{SINGLE} --load_checkpoint {merged}/ --resume_training True --auto_trans_ckpt True").ended()
@@ -95,9 +95,9 @@ def test_merged_weights_of_mindformers(sequences, device, tmp_path):
     assert content(merged) == before
 
 
-def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(sequences, device, tmp_path):
+def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(sequences, device, graphs, tmp_path):
     """By MindSpore's engine, the default for ckpt; then by ours, to the same bits. Killed within the conversion at first."""
-    run = beside(OPTIMIZER, tmp_path / "run", sequences, device)
+    run = beside(OPTIMIZER, tmp_path / "run", sequences, device, graphs)
     before, transformed = content(run.checkpoints), run.folder / "output" / "transformed_checkpoint" / "checkpoint"
     run.start(RESUME)
     while run.process.poll() is None and not list(transformed.parent.glob(f".*{TEMPORARY}")):
@@ -111,7 +111,7 @@ def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(seq
     assert f"mindresume: transformed to {transformed.resolve()};" in run.log()
     assert {name: value for name, value in content(run.checkpoints).items() if name in before} == before
     assert len(list(transformed.glob("rank_*/*.ckpt"))) == 1
-    later = Run(tmp_path / "later", run.config, sequences, device=device, legacy=True)
+    later = run.like(tmp_path / "later")
     later.start(f"{SINGLE} --load_checkpoint {transformed} --resume_training True").ended()
     life = ended(later)
     assert life.chosen() == [15] and steps_of(life) == [16, 17, 18, 19, 20] and distance(OPTIMIZER, life.steps) <= TOLERANCE

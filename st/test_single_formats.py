@@ -19,10 +19,11 @@ FIXTURE = ROOT / "st" / "fixtures" / "mf190_10_safetensors_single"
 # ---- .ckpt ---------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory, data, device) -> tuple[Run, Run]:
+def llama(tmp_path_factory, data, device, graphs) -> tuple[Run, Run]:
     """Uninterrupted; and killed at the end of step 23, in the middle of an epoch and between two saves, then resumed."""
     base = tmp_path_factory.mktemp("llama")
-    whole, broken = (Run(base / name, "quickstart_llama.yaml", data, device=device, legacy=True) for name in ("whole", "broken"))
+    whole, broken = (Run(base / name, "quickstart_llama.yaml", data, device=device, legacy=True, graphs=graphs)
+                     for name in ("whole", "broken"))
     together(lambda: succeeded(whole), lambda: finished(broken, CPU_CLUSTER_KILL="0@23"))
     assert broken.process.returncode != 0 and steps_of(broken)[-1] == 23
     assert names(broken) == {10: "llama_rank_0-1_10.ckpt", 15: "llama_rank_0-2_5.ckpt", 20: "llama_rank_0-2_10.ckpt"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.jobs import ONE_LAYER, Run
+from st.jobs import Run
 
 
 def told(run: Run, *arguments: str) -> dict:
@@ -17,9 +17,9 @@ def told(run: Run, *arguments: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory, data, device) -> SimpleNamespace:
+def story(tmp_path_factory, whole_single) -> SimpleNamespace:
     """Killed behind step 13 at the earliest, asked, and started again by the same command."""
-    run = Run(tmp_path_factory.mktemp("report"), "quickstart_qwen3.yaml", data, device=device, options=ONE_LAYER)
+    run = whole_single.like(tmp_path_factory.mktemp("report"))
     run.start().until(13)
     run.kill()
     between, would = told(run), run.which()["chosen"]["step"]

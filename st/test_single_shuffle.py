@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 from st.copies import LIMIT, steps_of, succeeded, together
-from st.jobs import ONE_LAYER, Run, differences
+from st.jobs import differences
 
 SHUFFLE = "--train_dataset.data_loader.shuffle True"
 
 
-def test_a_resume_inside_an_epoch_keeps_the_shuffled_order(data, device, tmp_path):
-    whole = Run(tmp_path / "whole", "quickstart_qwen3.yaml", data, device=device, options=ONE_LAYER)
-    broken = Run(tmp_path / "broken", "quickstart_qwen3.yaml", data, device=device, options=ONE_LAYER)
+def test_a_resume_inside_an_epoch_keeps_the_shuffled_order(whole_single, tmp_path):
+    whole, broken = (whole_single.like(tmp_path / name) for name in ("whole", "broken"))
     together(lambda: succeeded(whole, SHUFFLE), lambda: broken.start(SHUFFLE, CPU_CLUSTER_KILL="all@18").wait(LIMIT))
     assert steps_of(broken)[-1] == 18
     succeeded(broken, SHUFFLE)

@@ -5,7 +5,8 @@ parallelism also need
 
 * ReduceScatter (the gradient of the AllGather of optimizer parallelism): here AllReduce, then the own slice is kept
 * AllGather on a sub-group: here a Custom primitive that exchanges the pieces through files in /dev/shm. It has to be
-  one primitive because the front end inserts it as one. Works on one host.
+  one primitive because the front end inserts it as one. Works on one host. A graph knows it by a number, which is the same in
+  every process, so that a graph out of MindSpore's compile cache finds it.
 * ``mindspore.communication.comm_func.barrier``: here AllReduce of one number
 
 Why: without them dp2tp2, the smallest layout in which data and tensor parallelism meet, does not run. Slices and
@@ -17,15 +18,18 @@ Environment: ``CPU_CLUSTER_SHM`` folder for the pieces (``launch`` makes and rem
 """
 import os
 import time
+import zlib
 
 import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 from mindspore.ops import operations as P
+from mindspore.ops.operations._pyfunc_registry import CustomPyFuncRegistry
 
-from . import exchange_folder, layouts
+from . import exchange_folder, layouts, semi_auto
 
 WORLD_GROUP = "mccl_world_group"
+_MOST = 1000                 # AllGathers of one group in a graph
 
 
 class _ReduceScatter(nn.Cell):
@@ -96,7 +100,28 @@ def _all_gather(group, instance):
     op = ops.Custom(all_gather, lambda shape: [shape[0] * size] + list(shape[1:]), lambda dtype: dtype,
                     func_type="pyfunc", bprop=bprop)
     op.group, op.rank_size = group, size
+    CustomPyFuncRegistry.instance().register(_number(group, instance), all_gather)
+    op.add_prim_attr("fn_id", _number(group, instance))
     return op
+
+
+def _number(group, instance):
+    return zlib.crc32(f"{group}.{instance}".encode())
+
+
+def _find_of_cached_graphs():
+    """What a graph out of the compile cache asks for was made in no process before: it is made then. MindSpore has created
+    the groups of that graph, through ``semi_auto``."""
+    original = CustomPyFuncRegistry.get
+
+    def get(self, number):
+        if number not in self._func_dict:
+            found = next(((group, instance) for group in semi_auto.CREATED_GROUPS for instance in range(1, _MOST)
+                          if _number(group, instance) == number), None)
+            if found:
+                self.register(number, _SharedMemoryGather(*found))
+        return original(self, number)
+    CustomPyFuncRegistry.get = get
 
 
 def install_barrier() -> None:
@@ -118,6 +143,7 @@ def install() -> None:
     original = parallel_utils._get_python_op
     keep_alive, instances = [], {}
     layouts.install(lambda: bool(keep_alive))
+    _find_of_cached_graphs()
 
     def _get_python_op(op_name, op_path, instance_name, arglist):
         if op_name == "AllGather" and arglist and arglist[0] != WORLD_GROUP:
