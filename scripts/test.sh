@@ -11,13 +11,6 @@ echo "== unit tests"
 "$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests
 if [ "${FAST:-0}" != 1 ]; then
     need_strace
-    system_tests() {                                                # 5: the arguments chose none of these
-        "$PYTHON" -m pytest -q --durations=10 --hypothesis-seed=0 "$@" || [ $? = 5 ]
-    }
-    echo "== system tests without trainings"
-    system_tests -n 2 --dist loadfile -m beside st "$@"
-    echo "== system tests with trainings of one process"
-    system_tests -n 2 --dist loadfile -m single st "$@"
-    echo "== system tests with trainings of several processes"
-    system_tests -n 2 --dist loadfile -m "not beside and not single" st "$@"
+    echo "== system tests"
+    "$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadfile --hypothesis-seed=0 st "$@"
 fi

@@ -19,10 +19,6 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        one = "whole_single" in item.fixturenames and "whole_four" not in item.fixturenames
-        if one or item.path.name.startswith("test_single_"):
-            item.add_marker(pytest.mark.single)
     if not config.getoption("--soak"):
         for item in items:
             if item.get_closest_marker("soak"):

@@ -11,7 +11,7 @@ import pytest
 
 from st.jobs import ROOT
 
-pytestmark = [pytest.mark.beside, pytest.mark.timeout(3700)]
+pytestmark = pytest.mark.timeout(3700)
 MEMORY = "/dev/shm"                 # flushing costs nothing there; what is durable is the drill's own bookkeeping
 
 

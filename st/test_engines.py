@@ -24,8 +24,6 @@ from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.strategy import Strategy
 from st.jobs import ROOT
 
-pytestmark = pytest.mark.beside
-
 PAIRS = """tp2>tp4 tp4>tp2 tp4>tp1 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 pp2>pp1 pp1>pp2
     tp2pp2>tp2 tp2pp2>tp4 tp2>tp2pp2 tp2pp4>tp2pp2 dp2tp2pp2>tp4pp2 dp2tp2pp2opt2>dp4opt4 dp2tp2pp2opt2>tp8 dp1>dp2tp4
     tp8>dp2tp2pp2opt2 dp2tp4opt2>dp4tp2opt2 dp2tp2opt-1>tp4 dp2tp2axes10>tp2 tp2>dp2tp2axes01""".split()    # noqa: SIM905  a table

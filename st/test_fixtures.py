@@ -18,8 +18,6 @@ import pytest
 from mindresume.cli import main
 from st.jobs import ROOT
 
-pytestmark = pytest.mark.beside
-
 FIXTURES = ROOT / "st" / "fixtures"
 PLAIN = "mf190_10_safetensors_dp2tp2"
 NAMES = [PLAIN, f"{PLAIN}_nodup", f"{PLAIN}_sink2", "mf190_10_ckpt_dp2tp2opt", "mf180_10_ckpt_tp2",

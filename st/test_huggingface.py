@@ -28,7 +28,7 @@ from mindresume.reshard.source import open_source
 from mindresume.store.storage import PosixStorage
 from st.jobs import ROOT
 
-pytestmark = [pytest.mark.beside, pytest.mark.soak]            # most of its three minutes is the installation of torch
+pytestmark = pytest.mark.soak            # most of its three minutes is the installation of torch
 
 FIXTURES = ROOT / "st" / "fixtures"
 SINGLE, FOUR = (FIXTURES / name for name in ("mf190_10_safetensors_single", "mf190_10_safetensors_dp2tp2"))

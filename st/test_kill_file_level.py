@@ -32,8 +32,6 @@ from st.jobs import ROOT
 from st.saver import KEPT, PER_EPOCH, PREFIX, tensors_of
 from tests.folders import Ranks, place_of, save, write_rank
 
-pytestmark = pytest.mark.beside
-
 STORAGE = PosixStorage()
 WEIGHTS = (".safetensors", ".ckpt")
 

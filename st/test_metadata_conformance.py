@@ -28,8 +28,6 @@ from mindresume.store.share import shares
 from mindresume.strategy_file import normal
 from st.jobs import ROOT
 
-pytestmark = pytest.mark.beside
-
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))
 TYPES = ["float32", "bfloat16", "float16", "int32", "bool", "float8_e4m3fn", "float8_e5m2", "uint8"]
 quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))

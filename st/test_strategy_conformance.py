@@ -13,8 +13,6 @@ from mindresume.strategy import Strategy, read_strategy, write_strategy
 from mindresume.strategy_file import encode_strategy
 from st.jobs import ROOT
 
-pytestmark = pytest.mark.beside
-
 FIXTURES = ROOT / "st" / "fixtures"
 COMPILED = sorted(path.name for path in FIXTURES.glob("strategy_*"))
 FILES = sorted(FIXTURES.glob("*/output/strategy/*.ckpt"))

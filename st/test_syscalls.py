@@ -36,8 +36,6 @@ from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role
 from st.syscall_job import REPORTED, shard_of
 
-pytestmark = pytest.mark.beside
-
 PAST, STEP, NEXT = 10, 20, 30
 TOGETHER = 2                                    # jobs at a time
 PATIENCE = 120.0                                # seconds

@@ -28,8 +28,6 @@ from mindresume.strategy import Strategy
 from st.jobs import ROOT
 from st.versions import VERSIONS, builtin, device_axes, differences, expect_readable, fixture, is_optimizer, parts, python_of
 
-pytestmark = pytest.mark.beside
-
 FIXTURES = {"mf190_20_dp2tp2opt": "1.9.0", "mf190_20_single": "1.9.0", "mf180_20_tp2": "1.8.0"}
 STEP = 15
 
