@@ -149,11 +149,13 @@ def test_exchange_folders_of_dead_launchers_are_removed(tmp_path):
     assert set(os.listdir(tmp_path)) == kept
 
 
-def test_a_taken_port_is_not_chosen():
+def test_a_port_is_given_once_and_not_if_it_is_taken():
+    """Two jobs that start at the same time have both not bound theirs yet."""
     first = free_port()
     with socket.socket() as s:
-        s.bind(("127.0.0.1", first))
-        assert free_port() != first
+        s.bind(("127.0.0.1", first + 1))
+        given = [free_port() for _ in range(5)]
+    assert len({first, first + 1, *given}) == 7
 
 
 def test_command_line(tmp_path):

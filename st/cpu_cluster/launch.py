@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import itertools
 import json
 import os
 import re
@@ -37,13 +38,15 @@ if __package__:
 else:                                                   # started as a file: its own folder is on the path
     from run import SCHEDULER, die_with_parent
 
+_calls = itertools.count()
 SCHEDULER_COMMAND = (sys.executable, "-c", SCHEDULER)
 
 
 def free_port(first: int = 18000) -> int:
-    """A free TCP port of this host from ``first`` on. Raises OSError if none is free."""
-    for i in range(8000):
-        port = first + (os.getpid() * 7 + i) % 8000
+    """A free TCP port of this host from ``first`` on, another one at each call: the job binds it later. Raises OSError if none
+    is free."""
+    for _ in range(8000):
+        port = first + (os.getpid() * 131 + next(_calls)) % 8000
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
