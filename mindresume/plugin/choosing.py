@@ -138,7 +138,7 @@ def put_on_trial(current: session.Session, storage: Storage) -> None:
     if storage.status(os.path.join(current.choice.root, FOLDER)) is None:
         return
     try:
-        current.trial = Trial.begin(storage, current.choice.root, current.choice.chosen)
+        current.trial = Trial.begin(storage, current.choice.root, current.choice.chosen, os.path.realpath(adapter.output_root()))
     except OSError as error:
         adapter.logger().info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
 

@@ -1,10 +1,12 @@
 """Checkpoints on trial: loaded by a job that has not finished a step since.
 
-    {root}/.mindresume/trial-{name}          2          so many jobs in a row loaded it and died before their first step was done
+    {root}/.mindresume/trial-{name}          2 /output          so many jobs in a row, of this output folder, loaded it and died
+                                                                before their first step was done
 
 A platform starts a job again whenever it dies, and a checkpoint on which every job dies would be loaded for ever. After
 ``poison_limit`` jobs it is suspected, and taken only if no other can be. The first step that a job finishes clears it. What is
-not there was never loaded, or is cleared.
+not there was never loaded, or is cleared. Jobs of several outputs that begin with the same checkpoint, at the same time, are not
+in a row.
 """
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from mindresume.store.storage import Storage, publish, read_bytes
 
 _PREFIX = "trial-"
 _MOST = 1_000_000               # jobs; a larger number was not written by us
+_LONGEST = 10_000               # bytes of a note
 
 
 def key_of(candidate: Candidate) -> str:
@@ -29,16 +32,18 @@ def trials(storage: Storage, root: str) -> dict[str, int]:
     found = {}
     for name in storage.list(os.path.join(root, FOLDER)):
         if name.startswith(_PREFIX):                        # a half-written one begins with a dot
-            found[name.removeprefix(_PREFIX)] = _read(storage, os.path.join(root, FOLDER, name))
+            found[name.removeprefix(_PREFIX)] = _read(storage, os.path.join(root, FOLDER, name))[0]
     return {key: count for key, count in found.items() if count}
 
 
-def _read(storage: Storage, path: str) -> int:
+def _read(storage: Storage, path: str) -> tuple[int, bytes]:
+    """(jobs, output they work in)."""
     try:
-        text = read_bytes(storage, path)[:32].decode().strip()
-        return int(text) if text.isascii() and text.isdigit() and int(text) <= _MOST else 0
-    except (OSError, ValueError):
-        return 0
+        text, _, output = read_bytes(storage, path)[:_LONGEST].strip().partition(b" ")
+    except OSError:
+        return 0, b""
+    count = int(text) if text.isdigit() and len(text) < 10 else 0
+    return (count, output) if count <= _MOST else (0, b"")
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,20 @@ class Trial:
     storage: Storage
     path: str
     before: int
+    output: bytes
 
     @classmethod
-    def begin(cls, storage: Storage, root: str, candidate: Candidate) -> Trial:
-        """Counts this job as one that died, until it says otherwise. OSError."""
-        path = os.path.join(root, FOLDER, _PREFIX + key_of(candidate))
-        trial = cls(storage, path, _read(storage, path))
+    def begin(cls, storage: Storage, root: str, candidate: Candidate, output: str) -> Trial:
+        """Counts this job, which works in the folder ``output``, as one that died, until it says otherwise. OSError."""
+        path, own = os.path.join(root, FOLDER, _PREFIX + key_of(candidate)), os.fsencode(output)
+        before, other = _read(storage, path)
+        trial = cls(storage, path, before if other == own else 0, own)
         storage.make_folder(os.path.dirname(path))
-        publish(storage, path, [str(trial.before + 1).encode()], "trial")
+        trial._write(trial.before + 1)
         return trial
+
+    def _write(self, count: int) -> None:
+        publish(self.storage, self.path, [b"%d %s" % (count, self.output)], "trial")
 
     def passed(self) -> None:
         """A step is done. OSError."""
@@ -64,6 +74,6 @@ class Trial:
     def withdraw(self) -> None:
         """The job ends for a reason that is not the checkpoint's. OSError."""
         if self.before:
-            publish(self.storage, self.path, [str(self.before).encode()], "trial")
+            self._write(self.before)
         else:
             self.passed()

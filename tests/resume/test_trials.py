@@ -14,10 +14,10 @@ def choose(root, limit=2, named=None):
     return select(STORAGE, str(root), Solo(), 1, named, poison_limit=limit)
 
 
-def load(root, limit=2, named=None):
+def load(root, limit=2, named=None, output="/output"):
     """What the next job loads, and its trial."""
     choice = choose(root, limit, named)
-    return choice.chosen.step, Trial.begin(STORAGE, str(root), choice.chosen), choice
+    return choice.chosen.step, Trial.begin(STORAGE, str(root), choice.chosen, output), choice
 
 
 @pytest.fixture
@@ -58,6 +58,15 @@ def test_all_suspected_is_better_than_nothing(root):
     assert step == 15 and [refusal.step for refusal in choice.refused] == [15, 10, 5]
 
 
+def test_jobs_that_begin_with_it_at_the_same_time_are_not_in_a_row(root):
+    """Several trainings from one source; one of them has done its first step."""
+    loaded = [load(root, output=f"/output/{number}") for number in range(5)]
+    assert [step for step, _, _ in loaded] == [15] * 5
+    loaded[2][1].passed()
+    assert trials(STORAGE, str(root)) == {}
+    assert [load(root, output="/output/0")[0] for _ in range(3)] == [15, 15, 10]
+
+
 def test_a_name_wins(root):
     for _ in range(2):
         load(root)
@@ -75,7 +84,7 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     assert step == 10 and key_of(choice.chosen) not in {name for name, count in trials(STORAGE, str(root)).items() if count > 1}
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"two", b"-3", b"9" * 30, b"2 2"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"two", b"-3", b"9" * 30, b"2.0"])
 def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
     load(root)
     (name,) = (name for name in os.listdir(root / FOLDER) if name.startswith("trial-"))
