@@ -1,8 +1,12 @@
 """What the system tests share: the device, the training data, and runs that several tests compare with."""
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from st.jobs import ONE_LAYER, ROOT, Run  # noqa: E402
+
+Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_addoption(parser):
@@ -36,37 +42,62 @@ def soak(request) -> bool:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder)], check=True)
-    return folder
+def shared(tmp_path_factory) -> Shared:
+    """shared(name, make): a folder that ``make(folder)`` filled, once for all processes of this pytest; others wait."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = base / name, base / f"{name}.done"
+        with open(base / f"{name}.lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)                # of one who failed
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+    return made
 
 
 @pytest.fixture(scope="session")
-def graphs(tmp_path_factory) -> Path:
+def data(shared) -> Path:
+    return shared("data", lambda folder: subprocess.run(
+        [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder)], check=True))
+
+
+@pytest.fixture(scope="session")
+def graphs(shared) -> Path:
     """Where what was compiled is kept."""
-    return tmp_path_factory.mktemp("graphs")
+    return shared("graphs", lambda folder: None)
 
 
 @pytest.fixture(scope="session")
-def whole_single(tmp_path_factory, data, device, graphs) -> Run:
-    """The uninterrupted Qwen3 run of one process: 40 steps, saves at 5, 10 ... 40, keeps 3. Read it, do not change it."""
-    return Run(tmp_path_factory.mktemp("whole_single"), "quickstart_qwen3.yaml", data, device=device,
-               options=ONE_LAYER, graphs=graphs).start().ended()
+def uninterrupted(shared, data, device, graphs) -> Callable[..., Run]:
+    """uninterrupted(name, config, workers, options): 40 steps, saves at 5, 10 ... 40, of which 3 are kept."""
+    def trained(name: str, config: str, workers: int = 1, options: str = "") -> Run:
+        run = Run(Path(), config, data, workers, device=device, options=f"{ONE_LAYER} {options}".rstrip(), graphs=graphs)
+        return run.like(shared(name, lambda folder: run.like(folder).start().ended()), lives=[0])
+    return trained
 
 
 @pytest.fixture(scope="session")
-def whole_four(tmp_path_factory, data, device, graphs) -> Run:
+def whole_single(uninterrupted) -> Run:
+    """The uninterrupted Qwen3 run of one process. Read it, do not change it."""
+    return uninterrupted("whole_single", "quickstart_qwen3.yaml")
+
+
+@pytest.fixture(scope="session")
+def whole_four(uninterrupted) -> Run:
     """The same on 4 processes, data parallel 2 x model parallel 2."""
-    return Run(tmp_path_factory.mktemp("whole_four"), "quickstart_qwen3_dp2tp2.yaml", data, 4, device=device,
-               options=ONE_LAYER, graphs=graphs).start().ended()
+    return uninterrupted("whole_four", "quickstart_qwen3_dp2tp2.yaml", 4)
 
 
 @pytest.fixture(scope="session")
-def whole_two(tmp_path_factory, data, device, graphs) -> Run:
+def whole_two(uninterrupted) -> Run:
     """The same on 2 processes, data parallel."""
-    return Run(tmp_path_factory.mktemp("whole_two"), "quickstart_qwen3_dp2tp2.yaml", data, 2, device=device,
-               options=f"{ONE_LAYER} --parallel_config.model_parallel 1", graphs=graphs).start().ended()
+    return uninterrupted("whole_two", "quickstart_qwen3_dp2tp2.yaml", 2, "--parallel_config.model_parallel 1")
 
 
 @pytest.fixture(scope="session", params=[pytest.param("whole_two", id="2 ranks"),

@@ -37,7 +37,8 @@ SIZES = {"model.model_config.num_hidden_layers": 1, "model.model_config.intermed
 ONE_LAYER = " ".join(f"--{key} {value}" for key, value in SIZES.items())
 # Of a configuration what is no matter of the graph: what is saved and loaded, when and where.
 NOT_IN_GRAPHS = ("callbacks", "load_checkpoint", "resume_training", "mindresume", "auto_trans_ckpt", "src_strategy_path_or_dir",
-                 "output_dir", "remote_save_url", "use_graceful_exit")
+                 "output_dir", "remote_save_url", "use_graceful_exit", "use_legacy_format", "balanced_load",
+                 "ignore_data_skip", "data_skip_steps")
 
 
 @dataclass

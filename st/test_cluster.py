@@ -1,4 +1,5 @@
-"""Four processes, Qwen3 dp2 x tp2, started by scripts/msrun_launcher.sh: one training that dies three times, in one folder.
+"""Several processes, started by scripts/msrun_launcher.sh: one training that dies three times, in one folder. Data parallel 2;
+with --soak also data parallel 2 x model parallel 2.
 
     life 1   SIGKILL to all in the middle of a save             the half-written checkpoint is refused
     life 2   SIGKILL to one rank                                the whole job ends by itself, with an exit status
@@ -25,8 +26,7 @@ from st.jobs import differences
 from st.lives import ALL_RANKS_END, Life, copied, ended, flip_in_tensor, not_identical
 
 pytestmark = pytest.mark.timeout(1800)
-RANKS, STEPS = 4, 40
-LOST, DAMAGED = 3, 2                     # the rank whose folder is removed, and the one whose newest file is damaged
+STEPS = 40
 TENSOR = "adam_v.decoder.layers.0.self_attention.linear_qkv.weight"
 
 
@@ -39,10 +39,11 @@ def chance() -> random.Random:
 
 
 @pytest.fixture(scope="module")
-def chain(whole_four, chance, tmp_path_factory) -> SimpleNamespace:
-    """Plays the four lives. Only what keeps the next one from starting is asserted here."""
-    run = whole_four.like(tmp_path_factory.mktemp("chain"))
-    chain = SimpleNamespace(run=run, lives=[], builtin=None)
+def chain(whole_several, chance, tmp_path_factory) -> SimpleNamespace:
+    """Plays the four lives. Only what keeps the next one from starting is asserted here. ``lost``: the rank whose folder is
+    removed; ``damaged``: the newest file of the one before."""
+    run = whole_several.like(tmp_path_factory.mktemp("chain"))
+    chain = SimpleNamespace(run=run, ranks=run.workers, lost=run.workers - 1, lives=[], builtin=None)
 
     run.start()
     chain.half_written = run.stop_in_a_save(first_step=8)
@@ -55,13 +56,13 @@ def chain(whole_four, chance, tmp_path_factory) -> SimpleNamespace:
     run.start()
     run.until(prediction["chosen"]["step"] + chance.randint(2, 8))
     time.sleep(chance.uniform(0, 0.5))
-    chain.victim = chance.randrange(RANKS)
+    chain.victim = chance.randrange(chain.ranks)
     os.kill(run.worker(chain.victim), 9)
     chain.status = run.wait(ALL_RANKS_END)
     chain.lives.append(ended(run, prediction))
 
     chain.before_loss = run.which()
-    shutil.rmtree(run.checkpoints / f"rank_{LOST}")
+    shutil.rmtree(run.checkpoints / f"rank_{chain.lost}")
     prediction = run.which()
     chain.missing = [path for path in prediction["chosen"]["files"] if not os.path.exists(path)]
     run.start()
@@ -71,7 +72,7 @@ def chain(whole_four, chance, tmp_path_factory) -> SimpleNamespace:
     chain.lives.append(ended(run, prediction))
 
     chain.before_damage = run.which()
-    chain.damaged = Path(chain.before_damage["chosen"]["files"][DAMAGED])
+    chain.damaged = Path(chain.before_damage["chosen"]["files"][chain.lost - 1])
     flip_in_tensor(chain.damaged, TENSOR)
     chain.verify_damaged = run.mindresume("verify", "--json", str(run.checkpoints))
     prediction = run.which()
@@ -90,22 +91,22 @@ def reasons(answer: dict) -> dict[int, str]:
 def goes_on_where_predicted(life: Life) -> None:
     """All ranks said the step that ``which`` said before, and the first step trained is the next one."""
     step = life.predicted["chosen"]["step"]
-    assert life.chosen() == [step] * RANKS
+    assert life.chosen() == [step] * len(life.logs)
     assert life.trained()[0] == step + 1
     for rank, log in enumerate(life.logs):
         assert f"of rank {rank}, " in log, f"rank {rank} did not say what it loaded"
 
 
-def test_uninterrupted_run_is_a_fresh_start(whole_four):
-    assert [row["step"] for row in whole_four.steps()] == list(range(1, STEPS + 1))
-    for rank in range(RANKS):
-        assert "mindresume: fresh start" in whole_four.log(rank)
+def test_uninterrupted_run_is_a_fresh_start(whole_several):
+    assert [row["step"] for row in whole_several.steps()] == list(range(1, STEPS + 1))
+    for rank in range(whole_several.workers):
+        assert "mindresume: fresh start" in whole_several.log(rank)
 
 
 def test_life_1_killed_in_the_middle_of_a_save(chain):
     first = chain.lives[0]
-    assert chain.processes >= RANKS and first.status != 0
-    assert first.chosen() == [None] * RANKS and first.trained()[0] == 1
+    assert chain.processes >= chain.ranks and first.status != 0
+    assert first.chosen() == [None] * chain.ranks and first.trained()[0] == 1
     assert chain.half_written, "no save was cut"
     assert set(chain.half_written) <= set(chain.left_half_written)      # SIGKILL: nothing was tidied up
     assert all(Path(path).name.startswith(".qwen3_rank_") and path.endswith(TEMPORARY) for path in chain.half_written)
@@ -136,10 +137,10 @@ def test_life_2_one_rank_dies_and_the_job_ends_by_itself(chain):
 
 
 def test_life_3_a_lost_rank_folder_changes_nothing(chain):
-    """Data parallel 2: rank 1 holds what rank 3 has lost, bit by bit."""
+    """Data parallel 2: of four ranks, rank 1 holds what rank 3 has lost, bit by bit."""
     third = chain.lives[2]
     assert third.predicted["chosen"] == chain.before_loss["chosen"]
-    assert [Path(path).parent.name for path in chain.missing] == [f"rank_{LOST}"]
+    assert [Path(path).parent.name for path in chain.missing] == [f"rank_{chain.lost}"]
     assert third.predicted["chosen"]["step"] >= max([chain.lives[1].chosen()[0], *chain.lives[1].committed()])
     goes_on_where_predicted(third)
 
@@ -148,9 +149,9 @@ def test_life_4_a_flipped_bit_is_named_and_all_ranks_fall_back(chain):
     fourth, newest = chain.lives[3], chain.before_damage["chosen"]["step"]
     assert newest > chain.lives[2].predicted["chosen"]["step"] == fourth.predicted["chosen"]["step"]
     refusal = next(refusal for refusal in fourth.predicted["refused"] if refusal["step"] == newest)
-    assert (refusal["rank"], refusal["file"]) == (DAMAGED, str(chain.damaged)) and TENSOR in refusal["reason"]
+    assert (refusal["rank"], refusal["file"]) == (chain.lost - 1, str(chain.damaged)) and TENSOR in refusal["reason"]
     line = next(line for line in fourth.logs[0].splitlines() if f"not resuming from step {newest}" in line)
-    assert f"rank {DAMAGED} " in line and TENSOR in line and chain.damaged.name in line and "WARNING" in line
+    assert f"rank {chain.lost - 1} " in line and TENSOR in line and chain.damaged.name in line and "WARNING" in line
     goes_on_where_predicted(fourth)
     if chain.before_loss["chosen"] == fourth.predicted["chosen"]:        # the one whose rank folder was lost
         assert chain.still_missing == chain.missing
@@ -164,9 +165,9 @@ def test_verify_names_the_flipped_bit(chain):
     assert [problem["file"] for problem in newest["problems"]] == [str(chain.damaged)]
 
 
-def test_every_step_of_every_life_is_that_of_the_uninterrupted_run(chain, whole_four):
-    assert [not_identical(whole_four, life) for life in chain.lives] == [[], [], [], []]
-    assert differences(whole_four.steps(), chain.lives[-1].steps) == []
+def test_every_step_of_every_life_is_that_of_the_uninterrupted_run(chain, whole_several):
+    assert [not_identical(whole_several, life) for life in chain.lives] == [[], [], [], []]
+    assert differences(whole_several.steps(), chain.lives[-1].steps) == []
     assert {step for life in chain.lives for step in life.trained()} == set(range(1, STEPS + 1))
     assert chain.lives[-1].status == 0
 
@@ -180,19 +181,19 @@ def test_the_last_life_leaves_three_complete_checkpoints_and_nothing_else(chain)
     folder = run.checkpoints / FOLDER
     assert {step for _, step, _ in attempts(os.listdir(folder))} == {30, 35, 40} == {
         int(path.parent.name[5:15]) for path in folder.glob(f"*/{MANIFEST}")}
-    for rank in range(RANKS):
+    for rank in range(chain.ranks):
         names = {path.name.rpartition("-")[2]: path.name for path in (run.checkpoints / f"rank_{rank}").iterdir()}
         assert set(names) == {"meta.json", "3_10.safetensors", "4_10.safetensors", "4_5.safetensors"}, names
 
 
 @pytest.mark.soak
-def test_mindformers_alone_resumes_from_our_folder(chain, whole_four):
+def test_mindformers_alone_resumes_from_our_folder(chain, whole_several):
     """From a copy of what life 1 left, half-written files and all: meta.json names the last commit on every rank."""
     run, expected = chain.builtin, chain.lives[1].predicted["chosen"]["step"]
     run.start("--no-mindresume").ended()
     assert [row["step"] for row in run.steps()] == list(range(expected + 1, STEPS + 1))
-    assert differences(whole_four.steps(), run.steps()) == []
+    assert differences(whole_several.steps(), run.steps()) == []
     assert "mindresume: " not in run.log()
     answer = run.which()                                   # and back: what mindformers saved since then is the newest
     assert answer["chosen"]["step"] == STEPS
-    assert all(Path(path).is_file() for path in answer["chosen"]["files"]) and len(answer["chosen"]["files"]) == RANKS
+    assert all(Path(path).is_file() for path in answer["chosen"]["files"]) and len(answer["chosen"]["files"]) == chain.ranks

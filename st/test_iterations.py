@@ -49,12 +49,11 @@ from st.iterations import (
 )
 from st.jobs import ONE_LAYER, Run, differences
 from st.lives import Life, ended
-from st.test_reshard import BATCH, TOLERANCE, Layout, samples
+from st.test_reshard import BATCH, FIRST, LIFE, TOLERANCE, Layout, samples, uninterrupted
 from st.versions import VERSIONS, expect_readable
 
 pytestmark = pytest.mark.timeout(1200)
 STEPS, COLUMNS, CONFIG = 20, 4, "quickstart_qwen3.yaml"
-LIFE = 600.0                     # seconds that one life may take on a busy machine
 BEHIND = "--callbacks.1.async_save True --callbacks.1.remove_redundancy True"
 EXCHANGED = re.compile(r"([0-9.]+) MiB read, ([0-9.]+) MiB from other ranks")
 COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}      # of a file of Checkpoint 1.0, not of the network
@@ -87,7 +86,6 @@ class Told:
     samples: dict[int, list[str]] = field(default_factory=dict)
 
 
-FIRST = Layout(dp=2, tp=2)
 REPLICAS = "--parallel.enable_parallel_optimizer False"
 BALANCED = "--balanced_load True"
 PLANS = (Plan(FIRST, None, 7), Plan(Layout(dp=2), 5, 12, f"{BEHIND} {REPLICAS} {BALANCED}"), Plan(Layout(dp=1), 10, 17),
@@ -101,20 +99,20 @@ def start(run: Run, layout: Layout, extra: str, kill: str | None = None) -> Run:
     return begin(run, f"--epochs 2 --callbacks.1.keep_checkpoint_max 4 {layout.options(COLUMNS)}", extra, kill=kill)
 
 
-def made(folder: Path, data: Path, device: str) -> Run:
-    return Run(folder, CONFIG, data, program=PROGRAM, device=device, options=ONE_LAYER)
+def made(folder: Path, data: Path, device: str, graphs: Path) -> Run:
+    return Run(folder, CONFIG, data, program=PROGRAM, device=device, options=ONE_LAYER, graphs=graphs)
 
 
 @pytest.fixture(scope="module")
-def whole(data, device, tmp_path_factory) -> Run:
-    """The uninterrupted run, dp2 x tp2, Checkpoint 1.0. Keeps all four checkpoints."""
-    return start(made(tmp_path_factory.mktemp("whole"), data, device), FIRST, "").ended(LIFE)
+def whole(data, device, graphs, shared) -> Run:
+    """The uninterrupted run, Checkpoint 1.0."""
+    return uninterrupted("safetensors", data, device, graphs, shared)
 
 
 @pytest.fixture(scope="module")
-def chain(whole, data, device, tmp_path_factory) -> tuple[Run, list[Told]]:
+def chain(data, device, graphs, tmp_path_factory) -> tuple[Run, list[Told]]:
     """Plays the lives. What keeps the next one from starting is asserted here: that a life ends as planned."""
-    run, told = made(tmp_path_factory.mktemp("chain"), data, device), []
+    run, told = made(tmp_path_factory.mktemp("chain"), data, device, graphs), []
     for plan in PLANS:
         saved = saved_tensors(run.checkpoints, plan.takes) if plan.takes else {}
         start(run, plan.layout, f"{NEW} {plan.extra}", f"{plan.killed}@{plan.saves}" if plan.killed else None)
@@ -225,11 +223,11 @@ def test_the_built_in_reads_it_without_a_trainer(chain, version, plan, tmp_path)
 # ---- from Checkpoint 1.0 and back ----------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def over(whole, data, device, tmp_path_factory) -> SimpleNamespace:
+def over(whole, data, device, graphs, tmp_path_factory) -> SimpleNamespace:
     """The rank folders of the uninterrupted run as they were after step 10. One process goes on in Checkpoint 2.0 and is killed
     after step 17 (``run``); then the same command without the key in a folder that has only what it saved (``back``)."""
     base = tmp_path_factory.mktemp("over")
-    run, back = (made(base / name, data, device) for name in ("over", "back"))
+    run, back = (made(base / name, data, device, graphs) for name in ("over", "back"))
     for folder in (whole.checkpoints / FOLDER).iterdir():
         attempt = parse_attempt(folder.name)
         if attempt and attempt[0] <= 10:

@@ -19,7 +19,7 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from mindresume.state import is_transient  # noqa: E402
 TELL = "RESHARD_TELL"                        # environment: the folder for rank_R.npz and, of ranks other than 0, steps_R.jsonl
 TOLERANCE = 1e-5                             # of a loss of about 6 in float32
 BATCH, STEPS = 8, 20
+LIFE = 600.0                                  # seconds that one life may take on a busy machine
 COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}             # of a file, not of the network
 
 
@@ -137,22 +138,19 @@ def kind(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(kind, data, device, tmp_path_factory) -> Run:
-    """The uninterrupted run, dp2 x tp2. Keeps all four checkpoints."""
-    run = made(kind, tmp_path_factory.mktemp(f"whole_{kind}"), data, device)
-    start(run, FIRST, KINDS[kind], "--callbacks.1.keep_checkpoint_max 4")
-    return run.ended()
+def whole(kind, data, device, graphs, shared) -> Run:
+    return uninterrupted(kind, data, device, graphs, shared)
 
 
 @pytest.fixture(scope="module")
-def chain(kind, whole, data, device, tmp_path_factory) -> tuple[Run, list[Told]]:
+def chain(kind, whole, data, device, graphs, tmp_path_factory) -> tuple[Run, list[Told]]:
     """Plays the lives. What keeps the next one from starting is asserted here: that a life ends as planned."""
-    run, told = made(kind, tmp_path_factory.mktemp(f"chain_{kind}"), data, device), []
+    run, told = made(kind, tmp_path_factory.mktemp(f"chain_{kind}"), data, device, graphs), []
     leave_only(5, whole, run)
     for plan in KINDS[kind].plans:
         saved = merged(pieces_of_files(run, plan.takes))
         start(run, plan.layout, KINDS[kind], **{"CPU_CLUSTER_KILL": f"all@{plan.killed}"} if plan.killed else {})
-        status = run.wait()
+        status = run.wait(LIFE)
         assert (status == 0) == (plan.killed is None), f"exit status {status}:\n" + run.log()[-4000:]
         records = [tensors for _, _, tensors in pieces(run, plan.takes + 5)]
         loaded = merged((rank, dict(np.load(run.folder / f"life_{len(run.lives)}" / f"rank_{rank}.npz")), tensors)
@@ -161,15 +159,23 @@ def chain(kind, whole, data, device, tmp_path_factory) -> tuple[Run, list[Told]]
     return run, told
 
 
-def made(kind: str, folder: Path, data: Path, device: str) -> Run:
+def uninterrupted(kind: str, data: Path, device: str, graphs: Path, shared: Callable[..., Path]) -> Run:
+    """The run on dp2 x tp2, trained once. Keeps all four checkpoints."""
+    run = made(kind, Path(), data, device, graphs)
+    folder = shared(f"whole_{kind}", lambda folder: start(
+        run.like(folder), FIRST, KINDS[kind], "--callbacks.1.keep_checkpoint_max 4").ended(LIFE))
+    return run.like(folder, workers=FIRST.ranks, lives=[0])
+
+
+def made(kind: str, folder: Path, data: Path, device: str, graphs: Path) -> Run:
     return Run(folder, KINDS[kind].config, data, program=Path(__file__), device=device, legacy=KINDS[kind].legacy,
-               options=KINDS[kind].options)
+               options=KINDS[kind].options, graphs=graphs)
 
 
-def start(run: Run, layout: Layout, kind: Kind, extra: str = "", **environment: str) -> None:
+def start(run: Run, layout: Layout, kind: Kind, extra: str = "", **environment: str) -> Run:
     run.workers = layout.ranks
-    run.start(f"--epochs 2 --auto_trans_ckpt True {layout.options(kind.columns)} {extra}", MSRUN_GRACE="1",
-              **{TELL: str(run.folder / f"life_{len(run.lives) + 1}")}, **environment)
+    return run.start(f"--epochs 2 --auto_trans_ckpt True {layout.options(kind.columns)} {extra}", MSRUN_GRACE="1",
+                     **{TELL: str(run.folder / f"life_{len(run.lives) + 1}")}, **environment)
 
 
 def leave_only(step: int, whole: Run, run: Run) -> None:

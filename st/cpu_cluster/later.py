@@ -1,7 +1,8 @@
 """What mindformers imports for evaluation and for data of Hugging Face is imported when it is used.
 
-What: ``datasets`` and two functions of ``nltk``, with scipy and pandas behind them, are stand-ins that import the real ones at
-the first use. Why: that is a third of ``import mindformers``, in every process of every test, and a training uses neither.
+What: ``datasets``, ``jieba`` and two functions of ``nltk``, with scipy and pandas behind them, are stand-ins that import the
+real ones at the first use. Why: that is a third of ``import mindformers``, in every process of every test, and a training uses
+neither.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 FUNCTIONS = {"datasets.distributed": ("split_dataset_by_node",), "nltk.translate.bleu_score": ("sentence_bleu",
                                                                                                "SmoothingFunction")}
-PACKAGES = ("datasets",)
+PACKAGES = ("datasets", "jieba")
 
 
 def real(name: str) -> ModuleType:
