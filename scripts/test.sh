@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv if it is missing, then runs everything: ruff, the unit tests (tests/) and the system tests (st/: the real
-# Trainer in real processes). Arguments go to pytest of st/ (--soak: everything, about an hour more).   FAST=1: without st/.
+# Trainer in real processes). Arguments go to pytest of st/ (--soak: everything, more than an hour longer).   FAST=1: without st/.
 # The random examples are the same each time here, so that what fails was changed; plain pytest draws new ones.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

@@ -21,7 +21,7 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 def pytest_addoption(parser):
     parser.addoption("--device-target", default="CPU", choices=["CPU", "Ascend"],
                      help="Ascend: the same tests on real devices, without the CPU cluster")
-    parser.addoption("--soak", action="store_true", help="everything, where else a part is taken: takes an hour longer")
+    parser.addoption("--soak", action="store_true", help="everything, where else a part is taken: takes more than an hour longer")
 
 
 def pytest_collection_modifyitems(config, items):
