@@ -18,8 +18,7 @@ from mindresume.manifest import FOLDER
 from mindresume.store.storage import Storage, publish, read_bytes
 
 _PREFIX = "trial-"
-_MOST = 1_000_000               # jobs; a larger number was not written by us
-_LONGEST = 10_000               # bytes of a note
+_DIGITS = 6                     # of a number of jobs; a longer one was not written by us
 
 
 def key_of(candidate: Candidate) -> str:
@@ -39,11 +38,10 @@ def trials(storage: Storage, root: str) -> dict[str, int]:
 def _read(storage: Storage, path: str) -> tuple[int, bytes]:
     """(jobs, output they work in)."""
     try:
-        text, _, output = read_bytes(storage, path)[:_LONGEST].strip().partition(b" ")
+        count, _, output = read_bytes(storage, path).partition(b" ")
     except OSError:
         return 0, b""
-    count = int(text) if text.isdigit() and len(text) < 10 else 0
-    return (count, output) if count <= _MOST else (0, b"")
+    return (int(count), output) if count.isdigit() and len(count) <= _DIGITS else (0, b"")
 
 
 @dataclass(frozen=True)
