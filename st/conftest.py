@@ -74,12 +74,20 @@ def graphs(shared) -> Path:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(shared, data, device, graphs) -> Callable[..., Run]:
+def trained(shared) -> Callable[..., Run]:
+    """trained(name, run, play): ``run`` in another folder, where ``play(run)`` has trained it to the end, shared like that."""
+    def found(name: str, run: Run, play: Callable[[Run], object] = lambda run: run.start().ended()) -> Run:
+        return run.like(shared(name, lambda folder: play(run.like(folder))), lives=[0])
+    return found
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(trained, data, device, graphs) -> Callable[..., Run]:
     """uninterrupted(name, config, workers, options): 40 steps, saves at 5, 10 ... 40, of which 3 are kept."""
-    def trained(name: str, config: str, workers: int = 1, options: str = "") -> Run:
-        run = Run(Path(), config, data, workers, device=device, options=f"{ONE_LAYER} {options}".rstrip(), graphs=graphs)
-        return run.like(shared(name, lambda folder: run.like(folder).start().ended()), lives=[0])
-    return trained
+    def run(name: str, config: str, workers: int = 1, options: str = "") -> Run:
+        return trained(name, Run(Path(), config, data, workers, device=device, options=f"{ONE_LAYER} {options}".rstrip(),
+                                 graphs=graphs))
+    return run
 
 
 @pytest.fixture(scope="session")

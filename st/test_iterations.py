@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ import pytest
 
 from mindresume.formats.iteration_files import TRACKER, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, TensorRecord, parse_attempt
+from mindresume.manifest import FOLDER, TensorRecord
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage
 from st.copies import lines, said, steps_of
@@ -33,7 +32,6 @@ from st.iterations import (
     NEW,
     PROGRAM,
     begin,
-    candidate,
     common_json,
     copy_root,
     files_of,
@@ -49,7 +47,7 @@ from st.iterations import (
 )
 from st.jobs import ONE_LAYER, Run, differences
 from st.lives import Life, ended
-from st.test_reshard import BATCH, FIRST, LIFE, TOLERANCE, Layout, samples, uninterrupted
+from st.test_reshard import BATCH, FIRST, LIFE, TOLERANCE, Layout, leave_only, samples, whole_of
 from st.versions import VERSIONS, expect_readable
 
 pytestmark = pytest.mark.timeout(1200)
@@ -104,9 +102,9 @@ def made(folder: Path, data: Path, device: str, graphs: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def whole(data, device, graphs, shared) -> Run:
+def whole(data, device, graphs, trained) -> Run:
     """The uninterrupted run, Checkpoint 1.0."""
-    return uninterrupted("safetensors", data, device, graphs, shared)
+    return whole_of("safetensors", data, device, graphs, trained)
 
 
 @pytest.fixture(scope="module")
@@ -228,14 +226,7 @@ def over(whole, data, device, graphs, tmp_path_factory) -> SimpleNamespace:
     after step 17 (``run``); then the same command without the key in a folder that has only what it saved (``back``)."""
     base = tmp_path_factory.mktemp("over")
     run, back = (made(base / name, data, device, graphs) for name in ("over", "back"))
-    for folder in (whole.checkpoints / FOLDER).iterdir():
-        attempt = parse_attempt(folder.name)
-        if attempt and attempt[0] <= 10:
-            shutil.copytree(folder, run.checkpoints / FOLDER / folder.name)
-            for files in candidate(whole.checkpoints, attempt[0], legacy=True).files.values():
-                for file in files:
-                    (run.checkpoints / file.path).parent.mkdir(exist_ok=True)
-                    shutil.copy(whole.checkpoints / file.path, run.checkpoints / file.path)
+    leave_only(10, whole, run)
     one = Layout(dp=1)
     start(run, one, NEW, kill="17@15").wait(LIFE)
     copy_root(run.checkpoints, back.checkpoints, 15)

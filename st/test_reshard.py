@@ -138,8 +138,8 @@ def kind(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(kind, data, device, graphs, shared) -> Run:
-    return uninterrupted(kind, data, device, graphs, shared)
+def whole(kind, data, device, graphs, trained) -> Run:
+    return whole_of(kind, data, device, graphs, trained)
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +159,11 @@ def chain(kind, whole, data, device, graphs, tmp_path_factory) -> tuple[Run, lis
     return run, told
 
 
-def uninterrupted(kind: str, data: Path, device: str, graphs: Path, shared: Callable[..., Path]) -> Run:
-    """The run on dp2 x tp2, trained once. Keeps all four checkpoints."""
-    run = made(kind, Path(), data, device, graphs)
-    folder = shared(f"whole_{kind}", lambda folder: start(
-        run.like(folder), FIRST, KINDS[kind], "--callbacks.1.keep_checkpoint_max 4").ended(LIFE))
-    return run.like(folder, workers=FIRST.ranks, lives=[0])
+def whole_of(kind: str, data: Path, device: str, graphs: Path, trained: Callable[..., Run]) -> Run:
+    """The uninterrupted run, dp2 x tp2. Keeps all four checkpoints."""
+    run = made(kind, Path(), data, device, graphs).like(Path(), workers=FIRST.ranks)
+    return trained(f"whole_{kind}", run, lambda run: start(
+        run, FIRST, KINDS[kind], "--callbacks.1.keep_checkpoint_max 4").ended(LIFE))
 
 
 def made(kind: str, folder: Path, data: Path, device: str, graphs: Path) -> Run:
