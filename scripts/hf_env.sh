@@ -16,10 +16,8 @@ STAMP="$VENV/.made-$(echo "$TORCH $TRANSFORMERS" | cksum | tr ' ' '-')"
 
 if [ ! -e "$STAMP" ]; then
     rm -rf "$VENV"
-    if ! "$BOOTSTRAP" -m venv "$VENV" 2>/dev/null; then          # Debian without python3-venv has no ensurepip
-        "$BOOTSTRAP" -m venv --clear --without-pip "$VENV"
-        "$BOOTSTRAP" -m pip --python "$PYTHON" install --quiet pip >&2
-    fi
+    source "$ROOT/scripts/machine.sh"
+    make_venv "$BOOTSTRAP" "$VENV" >&2
     install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" >&2; }
     # Without its dependencies: those of some builds are several GB of libraries for devices that are not used here.
     if ! install --no-deps "$TORCH"; then

@@ -49,7 +49,7 @@ def test_the_table_of_the_kernel(tmp_path):
     table.write_text("srv:/a /mnt/with\\040space nfs4 rw 0 0\nbroken\nproc /proc proc rw 0 0\n", encoding="utf-8")
     assert mounts(str(table)) == [Mount("/mnt/with space", "nfs4"), Mount("/proc", "proc")]
     assert mounts(str(tmp_path / "none")) == []
-    assert any(mount.point == "/" for mount in mounts())
+    assert all(mount.point.startswith("/") for mount in mounts())        # of the kernel: a chroot need not list "/"
 
 
 def test_within():

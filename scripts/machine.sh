@@ -1,0 +1,51 @@
+# What the other scripts need of the machine: system libraries, programs, a virtual environment. Sourced, not run.
+#
+#   INSTALL_SYSTEM=0    never call apt-get, also where it could: only say what is missing
+
+# need_system WHAT_FOR DEBIAN_PACKAGE RPM_PACKAGE TEST...: returns 0 if the command TEST succeeds, at once or after the Debian package
+# was installed (as root, where apt-get is). Otherwise says in one line what to install, and returns 1. Prints nothing when all is well.
+need_system() {
+    local purpose=$1 debian=$2 rpm=$3
+    shift 3
+    "$@" >/dev/null 2>&1 && return 0
+    if [ "${INSTALL_SYSTEM:-1}" != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "== installing the system package $debian ($purpose)" >&2
+        _apt_install "$debian" || { apt-get update -qq >/dev/null 2>&1 && _apt_install "$debian"; } || true
+        "$@" >/dev/null 2>&1 && return 0
+    fi
+    echo "This machine lacks $debian ($purpose). As root: apt-get install $debian (Debian, Ubuntu), or dnf install $rpm" \
+         "(openEuler, RHEL); then start this again." >&2
+    return 1
+}
+
+_apt_install() {
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null 2>&1
+}
+
+# has_library PYTHON NAME: whether the dynamic loader finds the shared library NAME.
+has_library() {
+    "$1" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$2"
+}
+
+# make_venv PYTHON FOLDER: makes a virtual environment with pip. Where PYTHON has no ensurepip (Debian without python3-venv) its
+# own pip installs the pip of the new one.
+make_venv() {
+    if "$1" -c 'import ensurepip' 2>/dev/null; then
+        "$1" -m venv "$2"
+    elif "$1" -m pip --version >/dev/null 2>&1; then
+        "$1" -m venv --without-pip "$2"
+        "$1" -m pip --python "$2/bin/python" install --quiet --disable-pip-version-check pip
+    else
+        echo "$1 has neither ensurepip nor pip. As root: apt-get install python3-venv (Debian, Ubuntu), or dnf install" \
+             "python3-pip (openEuler, RHEL); then start this again." >&2
+        return 1
+    fi
+}
+
+# quietly COMMAND...: prints what COMMAND printed only if it fails. pip and setuptools warn of much that is in order.
+quietly() {
+    local output
+    output=$("$@" 2>&1) && return 0
+    printf '%s\n' "$output" >&2
+    return 1
+}
