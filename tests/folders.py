@@ -4,14 +4,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from mindresume.files import encode
 from mindresume.formats.names import FileName, folder_name, meta_json
-from mindresume.manifest import FOLDER, run_name
+from mindresume.manifest import run_name
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
@@ -140,10 +140,21 @@ def open_below(folder: Path | str) -> list[str]:
     return [path for path in found if path.startswith(str(folder))]
 
 
-def state() -> tuple[int, int]:
-    """What work that ended or failed must not leave: threads, open files. Those of trainings of other tests (signs of life,
-    writers) come and go, so they do not count."""
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("mindresume-")]
-    files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
-             if os.path.lexists(f"/proc/self/fd/{number}")]
-    return len(threads), len([path for path in files if f"/{FOLDER}/" not in path and "/proc/" not in path])
+@contextmanager
+def leaves_nothing(*folders: Path | str):
+    """Asserts that the work inside ends all threads that it started, and closes all files below ``folders``. What threads of
+    other tests do meanwhile does not count."""
+    own, begun, start = threading.current_thread(), [], threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        if threading.current_thread() is own or threading.current_thread() in begun:
+            begun.append(thread)
+        start(thread)
+    threading.Thread.start = noted
+    try:
+        yield
+    finally:
+        threading.Thread.start = start
+    threads = [thread.name for thread in begun if thread.is_alive()]
+    files = [path for folder in folders for path in open_below(folder)]
+    assert not threads and not files, f"left behind: threads {threads}, open files {files}"

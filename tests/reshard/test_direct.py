@@ -14,7 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, state
+from folders import STORAGE, flip_bit, leaves_nothing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import (
@@ -128,10 +128,10 @@ def files_below(root):
 def test_every_byte_of_every_rank(sources, tmp_path, given, wanted, kind, source_format, target_format, tile, workers):
     weights, plan = weights_of(sources, given, kind, source_format), Plan.parse(wanted)
     targets, written = targets_of(tmp_path, plan, target_format), []
-    before, traffic = state(), Traffic(progress=written.append)
-    sums = transform(weights, STORAGE, targets, workers, tile, traffic)
+    traffic = Traffic(progress=written.append)
+    with leaves_nothing(tmp_path, weights.name):
+        sums = transform(weights, STORAGE, targets, workers, tile, traffic)
     check(targets, sums, plan, TENSORS)
-    assert state() == before
     assert sum(written) == traffic.written == sum(array.nbytes for rank in range(plan.world_size)
                                                   for array in (*plan.shard(TENSORS, rank).values(), *COUNTERS.values()))
     assert traffic.read == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
@@ -367,18 +367,17 @@ def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
     places = [weights.place(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     names = [name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))]
     assert set(names) == {*LITTLE, *COUNTERS} - {"layers.1.none"}
-    before = state()
     for number, (name, place) in enumerate(zip(names, places, strict=True)):
         if (number + workers) % 2:
             continue                    # half of them with each number of workers
         position, count = place.entry.ranges[-1]
         offset = position + number * 7 % count
         flip_bit(Path(place.path), offset)
-        with pytest.raises(DamagedFileError, match="not what was written") as found:
+        with leaves_nothing(tmp_path), pytest.raises(DamagedFileError, match="not what was written") as found:
             transform(weights, STORAGE, targets, workers, 512)
         assert (found.value.path, found.value.tensor) == (place.path, name)
         assert name in str(found.value) and f"rank {place.rank}" in str(found.value)
-        assert files_below(tmp_path / "to") == [] and state() == before
+        assert files_below(tmp_path / "to") == []
         flip_bit(Path(place.path), offset)
     check(targets, transform(weights, STORAGE, targets, workers, 512), target, tensors)
 
@@ -403,11 +402,12 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
     path = str(tmp_path / candidate.files[rank][0].path)
     places = [weights.place(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
-    targets, before = targets_of(tmp_path / "to", target, "safetensors"), state()
-    with pytest.raises(DamagedFileError, match=r"the file ends at byte .* cut short since its header was read") as found:
+    targets = targets_of(tmp_path / "to", target, "safetensors")
+    ends = r"the file ends at byte .* cut short since its header was read"
+    with leaves_nothing(tmp_path), pytest.raises(DamagedFileError, match=ends) as found:
         transform(weights, STORAGE, targets, workers, 512)
     assert found.value.path == path
-    assert files_below(tmp_path / "to") == [] and state() == before
+    assert files_below(tmp_path / "to") == []
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -421,10 +421,11 @@ def test_a_source_that_disappears(tmp_path, workers, header_read):
     if header_read:
         weights.header(path)
     os.remove(path)
-    targets, before = targets_of(tmp_path / "to", target, "safetensors"), state()
-    with pytest.raises((LoadError, OSError), match=path if header_read else "should be in the file of rank 2"):
+    targets = targets_of(tmp_path / "to", target, "safetensors")
+    says = path if header_read else "should be in the file of rank 2"
+    with leaves_nothing(tmp_path), pytest.raises((LoadError, OSError), match=says):
         transform(weights, STORAGE, targets, workers, 512)
-    assert files_below(tmp_path / "to") == [] and state() == before
+    assert files_below(tmp_path / "to") == []
 
 
 # ---- targets that cannot be written ----------------------------------------------------------------------------------
@@ -474,13 +475,11 @@ def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
     check(targets, transform(weights, working, targets, workers, 512), target, tensors)
     for made in targets:
         os.remove(made.path)
-    before = state()
     assert working.done[kind] >= 4
     for number in range(working.done[kind]):
-        with pytest.raises(OSError, match="No space left"):
+        with leaves_nothing(tmp_path), pytest.raises(OSError, match="No space left"):
             transform(weights, Failing(kind, number), targets, workers, 512)
         assert files_below(tmp_path / "to") == [], number
-        assert state() == before, number
 
 
 def test_a_target_that_is_there_already_stays(sources, tmp_path):
@@ -518,7 +517,7 @@ def little(tmp_path, wanted="tp2pp2"):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("progress broke")])
 def test_an_error_in_progress_leaves_nothing(tmp_path, error):
     weights, targets = little(tmp_path)
-    before, calls = state(), []
+    calls = []
     transform(weights, STORAGE, targets, 1, 512, Traffic(progress=calls.append))
     shutil.rmtree(tmp_path / "to")
     targets = targets_of(tmp_path / "to", Plan.parse("tp2pp2", LITTLE), "safetensors")
@@ -528,15 +527,15 @@ def test_an_error_in_progress_leaves_nothing(tmp_path, error):
         def progress(count, left=left):
             if next(left, None) is None:
                 raise error
-        with pytest.raises(type(error) if isinstance(error, Exception) else error):
+        with leaves_nothing(tmp_path), pytest.raises(type(error) if isinstance(error, Exception) else error):
             transform(weights, STORAGE, targets, 1, 512, Traffic(progress=progress))
-        assert files_below(tmp_path / "to") == [] and state() == before
+        assert files_below(tmp_path / "to") == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
     weights, targets = little(tmp_path)
-    before, struck = state(), threading.Event()
+    struck = threading.Event()
 
     def progress(count):
         if threading.current_thread() is threading.main_thread():
@@ -544,9 +543,9 @@ def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
         else:
             struck.set()
             raise error("in a worker")
-    with pytest.raises(error, match="in a worker"):
+    with leaves_nothing(tmp_path), pytest.raises(error, match="in a worker"):
         transform(weights, STORAGE, targets, 3, 512, Traffic(progress=progress))
-    assert files_below(tmp_path / "to") == [] and state() == before
+    assert files_below(tmp_path / "to") == []
 
 
 class Waiting(PosixStorage):
@@ -603,12 +602,13 @@ def test_ctrl_c_while_the_main_thread_waits_for_the_others(tmp_path):
         while not waits_for_workers(main):
             pass
         signal.pthread_kill(main, signal.SIGINT)
-    before, storage = state(), Waiting(press)
-    with pytest.raises(KeyboardInterrupt):
-        transform(weights, storage, targets, 2, 512)
-    end(workers)
+    storage = Waiting(press)
+    with leaves_nothing(tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            transform(weights, storage, targets, 2, 512)
+        end(workers)
     assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"
-    assert files_below(tmp_path / "to") == [] and state() == before
+    assert files_below(tmp_path / "to") == []
 
 
 def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
@@ -622,10 +622,11 @@ def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
                 raise RuntimeError("can't start new thread")
             begun.append(self)
             super().start()
-    before, storage = state(), Waiting(writing.set)
-    monkeypatch.setattr(direct.threading, "Thread", Thread)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        transform(weights, storage, targets, 4, 512)
-    end([thread.ident for thread in begun])
+    storage = Waiting(writing.set)
+    with leaves_nothing(tmp_path):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+            patch.setattr(direct.threading, "Thread", Thread)
+            transform(weights, storage, targets, 4, 512)
+        end([thread.ident for thread in begun])
     assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"
-    assert files_below(tmp_path / "to") == [] and state() == before
+    assert files_below(tmp_path / "to") == []

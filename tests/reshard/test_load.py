@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, open_below
+from folders import STORAGE, flip_bit, leaves_nothing
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 from mindresume.errors import DamagedFileError, LoadError
@@ -225,7 +225,7 @@ def test_arrays_are_writable_and_apart(roots):
 @pytest.mark.parametrize("workers", [1, 16])
 def test_many_threads_and_no_file_left_open(roots, workers):
     weights, plan = weights_of(roots, "dp8opt8"), Plan.parse("dp2tp2pp2opt2")
-    before, failed = {*threading.enumerate()}, []
+    failed = []
 
     def rank(number):
         try:
@@ -234,11 +234,12 @@ def test_many_threads_and_no_file_left_open(roots, workers):
             failed.append(error)
             raise
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(plan.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed and open_below(weights.name) == [] and {*threading.enumerate()} <= before
+    with leaves_nothing(weights.name):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
 
 
 # ---- check_tensors ---------------------------------------------------------------------------------------------------

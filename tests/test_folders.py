@@ -1,0 +1,39 @@
+"""tests/folders.py: the check for leftovers can fail, and is not disturbed by others."""
+import threading
+
+import pytest
+from folders import leaves_nothing
+
+
+def test_a_thread_or_a_file_that_is_left_is_found(tmp_path):
+    (tmp_path / "file").touch()
+    over = threading.Event()
+    with pytest.raises(AssertionError, match="threads .*forgotten"), leaves_nothing(tmp_path):
+        child = threading.Thread(target=over.wait, name="forgotten", daemon=True)
+        parent = threading.Thread(target=child.start)
+        parent.start()
+        parent.join()
+    over.set()
+    child.join()
+    opened = open(tmp_path / "file", encoding="utf-8")
+    with opened, pytest.raises(AssertionError, match="open files .*file"), leaves_nothing(tmp_path):
+        pass
+
+
+def test_what_others_start_and_open_does_not_count(tmp_path):
+    (tmp_path / "file").touch()
+    go, started, over = (threading.Event() for _ in range(3))
+
+    def other():
+        go.wait()
+        with open(tmp_path / "file", encoding="utf-8"):
+            threading.Thread(target=over.wait, daemon=True).start()
+            started.set()
+            over.wait()
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    with leaves_nothing(tmp_path / "elsewhere"):
+        go.set()
+        started.wait()
+    over.set()
+    thread.join()
