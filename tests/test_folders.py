@@ -15,8 +15,8 @@ def test_a_thread_or_a_file_that_is_left_is_found(tmp_path):
         parent.join()
     over.set()
     child.join()
-    opened = open(tmp_path / "file", encoding="utf-8")
-    with opened, pytest.raises(AssertionError, match="open files .*file"), leaves_nothing(tmp_path):
+    left = pytest.raises(AssertionError, match="open files .*file")
+    with open(tmp_path / "file", encoding="utf-8"), left, leaves_nothing(tmp_path):
         pass
 
 
