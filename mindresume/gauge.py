@@ -18,10 +18,11 @@ EVERY = 10.0                    # seconds between two lines
 
 
 class Gauge:
-    """``say(line)``; ``clock`` in seconds. Any thread may advance it."""
+    """``say(line)``; ``clock`` in seconds; ``amount``: how a count is written, by default as bytes. Any thread may advance it."""
 
-    def __init__(self, what: str, say: Callable[[str], None], every: float = EVERY, clock: Callable[[], float] = time.monotonic):
-        self.what, self.say, self.every, self.clock = what, say, every, clock
+    def __init__(self, what: str, say: Callable[[str], None], every: float = EVERY, clock: Callable[[], float] = time.monotonic,
+                 amount: Callable[[float], str] = size_text):
+        self.what, self.say, self.every, self.clock, self.amount = what, say, every, clock, amount
         self._lock = threading.Lock()
         self.expect(0)
 
@@ -52,8 +53,8 @@ class Gauge:
 
     def _line(self, now: float) -> str:
         rate = self.done / max(now - self.began, 1e-9)
-        text = f"{self.what}: {size_text(self.done)}"
+        text = f"{self.what}: {self.amount(self.done)}"
         if self.total:
-            text += f" of {size_text(self.total)} ({min(100, 100 * self.done // self.total)} %)"
-        text += f", {size_text(rate)}/s"
+            text += f" of {self.amount(self.total)} ({min(100, 100 * self.done // self.total)} %)"
+        text += f", {self.amount(rate)}/s"
         return text + (f", {max(self.total - self.done, 0) / rate:.0f} s left" if self.total and rate else "")

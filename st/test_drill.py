@@ -41,8 +41,9 @@ def test_it_finds_a_file_system_that_does_not_keep_its_word(tmp_path):
         "from mindresume.drill import faults\n"
         "faults.Machine.synced = lambda self, folder: None\n"
         "from mindresume.cli import main\n"
-        "sys.argv[0] = 'mindresume'\n"
-        "main()\n")
+        "if __name__ == '__main__':              # its worker processes import this file, too\n"
+        "    sys.argv[0] = 'mindresume'\n"
+        "    main()\n")
     done = subprocess.run([sys.executable, str(program), "drill", "--dir", str(tmp_path), "--story", "save", "--format", "ckpt",
                            "--fault", "power", "--every", "5", "--jobs", "1"], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)

@@ -39,9 +39,13 @@ def main() -> None:
         verify,
         which,
     )
+    from mindresume.cli.common import Stopped
     from mindresume.errors import MindResumeError
     try:
         app()
+    except Stopped as stopped:
+        print(f"mindresume: {stopped}", file=sys.stderr)
+        sys.exit(128 + stopped.signal)
     except (MindResumeError, OSError) as error:
         print(f"mindresume: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import typer
 
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.scan import is_root
+from mindresume.gauge import Gauge
 from mindresume.store.storage import PosixStorage
+from mindresume.words import size_text
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
@@ -69,11 +72,36 @@ class _NoMeter:
         pass
 
 
+class Stopped(BaseException):
+    """A signal asked the command to stop. ``signal``: its number; ``str``: what was done until then."""
+
+    def __init__(self, number: int, text: str = "stopped"):
+        super().__init__(text)
+        self.signal = number
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after itself."""
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Meter]:
-    """A bar on the terminal's stderr, with throughput for bytes; nothing if ``quiet`` or stderr is no terminal."""
-    if quiet or not sys.stderr.isatty():
+    """Shows progress on stderr: a bar on a terminal, elsewhere a line every ten seconds; nothing if ``quiet``."""
+    if quiet:
         yield _NoMeter()
+        return
+    if not sys.stderr.isatty():
+        yield Gauge(what, lambda line: print(line, file=sys.stderr, flush=True),
+                    amount=size_text if unit == "bytes" else lambda count: f"{count:,.0f} {unit}")
         return
     from rich.console import Console
     from rich.progress import (

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, progress_bar
+from mindresume.cli.common import AsJson, Stopped, print_json, progress_bar, stopped_by_signals
 from mindresume.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +44,13 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
     it asks what a resume would take, compares every tensor, and lets the next run save and clean up.
 
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none, though one is complete.
-    SILENT_DIVERGENCE: a wrong one. Some minutes on a local disk. Exit status: 0 all PASS, 1 not.
+    SILENT_DIVERGENCE: a wrong one. Some minutes on a local disk. Ctrl-C ends it and prints what was found so far. Exit status:
+    0 all PASS, 1 not, 130 stopped by Ctrl-C.
     """
     from mindresume.drill import run
     from mindresume.drill.faults import EXPLAINED, FAULTS
     from mindresume.drill.stories import LAYOUTS, STORIES
+    from mindresume.drill.workers import Workers
     if explain:
         _explain({name: it.about for name, it in STORIES.items()}, EXPLAINED)
         return
@@ -57,24 +58,32 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"{folder} is no folder; give one on the file system to test")
-    started, own = time.monotonic(), tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)
-    try:
+    started = time.monotonic()
+    cells: list[Cell] = []
+    tasks: list[Task] = []
+    expected, stopped = 0, None
+    with stopped_by_signals():
+        own = tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)
         setup = run.Setup(own, ranks, seed)
-        tasks = run.prepare(setup, stories, formats)
-        cells: list[Cell] = []
-        with progress_bar("striking", json, unit="cells") as meter:
-            meter.expect(run.count(tasks, faults, every))
-            for portion in run.units(setup, tasks, faults, every, jobs):
-                cells += portion
-                meter.advance(len(portion))
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+        try:
+            with Workers(jobs, own) as workers, progress_bar("striking", json, unit="cells") as meter:
+                tasks = run.prepare_by(workers, setup, stories, formats)
+                expected = run.count(tasks, faults, every)
+                meter.expect(expected)
+                for portion in run.units(setup, tasks, faults, every, workers):
+                    cells += portion
+                    meter.advance(len(portion))
+        except Stopped as error:
+            stopped = error
     order = {name: index for index, name in enumerate((*stories, *formats, *faults))}
     cells.sort(key=lambda cell: (order[cell.story], order[cell.format], order[cell.fault], cell.operation))
     if json:
         print_json([cell.to_json() for cell in cells])
     else:
         _print(tasks, cells, time.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
+    if stopped:
+        raise Stopped(stopped.signal, f"the drill was stopped after {len(cells)} of {expected} cells" if expected else
+                      "the drill was stopped before its first cell")
     sys.exit(0 if all(cell.verdict == "PASS" for cell in cells) else 1)
 
 

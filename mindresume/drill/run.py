@@ -1,14 +1,12 @@
 """One cell for every story, format, fault and operation."""
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +14,7 @@ from mindresume.drill.faults import FAULTS, LAG, Fault, Killed, Machine, Operati
 from mindresume.drill.judge import Verdict, judge
 from mindresume.drill.ranks import Hang, Turns
 from mindresume.drill.stories import LAYOUTS, RUNS, STORIES, Saved, Story, World
+from mindresume.drill.workers import Workers
 from mindresume.errors import MindResumeError, SaveError
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -60,14 +59,15 @@ class Task:
 def prepare(setup: Setup, stories: Sequence[str] = tuple(STORIES), formats: Sequence[str] = LAYOUTS) -> list[Task]:
     """Runs every story once without a fault, to know its operations. SaveError if that does not pass already: then this is no
     file system for checkpoints."""
-    tasks = []
-    for name in stories:
-        for fmt in formats:
-            machine, verdict = _play(setup, STORIES[name], fmt, None)
-            if verdict.verdict != "PASS":
-                raise SaveError(f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
-            tasks.append(Task(name, fmt, tuple(machine.operations)))
-    return tasks
+    return [_prepared((setup, name, fmt)) for name in stories for fmt in formats]
+
+
+def _prepared(what: tuple[Setup, str, str]) -> Task:
+    setup, name, fmt = what
+    machine, verdict = _play(setup, STORIES[name], fmt, None)
+    if verdict.verdict != "PASS":
+        raise SaveError(f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
+    return Task(name, fmt, tuple(machine.operations))
 
 
 def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[Cell]:
@@ -120,19 +120,19 @@ def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda args: None if issubclass(args.exc_type, Killed) else usual(args)
 
 
-def units(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, jobs: int = 1
+def prepare_by(workers: Workers, setup: Setup, stories: Sequence[str], formats: Sequence[str]) -> list[Task]:
+    """``prepare``, by processes."""
+    order = [(name, fmt) for name in stories for fmt in formats]
+    made = {(task.story, task.format): task for task in workers.map(_prepared, [(setup, *what) for what in order])}
+    return [made[what] for what in order]
+
+
+def units(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, workers: Workers | None = None
           ) -> Iterator[list[Cell]]:
-    """All cells, in portions as they are ready. ``every``: only each so many-th operation is struck. ``jobs``: processes."""
+    """All cells, in portions as they are ready. ``every``: only each so many-th operation is struck. ``workers``: who does it;
+    None: this process."""
     work = [(setup, Task(task.story, task.format, task.operations[::every]), kind) for task in tasks for kind in faults]
-    if jobs == 1:
-        yield from map(_unit, work)
-        return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        try:
-            yield from map(Future.result, as_completed([pool.submit(_unit, unit) for unit in work]))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    yield from workers.map(_unit, work) if workers else map(_unit, work)
 
 
 def _unit(unit: tuple[Setup, Task, str]) -> list[Cell]:

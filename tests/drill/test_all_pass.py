@@ -5,10 +5,10 @@ from mindresume.drill.faults import FAULTS
 from mindresume.drill.run import Setup, count, prepare, units
 
 
-def troubles(setup, stories, every=1, jobs=2, **how):
+def troubles(setup, stories, every=1, **how):
     """(cells, those that do not pass or leave something behind)"""
     tasks = prepare(setup, stories, **how)
-    done = [cell for unit in units(setup, tasks, every=every, jobs=jobs) for cell in unit]
+    done = [cell for unit in units(setup, tasks, every=every) for cell in unit]
     assert len(done) == count(tasks, every=every)
     assert every > 1 or {cell.fault for cell in done} == set(FAULTS)
     return len(done), [cell for cell in done if cell.verdict != "PASS" or cell.left]
@@ -24,5 +24,5 @@ def test_every_fault(folder, story, fmt):
 @pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])
 def test_three_ranks_in_other_orders(folder, seed, fmt, start):
     """Seeds in which rank 0 is the first to be done, so that it waits for the others."""
-    cells, found = troubles(Setup(folder, ranks=3, seed=seed), ["save"], every=start, jobs=1, formats=[fmt])
+    cells, found = troubles(Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt])
     assert found == [] and cells > 40

@@ -1,0 +1,96 @@
+"""Processes that work for this one and never outlive it.
+
+    with Workers(2, folder) as workers:
+        for result in workers.map(function, arguments): ...         # in the order in which they are ready
+
+Whatever ends the block ends the workers at once and removes ``folder``: the end of the work, Ctrl-C, an error. If this process is
+killed, each worker ends by itself, and a small process that waits for that removes ``folder``.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+# `read` ends with an error when the other end of the pipe is gone; workers may still be in a file operation for a moment.
+_CLEANER = 'read -r word && exit 0; for n in 1 2 3 4 5; do rm -rf -- "$0"; sleep 0.3; done'
+
+
+class Workers:
+    """``count`` processes, started anew (spawn), so that no thread or lock of this process is copied into them."""
+
+    def __init__(self, count: int, folder: str):
+        self.count, self.folder = count, folder
+
+    def __enter__(self) -> Workers:
+        self._cleaner = subprocess.Popen(["sh", "-c", _CLEANER, self.folder], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL, start_new_session=True)
+        self._processes, self._connections = [], []
+        context = multiprocessing.get_context("spawn")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C in the terminal is ours to handle
+        try:
+            for _ in range(self.count):
+                ours, theirs = context.Pipe()
+                self._connections.append(ours)
+                process = context.Process(target=_work, args=(theirs,), daemon=True)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+        except BaseException:
+            self.__exit__()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._cleaner.communicate(b"done\n")
+
+    def map(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> Iterator[Any]:
+        """Yields the results as they are ready. ``function``: of the top level of a module. What it raises is raised here;
+        ChildProcessError if a worker dies."""
+        left, busy = list(reversed(arguments)), set()
+        for connection in self._connections:
+            if left:
+                connection.send((function, left.pop()))
+                busy.add(connection)
+        while busy:
+            for connection in wait(list(busy)):
+                try:
+                    error, result = connection.recv()
+                except (EOFError, ConnectionError):
+                    raise ChildProcessError("a worker process of the drill died; was it killed for its memory?") from None
+                if error is not None:
+                    raise error
+                busy.discard(connection)
+                if left:
+                    connection.send((function, left.pop()))
+                    busy.add(connection)
+                yield result
+
+
+def _work(connection: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        function, argument = connection.recv()
+        try:
+            answer = None, function(argument)
+        except Exception as error:                  # whatever it is: the parent raises it
+            answer = error, None
+        connection.send(answer)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
