@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 
-from mindresume.errors import ConfigError, TrainingCompleteError
+from mindresume.errors import ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.launch.arguments import Launch, parse
 from mindresume.launch.overrides import PREDICT_MODES, apply
 
@@ -81,6 +81,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         say(f"error{where}: {error}")
         return 2
+    except MindResumeError as error:        # its message says all: a traceback would only push it out of sight
+        say(f"failed{where}: {type(error).__name__}: {error}")
+        return 1
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines()

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import mindresume
-from mindresume.errors import ConfigError
+from mindresume.errors import ConfigError, NoUsableCheckpointError
 from mindresume.launch.arguments import FLAGS, Launch, find_file, parse
 from mindresume.launch.overrides import SHIM_CLASS, apply, predict_input, set_key, strategy_file
 from mindresume.launch.values import parse_bool, parse_bool_or_name, parse_value
@@ -478,6 +478,13 @@ def test_failure_ends_with_a_readable_line(script, capsys, monkeypatch):
     err = capsys.readouterr().err
     assert "Traceback" in err and "long story" in err
     assert err.splitlines()[-1] == "run_mindformer.py: failed on rank 2: RuntimeError: Device lost"
+
+
+def test_an_error_of_ours_ends_with_all_its_lines(script, capsys):
+    script.fail.append(NoUsableCheckpointError("out holds checkpoints, but none can be used:\n  step 5: cut short"))
+    assert script() == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and err.splitlines()[-1] == "  step 5: cut short"
 
 
 def test_wrong_setting_ends_with_its_text_alone(script, capsys):

@@ -41,11 +41,12 @@ def main() -> None:
     )
     from mindresume.cli.common import Stopped
     from mindresume.errors import MindResumeError
+    from mindresume.store.storage import error_text
     try:
         app()
     except Stopped as stopped:
         print(f"mindresume: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
     except (MindResumeError, OSError) as error:
-        print(f"mindresume: {error}", file=sys.stderr)
+        print(f"mindresume: {error_text(error)}", file=sys.stderr)
         sys.exit(2)

@@ -38,6 +38,8 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     target = Path(page) if page is not None else None if json else Path("report.html")
     if target is not None and target.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {page}: the page is an HTML file; give a name that ends in .html")
+    if target is not None and not target.absolute().parent.is_dir():
+        raise ConfigError(f"-o {page}: there is no folder {target.parent}; make it first, or give another name")
     if target is not None:
         from mindresume.report import chart
         chart.check_installed()

@@ -68,6 +68,12 @@ def register_monitor(monitor: type) -> None:
     MindFormerRegister.register_cls(monitor, module_type=MindFormerModuleType.CALLBACK, alias=ALIAS)
 
 
+def built_in_monitor() -> type:
+    """Returns mindformers' own CheckpointMonitor."""
+    from mindformers.core.callback.callback import CheckpointMonitor
+    return CheckpointMonitor
+
+
 def is_parallel() -> bool:
     """Whether the front end cuts parameters (semi-auto, auto or hybrid parallel)."""
     from mindspore import context

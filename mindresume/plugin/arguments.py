@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from mindresume.errors import ConfigError
@@ -22,15 +22,15 @@ _PAIRS = (("save_checkpoint_steps", "save_checkpoint_seconds"), ("keep_checkpoin
 
 
 def checked(built_in: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults included. ConfigError names the key, its value and what is allowed; TypeError for an
-    unknown key or too many positional arguments, as Python raises it, with the keys there are."""
+    """Returns all arguments by name, defaults included. ConfigError names the key, its value and what is allowed; TypeError for
+    too many positional arguments, as Python raises it."""
     signature = inspect.signature(built_in)
     known = [name for name in signature.parameters if name != "self"]
     for name in kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
-            raise TypeError(f"CheckpointMonitor: unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ".")
-                            + f" It knows {', '.join(known)}")
+            raise ConfigError(f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ".")
+                              + f" The keys are {', '.join(known)}")
     bound = signature.bind(None, *args, **kwargs)
     given = dict(bound.arguments)
     bound.apply_defaults()
@@ -49,16 +49,37 @@ def checked(built_in: Callable[..., None], args: tuple[Any, ...], kwargs: dict[s
     _check_folder(values["directory"])
     for usual, other in _PAIRS:
         if given.get(usual) and given.get(other):
-            raise ConfigError(f"CheckpointMonitor: {usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; "
-                              f"set one of them to 0 or leave it out")
+            raise ConfigError(f"{usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; set one of them to "
+                              f"0 or leave it out")
         if given.get(other) and usual not in given:
             values[usual] = 0                       # only its default speaks against what the user wrote
+    _check("keep_checkpoint_max", 0, given.get("keep_checkpoint_max") != 0 or bool(given.get("keep_checkpoint_per_n_minutes")),
+           "at least 1, or null (None) to keep all checkpoints")
+    for name, alone in (("exception_save", False), ("enc_key", None)):
+        if values.get(name, alone) != alone and values["checkpoint_format"] == "safetensors":
+            raise ConfigError(f"{name} is set, and checkpoint_format is 'safetensors'; MindSpore saves such checkpoints as ckpt "
+                              f"only. Leave out {name}, or set checkpoint_format: ckpt")
     return values
+
+
+def check_section(built_in: Callable[..., None], callbacks: Iterable[Any]) -> None:
+    """Checks each ``CheckpointMonitor`` of the ``callbacks`` section before mindformers reads it: it would report a wrong value
+    under the name of another key. A ``keep_checkpoint_max`` of 0 that leaves the rule to ``keep_checkpoint_per_n_minutes``, which
+    mindformers 1.9.0 refuses (trainer/utils.py, validate_checkpoint_config), becomes None."""
+    for callback in callbacks:
+        if not isinstance(callback, MutableMapping) or callback.get("type") != "CheckpointMonitor":
+            continue
+        try:
+            checked(built_in, (), {key: value for key, value in callback.items() if key != "type"})
+        except ConfigError as error:
+            raise ConfigError(f"callbacks: CheckpointMonitor: {error}") from None
+        if callback.get("keep_checkpoint_max") == 0:
+            callback["keep_checkpoint_max"] = None
 
 
 def _check(name: str, value: Any, good: bool, expected: str) -> None:
     if not good:
-        raise ConfigError(f"CheckpointMonitor: {name} is {value!r}; expected {expected}")
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
 def _check_folder(path: Any) -> None:

@@ -24,6 +24,7 @@ from mindresume.errors import AgreementError, ConfigError, MindResumeError, Trai
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session
+from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.dataset import identity_of
@@ -102,6 +103,7 @@ def _rules(original: Any) -> Any:
             adapter.logger().info("mindresume: %s", note)
         current = session.current()
         if current.training:
+            check_section(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
             current.identity = identity(self.config, current)
             with current.loading():
                 choose_checkpoint(self.config, current)

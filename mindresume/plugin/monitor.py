@@ -50,7 +50,7 @@ _RESCUE = "__exception_save__"          # MindSpore's sign in the appended value
 
 
 class CheckpointMonitor(BuiltIn):
-    """Arguments: those of mindformers.core.CheckpointMonitor. ConfigError (TypeError for an unknown one) if one is wrong.
+    """Arguments: those of mindformers.core.CheckpointMonitor. ConfigError if one is wrong or unknown.
 
     Raises SaveError out of a step if a save failed and ``mindresume.on_save_error`` is ``raise``, or after
     ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder.

@@ -283,6 +283,19 @@ def temporary_name(path: str, tag: str) -> str:
 TEMPORARY = ".mindresume-tmp"
 
 
+def error_text(error: BaseException) -> str:
+    """Returns what an error says; of one of the operating system the path and the reason, without its number and without the
+    temporary name under which a file is written."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    if error.filename is None:
+        return error.strerror
+    folder, name = os.path.split(os.fsdecode(error.filename))
+    if name.endswith(TEMPORARY):
+        name = name.removesuffix(TEMPORARY).rpartition(".")[0].removeprefix(".") or name
+    return f"{os.path.join(folder, name)}: {error.strerror}"
+
+
 def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
     """``publish`` of a JSON document (compact, one line, sorted as given)."""
     return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)

@@ -1,4 +1,5 @@
 """``mindresume report``: the page and the picture, the JSON document, and what is refused."""
+import errno
 import os
 import subprocess
 import sys
@@ -94,3 +95,15 @@ def test_other_commands_do_not_import_it(output):
             "'mindspore', 'mindformers') or name.startswith('mindresume.report')], file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", code, str(output)], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
+
+
+def test_a_page_that_cannot_be_written(call, output, tmp_path, monkeypatch):
+    status, _, err = call(output, "-o", tmp_path / "missing" / "folder" / "x.html")
+    assert status == 2 and f"there is no folder {tmp_path / 'missing' / 'folder'}" in err and len(err.splitlines()) == 1
+    monkeypatch.setattr("mindresume.store.storage.PosixStorage.write", full)
+    status, _, err = call(output, "-o", tmp_path / "x.html")
+    assert (status, err) == (2, f"mindresume: {tmp_path / 'x.html'}: No space left on device\n")
+
+
+def full(self, path, pieces, size=0):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)

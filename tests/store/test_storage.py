@@ -1,9 +1,10 @@
+import errno
 import os
 
 import pytest
 
 from mindresume.store import storage
-from mindresume.store.storage import TEMPORARY, PosixStorage, parallel, publish, publish_json, read_bytes
+from mindresume.store.storage import TEMPORARY, PosixStorage, error_text, parallel, publish, publish_json, read_bytes
 
 STORAGE = PosixStorage()
 
@@ -120,3 +121,11 @@ def test_the_device_begins_early_and_is_asked_for_every_byte_once(tmp_path, monk
     starts, ends = zip(*asked, strict=True)
     assert starts == (0, *ends[:-1]) and sum(map(len, pieces)) - ends[-1] < step
     begin(-1, 0, step)
+
+
+def test_the_text_of_an_error_names_the_file_that_was_meant():
+    full = OSError(errno.ENOSPC, "No space left on device", "/a/.report.html.5410" + TEMPORARY)
+    assert error_text(full) == "/a/report.html: No space left on device"
+    assert error_text(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")) == "a: No such file or directory"
+    assert error_text(OSError(errno.EIO, "Input/output error")) == "Input/output error"
+    assert error_text(FileNotFoundError("here is nothing")) == "here is nothing" and error_text(ValueError()) == "ValueError"
