@@ -27,9 +27,14 @@ class Lost:
     def sentence(self, step: int, now: float) -> str:
         """``step``: behind which this job goes on."""
         seconds = self.seconds(now)
-        lost = f"at least {self.steps} step{'' if self.steps == 1 else 's'}" if self.steps else "no known step"
-        return (f"resumed behind step {step}: {lost} of the job before {'is' if self.steps < 2 else 'are'} lost" +
-                ("" if seconds is None else f"; {seconds:.0f} s have passed since the checkpoint was saved"))
+        if not self.steps:
+            lost = "the job before gave no sign of life behind it, so how many steps it lost is not known"
+        elif self.steps == 1:
+            lost = "at least 1 step of the job before is lost"
+        else:
+            lost = f"at least {self.steps} steps of the job before are lost"
+        return f"resumed behind step {step}: {lost}" + (
+            "" if seconds is None else f"; {seconds:.0f} s have passed since the checkpoint was saved")
 
 
 def lost_by_death(storage: Storage, root: str, chosen: Candidate) -> Lost | None:
