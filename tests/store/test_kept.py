@@ -1,0 +1,115 @@
+"""A file that was read whole is read from memory the next time, as it was; what is too much or was read in part is not kept."""
+import errno
+import mmap
+import os
+import threading
+
+import pytest
+
+from mindresume.files.checksum import file_checksum
+from mindresume.store import kept
+from mindresume.store.kept import KeptFiles
+from mindresume.store.storage import PosixStorage
+
+DATA = os.urandom(10_000_000)
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "file").write_bytes(DATA)
+    return str(tmp_path / "file")
+
+
+class Counting(PosixStorage):
+    def __init__(self):
+        self.opened = []
+
+    def open(self, path):
+        self.opened.append(path)
+        return super().open(path)
+
+
+def hashed(storage, path):
+    with storage.open(path) as file:
+        return file_checksum(file)
+
+
+def test_a_file_is_read_once(path):
+    disk = Counting()
+    storage = KeptFiles(disk, 20_000_000)
+    first = hashed(storage, path)
+    assert storage.size == len(DATA) and disk.opened == [path]
+    with open(path, "r+b") as file:                             # whatever becomes of it: what was hashed is what is read
+        file.write(b"other")
+    assert hashed(storage, path) == first and disk.opened == [path]
+    with storage.open(path) as one, storage.open(path) as two:  # each at a position of its own
+        assert one.read(10) == two.read(10) == DATA[:10] and os.pread(one.fileno(), 5, 100) == DATA[100:105]
+        assert mmap.mmap(one.fileno(), 0, prot=mmap.PROT_READ)[-7:] == DATA[-7:]
+    storage.forget()
+    assert storage.size == 0 and hashed(storage, path) != first and disk.opened == [path] * 2
+
+
+def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
+    storage = KeptFiles(PosixStorage(), 20_000_000)
+    with storage.open(path) as file:
+        assert file.read(8) == DATA[:8]
+        file.seek(-100, os.SEEK_END)
+        assert file.read() == DATA[-100:]
+    with storage.open(path) as file:
+        assert os.preadv(file.fileno(), [bytearray(len(DATA))], 0) == len(DATA)
+    assert storage.size == 0
+    with storage.open(path) as file:                            # what was read again counts as it was read last
+        file.read(100_000)
+        with open(path, "r+b") as other:
+            other.write(DATA[::-1])
+        found = file_checksum(file)
+    assert storage.size == len(DATA) and hashed(storage, path) == found
+
+
+def test_the_budget_holds_for_all_files_together(tmp_path, path):
+    (tmp_path / "second").write_bytes(DATA)
+    (tmp_path / "empty").touch()
+    storage = KeptFiles(PosixStorage(), len(DATA) + 10)
+    for name in ("file", "second", "empty"):
+        assert hashed(storage, str(tmp_path / name))[1] in (len(DATA), 0)
+    assert storage.size == len(DATA)
+    storage.forget()
+    hashed(storage, str(tmp_path / "second"))
+    assert storage.size == len(DATA)
+
+
+@pytest.mark.parametrize("trouble", ["memfd_create", "pwrite"])
+def test_without_memory_nothing_is_kept_and_nothing_fails(path, monkeypatch, trouble):
+    def fail(*args):
+        raise OSError(errno.ENOMEM, "no memory")
+    storage = KeptFiles(PosixStorage(), 20_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(kept.os, trouble, fail)
+        assert hashed(storage, path)[1] == len(DATA) and storage.size == 0
+    assert hashed(storage, path)[1] == len(DATA) and storage.size == len(DATA)      # the budget was given back
+
+
+def test_two_threads_that_read_the_same_file(path):
+    storage, both = KeptFiles(PosixStorage(), 30_000_000), threading.Barrier(2)
+
+    def read():
+        with storage.open(path) as file:
+            both.wait()
+            file_checksum(file)
+            both.wait()
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert storage.size == len(DATA) and storage._taken == len(DATA)
+    storage.forget()
+    assert storage._taken == 0
+
+
+def test_everything_else_is_that_of_the_storage_below(tmp_path, path):
+    storage = KeptFiles(PosixStorage(), 0)
+    assert storage.list(str(tmp_path)) == ["file"] and storage.status(path).size == len(DATA)
+    assert storage.width == PosixStorage.width
+    with pytest.raises(FileNotFoundError):
+        storage.open(str(tmp_path / "none"))
