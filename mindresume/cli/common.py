@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.scan import is_root
+from mindresume.formats.location import locate as locate_below
 from mindresume.gauge import Gauge
 from mindresume.store.storage import PosixStorage
 from mindresume.words import size_text
@@ -28,15 +28,11 @@ WorldSize = Annotated[int | None, typer.Option(
 
 
 def locate(folder: str, must_exist: bool = True) -> str:
-    """``folder``, or the checkpoint folder of the run in it. FileNotFoundError if there is nothing and there must be."""
+    """``folder``, or the one folder of checkpoints below it. FileNotFoundError if there is nothing and there must be;
+    MissingCheckpointError if there are several."""
     if must_exist and not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist")
-    storage = PosixStorage()
-    for inner in ("", "checkpoint", os.path.join("output", "checkpoint")):
-        path = os.path.join(folder, inner) if inner else folder
-        if is_root(storage, path):
-            return path
-    return folder
+    return locate_below(PosixStorage(), folder)
 
 
 def print_json(value: Any) -> None:

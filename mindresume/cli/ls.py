@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, time_text
+from mindresume.errors import MissingCheckpointError
 from mindresume.formats.records import absent_text
 from mindresume.manifest import run_sequence
 from mindresume.reshard.strategies import strategies
@@ -24,6 +25,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     """
     storage = PosixStorage()
     found, rows = survey(storage, locate(folder), strategies(storage), world_size)
+    if found.strange:
+        raise MissingCheckpointError(found.strange)
     users = claims(storage, found.root)
     if json:
         print_json({"root": found.root, "checkpoints": [_row(found.root, row) for row in rows], "notes": list(found.notes),

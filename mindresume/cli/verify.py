@@ -31,6 +31,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     """
     storage = PosixStorage()
     found, rows = survey(storage, locate(folder), strategies(storage), world_size)
+    if found.strange:
+        raise MissingCheckpointError(found.strange)
     wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}; there are: "

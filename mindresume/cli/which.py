@@ -9,7 +9,7 @@ import typer
 
 from mindresume.agree import Solo
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json
+from mindresume.cli.common import AsJson, Folder, WorldSize, print_json, progress_bar, refusal_json
 from mindresume.errors import UnusableError
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import read_size
@@ -32,23 +32,24 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Does what the job does at its start, for all ranks at once: every byte of the chosen checkpoint is checked.
     Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an error).
     """
-    path, error = locate(folder, must_exist=False), None
+    error = None
     try:
         with progress_bar("checking", json) as meter:
             storage = PosixStorage()
-            choice = select(storage, path, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
+            choice = select(storage, folder, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
                             strategy_of=strategies(storage),
                             progress=meter.advance, complete=not quick, poison_limit=Settings.load().poison_limit,
                             on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
     except UnusableError as failure:
         error = str(failure)
-        choice = Choice(None, failure.refused, (), False, (), os.path.dirname(path) if os.path.isfile(path) else path)
+        choice = Choice(None, failure.refused, (), False, (), os.path.dirname(folder) if os.path.isfile(folder) else folder)
     if json:
         chosen = choice.chosen
         print_json({"chosen": None if chosen is None else {
             "step": chosen.step, "epoch": chosen.epoch, "format": chosen.format,
             "absent": list(chosen.absent), "files": [os.path.join(choice.root, file.path) for file in chosen.every_file]},
-            "refused": [refusal_json(choice.root, refusal) for refusal in choice.refused]})
+            "refused": [refusal_json(choice.root, refusal) for refusal in choice.refused],
+            **({"error": error} if error else {})})
     else:
         _print(choice, error)
     sys.exit(0 if choice.chosen is not None else NOTHING)

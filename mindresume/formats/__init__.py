@@ -100,10 +100,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scan:
-    """``candidates`` newest first; ``notes``: sentences about what was found and ignored, for the log."""
+    """``candidates`` newest first; ``notes``: sentences about what was found and ignored, for the log. ``strange``: where none of
+    the candidates was ever complete, why this is all the same no folder in which a training may begin; empty: it is one."""
     root: str
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     exists: bool = True
     expected_ranks: int | None = None            # of the strategy folder beside, or the rank folders: a guess
     expected_source: str = ""
+    strange: str = ""

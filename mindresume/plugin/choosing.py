@@ -10,6 +10,7 @@ from typing import Any
 from mindresume.agree import Group, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
 from mindresume.formats import Candidate
+from mindresume.formats.location import find as find_checkpoints
 from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
@@ -38,6 +39,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
+    path = located(storage, path, group)
     one = converts or any(report(group, lambda: os.path.isfile(path)))      # asked of all alike, or some would wait for ever
     islands = together(group.size) if one else islands_of(storage, path, current)
     waited = 0.0 if islands.apart else settle(storage, path, group)
@@ -83,6 +85,28 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if converts or choice.chosen.base:
         prepare(config, current, storage)
     return choice
+
+
+def located(storage: Storage, path: str, group: Group) -> str:
+    """Where the checkpoints lie that ``path`` means (``formats.location``), the same on all ranks. Where nodes share no disk some
+    have none, and what the others find counts. MissingCheckpointError on all ranks if they find several."""
+    def look() -> list[str]:
+        try:
+            return [find_checkpoints(storage, path) or "", ""]
+        except MissingCheckpointError as error:
+            return ["", str(error)]
+    rows = [decide(group, look)]
+    if rows == [["", ""]]:
+        rows = report(group, look)
+    places, several = sorted({place for place, _ in rows if place}), next((text for _, text in rows if text), "")
+    if len(places) > 1:
+        several = f"the ranks of this job find checkpoints in different folders: {', '.join(places)}; give one of them"
+    if several:
+        raise MissingCheckpointError(several)
+    if not places or places[0] == path:
+        return path
+    adapter.logger().info("mindresume: %s holds no checkpoints itself; those in %s count", path, places[0])
+    return places[0]
 
 
 def islands_of(storage: Storage, path: str, current: session.Session) -> Islands:

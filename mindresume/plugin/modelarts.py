@@ -60,6 +60,8 @@ def choose(pick: Callable[[], Choice], config: Any, path: str, named: str | None
     log = adapter.logger()
     root = os.path.realpath(path)
     root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
+    if root not in _saved_to(config) and os.path.join(root, FOLDER) in _saved_to(config):
+        root = os.path.join(root, FOLDER)                       # the output folder was given, and nothing is in it yet
     if root not in _saved_to(config):
         log.info("mindresume: %s is not looked at: load_checkpoint is %s, not where this job saves to", remote.url, path)
         return pick()

@@ -64,6 +64,8 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
             raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
         return open_complete(storage, path, step)
     found, insists = candidates_for(storage, path)
+    if found.strange:
+        raise MissingCheckpointError(found.strange)
     wanted = [c for c in found.candidates if step is None or c.step == step]
     if not wanted:
         offered = ", ".join(sorted({str(c.step) for c in found.candidates})) or "no checkpoints"

@@ -41,7 +41,7 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
     def look() -> dict[str, object]:
         own.append(_look(storage, path, group, named, sick))
         return {"offers": list(own[0].offers)[:_NEWEST], "existed": any(c.existed for c in own[0].found.candidates),
-                "insists": own[0].insists}
+                "insists": own[0].insists, "strange": own[0].found.strange}
     rows = report(group, look)
     mine, tried = own[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
@@ -60,6 +60,9 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
             _text(f"nodes share no disk, and no checkpoint below {path} is there for all ranks", lacking) +
             "\nStart the nodes in the order of the job that saved, bring the folders of all of them together on a shared disk, "
             "or, to start afresh, set resume_training: False", tuple(lacking))
+    for rank, row in enumerate(rows):
+        if row["strange"]:
+            raise MissingCheckpointError(f"rank {rank}: {row['strange']}")
     return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, complete)
 
 

@@ -19,6 +19,7 @@ from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
 from mindresume.formats.iterations import is_iteration
+from mindresume.formats.location import below, strange
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
 from mindresume.formats.records import absent_text, header_of, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
@@ -56,12 +57,12 @@ def describe(candidate: Candidate, complete: bool = True) -> str:
 
 def candidates_for(storage: Storage, path: str, named: str | None = None, world_size: int | None = None
                    ) -> tuple[Scan, bool]:
-    """What ``load_checkpoint: path`` (a root folder, a rank folder, an iteration folder or a file) and ``resume_training: named``
-    (a file, an iteration folder or a step) offer.
+    """What ``load_checkpoint: path`` (a root folder, a folder above one, a rank folder, an iteration folder or a file) and
+    ``resume_training: named`` (a file, an iteration folder or a step) offer.
 
     Returns the scan, and whether the user insists on its single candidate. ``world_size``: how many ranks read a file that lies
-    outside rank folders. MissingCheckpointError: a named checkpoint is not there at all;
-    ConfigError: a file of another kind.
+    outside rank folders. MissingCheckpointError: a named checkpoint is not there at all, or several folders below ``path`` hold
+    checkpoints; ConfigError: a file of another kind.
     """
     status = storage.status(path)
     if status is not None and not status.is_folder:
@@ -71,6 +72,12 @@ def candidates_for(storage: Storage, path: str, named: str | None = None, world_
         return scan_one(storage, path), True
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
     found = scan(storage, root)
+    if found.exists and not any(candidate.existed for candidate in found.candidates):
+        inner = below(storage, path)
+        if inner:
+            found, insists = candidates_for(storage, inner, named, world_size)
+            return replace(found, notes=(f"{path} holds no checkpoints itself; those in {inner} count", *found.notes)), insists
+        found = replace(found, strange=strange(storage, root, bool(found.candidates)))
     if named is None:
         return found, False
     matching = [c for c in found.candidates if _is_named(c, named)]
@@ -137,8 +144,8 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     ``sick``: names of files that mindformers' health monitor called unhealthy (``health``); these, and what says so itself, are
     not taken unless they are named. None: health does not matter.
     ``poison_limit``: one on which so many jobs died in a row (``trials``) is taken last, unless it is named; 0: never suspected.
-    Raises MissingCheckpointError (a named checkpoint is not there on all ranks), NoUsableCheckpointError (there are
-    checkpoints, none can be used), AgreementError (a rank failed in another way).
+    Raises MissingCheckpointError (a named checkpoint is not there on all ranks, or ``path`` is a folder of something else),
+    NoUsableCheckpointError (there are checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
     chooser = _Chooser(storage, path, world_size, named, strategy_of, sick, poison_limit) if group.rank == 0 else None
@@ -221,7 +228,7 @@ class _Chooser:
                         "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
             self.refused.append(refusal)
         fresh = not any(candidate.existed for candidate in self.found.candidates)
-        end = "missing" if self.insists else "fresh" if fresh else "none"
+        end = "missing" if self.insists or self.found.strange else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
                 "notes": self._notes(), "text": self._text(end, self.found.root)}
 
@@ -238,6 +245,8 @@ class _Chooser:
 
     def _text(self, end: str, root: str) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)
+        if self.found.strange:
+            return self.found.strange
         if end == "missing":
             return f"the checkpoint that was asked for cannot be used:\n{table}"
         if end == "none":

@@ -151,6 +151,19 @@ def test_the_folders_above_will_do(saved, read, command, above):
         assert found["root"] == str(saved) and len(found["checkpoints"]) == 3
 
 
+def test_which_ls_and_verify_of_a_folder_of_something_else(tmp_path, call, read):
+    (tmp_path / "data.bin").write_bytes(b"x")
+    for command, status in (("which", 3), ("ls", 2), ("verify", 2)):
+        found = call(command, tmp_path)
+        assert found[0] == status and "is no folder of checkpoints: " in found[1] + found[2], command
+    save(tmp_path / "a", 5)
+    save(tmp_path / "b", 5)
+    for command, status in (("which", 3), ("ls", 2), ("verify", 2)):
+        found = call(command, tmp_path)
+        assert found[0] == status and "several folders below do: " in found[1] + found[2], command
+    assert "several folders below do: " in read("which", tmp_path)[1]["error"]
+
+
 def test_world_size(saved, read, origin):
     assert read("which", saved, "--world-size", 4)[0] == 0
     status, found = read("which", saved, "--world-size", 2)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
+from folders import RUN, STORAGE, Ranks, flip_bit, path_of, place_of, save, state_of, write_foreign
 
 pytest.importorskip("mindformers")
 
@@ -22,6 +22,7 @@ from mindresume.errors import (  # noqa: E402
     ConfigError,
     DamagedFileError,
     LoadError,
+    MissingCheckpointError,
     NoUsableCheckpointError,
     ProgressError,
     TrainingCompleteError,
@@ -29,7 +30,7 @@ from mindresume.errors import (  # noqa: E402
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
-from mindresume.plugin import adapter, convert, hooks, loading, online, session  # noqa: E402
+from mindresume.plugin import adapter, choosing, convert, hooks, loading, online, session  # noqa: E402
 from mindresume.resume import account  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
@@ -197,6 +198,53 @@ def test_nothing_there_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
     hooks.choose_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint, current.resumes) == (False, "", False)
+
+
+@pytest.mark.parametrize("place", ["checkpoint", "transformed_checkpoint/net"])
+def test_the_folder_above_will_do(tmp_path, current, place):
+    save(tmp_path / place, 15, world=1)
+    config = config_of(tmp_path)
+    hooks.choose_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place)) and current.choice.chosen.step == 15
+
+
+def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
+    (tmp_path / "data.bin").write_bytes(b"x")
+    with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
+        hooks.choose_checkpoint(config_of(tmp_path), current)
+    save(tmp_path / "a", 5, world=1)
+    save(tmp_path / "b", 5, world=1)
+    with pytest.raises(MissingCheckpointError, match="several folders below do"):
+        hooks.choose_checkpoint(config_of(tmp_path), current)
+
+
+def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, current):
+    for name in ("checkpoint/rank_0", "strategy", "log/rank_0"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "log" / "rank_0" / "info.log").write_bytes(b"x")
+    config = config_of(tmp_path)
+    hooks.choose_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint) == (False, "")
+
+
+def test_all_ranks_look_in_one_place(tmp_path):
+    """Nodes that share no disk: the disk of rank 0 is new."""
+    class Node:
+        def __getattr__(self, name):
+            return getattr(STORAGE, name)
+
+        def __init__(self, here):
+            self.status = STORAGE.status if here else lambda path: None
+    save(tmp_path / "checkpoint", 5, world=2)
+
+    def look(*there):
+        return Ranks(2).run(lambda group: choosing.located(Node(there[group.rank]), str(tmp_path), group))
+    assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
+    assert look(False, False) == [str(tmp_path)] * 2
+    save(tmp_path / "other", 5, world=2)
+    shutil.rmtree(tmp_path / "checkpoint")
+    save(tmp_path / "another", 5, world=2)
+    assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
 
 
 def test_only_damaged_ones_are_an_error(tmp_path, current):

@@ -105,6 +105,17 @@ def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_pat
         online.choose(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
 
 
+def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tmp_path, current):
+    (tmp_path / "data.bin").write_bytes(b"x")
+    with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
+        online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+    saved(tmp_path / "checkpoint", 5)
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
+    online.choose(config, current, STORAGE)
+    assert config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005") and current.choice.chosen.step == 5
+    current.release()
+
+
 def test_weights_alone_are_no_resume(tmp_path, current):
     saved(tmp_path, 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})

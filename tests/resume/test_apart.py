@@ -79,6 +79,13 @@ def test_nothing_anywhere_is_a_fresh_start(tmp_path):
     assert step_of(choices) is None and all(choice.fresh for choice in choices)
 
 
+def test_a_folder_of_something_else_on_one_node_is_no_fresh_start(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "data.bin").write_bytes(b"x")
+    with pytest.raises(MissingCheckpointError, match="rank 2: .* is no folder of checkpoints"):
+        choose(tmp_path)
+
+
 def test_a_node_with_an_empty_disk_is_an_error_that_says_who_has_what(tmp_path):
     both(tmp_path, 5)
     shutil.rmtree(tmp_path / "b")

@@ -503,11 +503,11 @@ def test_a_file_named_like_an_iteration_is_none(saved):
     assert taken(choose(saved)) == (15, RUN)
 
 
-def test_a_tracker_alone_is_a_fresh_start(tmp_path):
-    """Somebody removed the folders."""
+def test_a_tracker_alone_says_that_there_was_a_checkpoint(tmp_path):
+    """Somebody removed the folders, or they are not here yet."""
     track(tmp_path, 15)
-    choice = choose(tmp_path)
-    assert choice.chosen is None and choice.fresh and "names step 15, which is not there" in told(choice)
+    with pytest.raises(MissingCheckpointError, match="names step 15, and there is no iteration folder"):
+        choose(tmp_path)
 
 
 def test_ours_after_folders_of_mindformers(tmp_path):

@@ -1,0 +1,125 @@
+"""Where the checkpoints lie that a path means, and which folders are those of a first start."""
+import os
+import re
+import shutil
+
+import folders
+import iterations
+import pytest
+from folders import STORAGE
+
+from mindresume.errors import MissingCheckpointError
+from mindresume.formats.location import find, locate, strange
+
+KINDS = {"rank folders": lambda root: folders.save(root, 5, world=2), "iterations": lambda root: iterations.save(root, 5),
+         "mindformers 1.0": lambda root: folders.write_foreign(root, 5, world=2),
+         "mindformers 2.0": lambda root: iterations.foreign(root, "mf190_20_single", (10,))}
+
+
+def make(root, *paths):
+    """Files, or folders if they end with a slash."""
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).mkdir(exist_ok=True) if path.endswith("/") else (root / path).write_bytes(b"x")
+    return root
+
+
+def why(path):
+    return strange(STORAGE, str(path), False)
+
+
+# ---- below ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["", "checkpoint", "output/checkpoint", "my_run", "run/output/checkpoint",
+                                   "transformed_checkpoint/checkpoint", "20260101_ckpt_convert/net"])
+def test_it_is_found_below(tmp_path, kind, place):
+    KINDS[kind](tmp_path / place)
+    make(tmp_path, "log/rank_0/info.log", "strategy/ckpt_strategy_rank_0.ckpt", "train.log")
+    assert os.path.realpath(locate(STORAGE, str(tmp_path))) == str(tmp_path / place).rstrip("/")
+
+
+def test_the_folder_in_which_the_job_saves_counts_before_others(tmp_path):
+    folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
+    folders.save(tmp_path / "checkpoint", 5, world=2)
+    assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("debris", ["checkpoint/", "checkpoint/rank_0/.net.mindresume-tmp", "checkpoint_network/rank_0/net.ckpt"])
+def test_it_does_not_hide_others_before_its_first_save(tmp_path, debris):
+    folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
+    make(tmp_path, debris)
+    assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "transformed_checkpoint" / "net")
+
+
+def test_debris_in_the_folder_itself_does_not_hide_a_checkpoint_below(tmp_path):
+    """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change died."""
+    folders.save(tmp_path / "checkpoint", 5, world=2)
+    iterations.write_rank(tmp_path, 10, 0)
+    assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
+
+
+def test_several_are_an_error_that_names_them(tmp_path):
+    for name in ("a", "b"):
+        folders.save(tmp_path / name, 5, world=1)
+    with pytest.raises(MissingCheckpointError, match=rf"several folders below do: {tmp_path}/a, {tmp_path}/b"):
+        locate(STORAGE, str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["rank_0", "iteration_00000005", "none"])
+def test_one_checkpoint_is_what_it_is(tmp_path, path):
+    folders.save(tmp_path, 5, world=1)
+    iterations.save(tmp_path, 5)
+    assert locate(STORAGE, str(tmp_path / path)) == str(tmp_path / path)
+
+
+def test_complete_weights_are_meant_themselves(tmp_path):
+    make(tmp_path, "part0.safetensors")
+    folders.save(tmp_path / "checkpoint", 5, world=1)
+    assert locate(STORAGE, str(tmp_path)) == str(tmp_path)
+
+
+def test_a_tree_that_is_large_or_leads_to_itself_is_looked_at_in_part(tmp_path):
+    os.symlink(tmp_path, tmp_path / "self")
+    make(tmp_path, *(f"{number:04d}/" for number in range(300)))
+    folders.save(tmp_path / "x", 5, world=1)
+    assert find(STORAGE, str(tmp_path)) is None
+    folders.save(tmp_path / "0003", 5, world=1)
+    assert find(STORAGE, str(tmp_path)) == str(tmp_path / "0003")
+
+
+# ---- where a training may begin ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("names", [
+    (), ("lost+found/", ".snapshot/"), ("rank_0/", "rank_1/"), ("rank_0/.net.0001.mindresume-tmp",),
+    ("rank_0/net_rank_0-1_5.tmp", "rank_0/tmpab12cd_e"), ("rank_0/meta.json", "rank_0/net_rank_0-graph.meta"),
+    ("rank_0/net_rank_0-1_5_breakpoint.ckpt",), (".mindresume/ended-0001-0000aaaa.json", "anything"),
+    ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
+    ("checkpoint/", "strategy_0123abcd/ckpt_strategy_rank_0.ckpt", "train.log", "config.yaml", "rank_0/om/graph.ir"),
+    ("checkpoint/rank_0/", "checkpoint_network/rank_0/net-network.ckpt", "merged_strategy/src_strategy.ckpt"),
+    ("checkpoint/.mindresume/claim-0001-0000aaaa.json", "data/a.bin")])
+def test_what_a_first_start_finds_or_leaves(tmp_path, names):
+    make(tmp_path, *names)
+    assert why(tmp_path) == ""
+
+
+@pytest.mark.parametrize("names, found", [
+    (("train.json", "src/main.py"), "found src, train.json"), (("rank_0/info.log",), "found rank_0/info.log"),
+    (("epoch_5.pt",), "found epoch_5.pt"), (("checkpoint-500/optimizer.pt",), "found checkpoint-500"),
+    (("checkpoint/epoch_5.pt",), "found checkpoint"), (("checkpoint",), "found checkpoint"),
+    (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
+    (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
+    (("model.safetensors",), "weights lie in "), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them give")])
+def test_a_folder_of_something_else(tmp_path, names, found):
+    make(tmp_path, *names)
+    assert re.search(found, why(tmp_path))
+
+
+def test_a_tracker_says_that_there_was_a_checkpoint(tmp_path):
+    iterations.save(tmp_path, 5)
+    shutil.rmtree(iterations.folder_of(tmp_path, 5))
+    assert "names step 5, and there is no iteration folder beside it" in why(tmp_path)
+    assert strange(STORAGE, str(tmp_path), True) != ""
+    for content in ("0", "", "x"):
+        iterations.track(tmp_path, content)
+        assert why(tmp_path) == ""
