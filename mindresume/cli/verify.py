@@ -17,6 +17,7 @@ from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import damaged_small, prove, read_size
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import survey
+from mindresume.resume.understood import Layouts
 from mindresume.store.storage import PosixStorage
 from mindresume.words import size_text
 
@@ -47,7 +48,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             meter.advance(count)
         for row in wanted:
             candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
-            proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress)
+            layouts = Layouts(storage, found.root, candidate)
+            proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress, layouts=layouts)
                                                    for rank in candidate.files]
             bad = [proof if isinstance(proof, Refusal) else candidate.refuse(
                 f"the file of rank {proof.rank} is missing; other ranks hold every tensor of it, so a resume would go on",
@@ -55,6 +57,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
                    for proof in proofs if isinstance(proof, Refusal) or
                    {source.file.path for source in proof.sources} != {file.path for file in candidate.files[proof.rank]}]
             bad += [candidate.refuse(text) for text in damaged_small(storage, found.root, candidate)]
+            bad = list(dict.fromkeys(bad))                      # of metadata.json every rank says the same
             results.append((candidate, bad or ([problem] if problem else [])))
     seconds = time.monotonic() - started
     damaged = any(bad for candidate, bad in results if candidate.existed)

@@ -32,6 +32,7 @@ from mindresume.formats.iteration_files import (
     read_common,
     read_tracker,
 )
+from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
 from mindresume.formats.records import listed, state_of_counters
 from mindresume.manifest import FOLDER, FileRecord
 from mindresume.state import TrainingState
@@ -183,6 +184,21 @@ def common_of(storage: Storage, root: str, name: str) -> Common:
     try:
         with storage.open(path) as file:
             return read_common(file.read(MAX_COMMON + 1), path)
+    except OSError as error:
+        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
+
+
+def metadata_of(storage: Storage, folder: str) -> dict[str, Described]:
+    """DamagedFileError if there is none, or it is damaged."""
+    return read_metadata(metadata_bytes(storage, folder), os.path.join(folder, METADATA))
+
+
+def metadata_bytes(storage: Storage, folder: str) -> bytes:
+    """DamagedFileError if it cannot be read. No more than can be right are read."""
+    path = os.path.join(folder, METADATA)
+    try:
+        with storage.open(path) as file:
+            return file.read(MAX_METADATA + 1)
     except OSError as error:
         raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
 

@@ -18,7 +18,8 @@ from mindresume.files import Header
 from mindresume.formats import Candidate
 from mindresume.formats.described import described
 from mindresume.formats.iteration_files import METADATA
-from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
+from mindresume.formats.iterations import metadata_bytes, metadata_of
+from mindresume.formats.metadata import Described, read_metadata
 from mindresume.formats.records import header_of, listed
 from mindresume.manifest import Details
 from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
@@ -53,20 +54,6 @@ def _also(row: Described, where: Mapping[int, str]) -> tuple[int, ...]:
         return ()
     size = row.layout.stage_size
     return tuple(sorted({rank - rank % size for rank in where} - {row.first}))
-
-
-def metadata_of(storage: Storage, folder: str) -> dict[str, Described]:
-    """DamagedFileError if there is none, or it is damaged."""
-    path = os.path.join(folder, METADATA)
-    return read_metadata(_content(storage, path), path)
-
-
-def _content(storage: Storage, path: str) -> bytes:
-    try:
-        with storage.open(path) as file:
-            return file.read(MAX_METADATA + 1)
-    except OSError as error:
-        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
 
 
 class _Records:
@@ -106,7 +93,7 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
     written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
     if candidate.deduplicated and written is not None:
         with suppress(DamagedFileError):                        # then by the records
-            data = _content(storage, os.path.join(folder, METADATA))
+            data = metadata_bytes(storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA))
     return records.described()

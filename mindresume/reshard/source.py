@@ -29,6 +29,7 @@ from mindresume.reshard.strategies import identity_of, stamp, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.resume.prove import prove
 from mindresume.resume.select import candidates_for
+from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
@@ -91,7 +92,9 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
         raise ConfigError(f"{os.path.join(root, candidate.base)} knows its layouts; leave {strategy} away")
     layouts = None if candidate.base else strategy_for(storage, root, candidate, strategy, identity)
     candidate = counted(root, candidate, layouts)
-    proofs = parallel(storage, lambda rank: prove(storage, root, candidate, rank, full=False), sorted(candidate.files))
+    known = Layouts(storage, root, candidate)
+    proofs = parallel(storage, lambda rank: prove(storage, root, candidate, rank, full=False, layouts=known),
+                      sorted(candidate.files))
     for proof in proofs:
         if isinstance(proof, Refusal):
             raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))

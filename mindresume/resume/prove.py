@@ -30,6 +30,7 @@ from mindresume.manifest import (
     record_name,
 )
 from mindresume.resume.absent import details_by, stand_ins
+from mindresume.resume.understood import Layouts, needs_metadata
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy
@@ -56,8 +57,8 @@ class ProvenShard:
 
 def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
           files: bool = True) -> Refusal | None:
-    """None if the files of all ranks seem to be there. ``world_size``: of the job that would resume, None: any. ``files``
-    False: the files are not looked at, because each rank proves its own anyway."""
+    """None if the files of all ranks seem to be there, and how they are cut is known. ``world_size``: of the job that would
+    resume, None: any. ``files`` False: the files are not looked at, because each rank proves its own anyway."""
     if candidate.problem is not None:
         return candidate.problem
     if candidate.origin == MINDFORMERS:
@@ -70,6 +71,8 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
                                    f"number of ranks set auto_trans_ckpt: True")
     else:
         problem = None
+    if problem is None and needs_metadata(candidate):
+        problem = Layouts(storage, root, candidate).problem()
     if problem is not None or not files:
         return problem
     try:
@@ -112,9 +115,10 @@ def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal |
 
 
 def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None = None,
-          full: bool = True, strategy: Strategy | None = None) -> ProvenShard | Refusal:
+          full: bool = True, strategy: Strategy | None = None, layouts: Layouts | None = None) -> ProvenShard | Refusal:
     """Reads everything that ``rank`` is going to load from this candidate, and checks it. ``full`` False: only the record,
-    the headers and the sizes. ``strategy``: of the job, for a rank that is absent from what mindformers wrote."""
+    the headers and the sizes. ``strategy``: of the job, for a rank that is absent from what mindformers wrote. ``layouts``: of
+    this candidate, where several ranks are proven."""
     files = candidate.files.get(rank)
     if not files and rank in candidate.absent:
         return _prove_absent(storage, root, candidate, rank, progress if full else None, strategy)
@@ -131,7 +135,8 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
                 if label is not None and label[1] != candidate.step:
                     return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
                                             f"are mixed", file.path, rank)
-            return ProvenShard(rank, tuple(map(Source, files)), candidate.state)
+            problem = (layouts or Layouts(storage, root, candidate)).misfit(rank, dict(zip(files, headers, strict=True)))
+            return problem or ProvenShard(rank, tuple(map(Source, files)), candidate.state)
         header = headers[0]
         scalars = scalars_of(storage, root, file, header)
     except DamagedFileError as error:

@@ -28,6 +28,7 @@ from mindresume.resume.absent import StrategyOf, filled, nobody_knows
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.trials import key_of, trials
+from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
@@ -167,11 +168,12 @@ def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequ
                   ) -> tuple[list[Refusal], tuple[ProvenShard, ...]]:
     """What was found wrong on any rank of the job, the same on all; and what this process proved, ``ranks`` of the checkpoint."""
     shards: list[ProvenShard] = []
+    layouts = Layouts(storage, root, candidate)
 
     def check() -> Any:
         for rank in ranks:
             strategy = strategy_of(root, candidate) if rank in candidate.absent and candidate.attempt is None else None
-            result = prove(storage, root, candidate, rank, progress, complete, strategy)
+            result = prove(storage, root, candidate, rank, progress, complete, strategy, layouts)
             if isinstance(result, Refusal):
                 return result.to_json()
             shards.append(result)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+from iterations import folder_of, foreign
 
 from mindresume import cli
 from mindresume.files import read_header
@@ -149,6 +150,18 @@ def test_the_folders_above_will_do(saved, read, command, above):
         assert found["chosen"]["files"] == paths(saved, 15)
     else:
         assert found["root"] == str(saved) and len(found["checkpoints"]) == 3
+
+
+def test_torn_metadata_of_mindformers_is_what_all_commands_say(tmp_path, read, call):
+    foreign(tmp_path, steps=(10, 15))
+    os.truncate(folder_of(tmp_path, 15) / "metadata.json", 100)
+    status, found = read("which", tmp_path)
+    reason = found["refused"][0]["reason"]
+    assert (status, found["chosen"]["step"]) == (0, 10) and reason.startswith("metadata.json: ")
+    assert [row["problem"] for row in read("ls", tmp_path)[1]["checkpoints"]] == [reason, None]
+    status, found = read("verify", tmp_path)
+    assert status == 1 and [[problem["reason"] for problem in row["problems"]] for row in found["checkpoints"]] == [[reason], []]
+    assert reason in call("inspect", tmp_path)[1]
 
 
 def test_which_ls_and_verify_of_a_folder_of_something_else(tmp_path, call, read):

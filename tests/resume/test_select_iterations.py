@@ -22,10 +22,9 @@ from iterations import (
 )
 
 from mindresume.agree import Solo
-from mindresume.errors import DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats.iteration_files import COMMON, METADATA, TRACKER
 from mindresume.manifest import FOLDER, MANIFEST, record_name, run_name
-from mindresume.reshard.iteration import of_iteration
 from mindresume.resume.select import select
 
 NEXT = run_name(2, "0000bbbb")
@@ -413,7 +412,45 @@ def other_prefix(folder):
     os.rename(folder / "qwen3-opt-0000002-0000004.safetensors", folder / "llama-opt-0000002-0000004.safetensors")
 
 
+def metadata(change):
+    def act(folder):
+        path = folder / METADATA
+        rows = json.loads(path.read_text())
+        change(rows, *(next(iter(rows[key].items())) for key in ("state_dict_metadata", "storage_data")))
+        path.write_text(json.dumps(rows))
+    return act
+
+
+def elsewhere(rows, described, stored):
+    for row in stored[1]:
+        row["file_name"] = "x-model-0000000-0000004.safetensors"
+
+
+def narrower(rows, described, stored):
+    """By the metadata every dimension is larger than in the files."""
+    row = described[1]
+    row["global_shape"] = [2 * size for size in row["global_shape"]]
+    for chunk in row["chunk"]:
+        chunk["local_shape"] = [2 * size for size in chunk["local_shape"]]
+
+
+def renamed(rows, described, stored):
+    name = described[0]
+    rows["state_dict_metadata"]["other"] = rows["state_dict_metadata"].pop(name)
+    for key in [key for key in rows["storage_data"] if f"'{name}'" in key]:
+        rows["storage_data"][key.replace(f"'{name}'", "'other'")] = rows["storage_data"].pop(key)
+
+
 FOREIGN_DAMAGE = {
+    "metadata cut": (lambda folder: cut(folder / METADATA), "metadata.json: "),
+    "metadata empty": (lambda folder: (folder / METADATA).write_bytes(b""), "metadata.json: it has 0 bytes"),
+    "metadata no object": (lambda folder: (folder / METADATA).write_bytes(b"[]"), "metadata.json: "),
+    "metadata of other files": (metadata(elsewhere), "slice 0 of "),
+    "metadata of other shapes": (metadata(narrower), "by metadata.json it is float32 of shape"),
+    "metadata of other tensors": (metadata(renamed), "is not in the file in which it is by metadata.json"),
+    "metadata without a tensor": (metadata(lambda rows, described, stored: [
+        rows["state_dict_metadata"].pop(described[0]), [rows["storage_data"].pop(key) for key in list(rows["storage_data"])
+                                                        if f"'{described[0]}'" in key]]), "so nobody knows how they are cut"),
     "model": (without("*-model-0000002-*"), "3 of 4 model files are there, missing: 2"),
     "all models": (without("*-model-*"), "the weights of the network are missing"),
     "opt": (without("*-opt-0000000-*"), "3 of 4 opt files are there, missing: 0"),
@@ -448,15 +485,6 @@ def test_damaged_mindformers_folders(tmp_path, kind):
     shutil.rmtree(folder_of(tmp_path, 10))
     with pytest.raises(NoUsableCheckpointError):
         choose(tmp_path)
-
-
-def test_mindformers_metadata_that_is_torn_is_found_before_it_is_loaded(tmp_path):
-    """It is read when the layouts are needed; the choice looks at names, sizes and headers alone."""
-    foreign(tmp_path)
-    cut(folder_of(tmp_path, 15) / METADATA)
-    choice = choose(tmp_path)
-    with pytest.raises(DamagedFileError, match=METADATA):
-        of_iteration(STORAGE, choice.root, choice.chosen)
 
 
 @pytest.mark.parametrize("row", [{}, {"ckpt_status": 0}, {"ckpt_status": None, "a_key_of_2_1": {"x": 1}}])

@@ -1,0 +1,101 @@
+"""What loading needs of an iteration folder without records is opened before it is chosen: ``metadata.json``, and by it what the
+header of every file must hold. There are no checksums, so this is all that can be known of its contents.
+
+    quick proof       metadata.json can be read, and of every slice it names a file that is there
+    of each rank      the header of its files ─▶ every slice that should be in it is, in the dtype and shape that the layout gives
+"""
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Mapping
+
+from mindresume.errors import DamagedFileError
+from mindresume.files import Header
+from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.iteration_files import METADATA
+from mindresume.formats.iterations import metadata_of
+from mindresume.formats.metadata import Described, region_of
+from mindresume.formats.records import header_of, listed
+from mindresume.manifest import FileRecord
+from mindresume.state import is_transient
+from mindresume.store.storage import Storage
+
+
+def needs_metadata(candidate: Candidate) -> bool:
+    """Whether nothing else says how its tensors are cut."""
+    return candidate.origin == MINDFORMERS and bool(candidate.base) and candidate.problem is None
+
+
+class Layouts:
+    """``metadata.json`` of one candidate, read once, for all ranks that one process proves. Used by several threads."""
+
+    def __init__(self, storage: Storage, root: str, candidate: Candidate):
+        self.storage, self.root, self.candidate = storage, root, candidate
+        self._lock = threading.Lock()
+        self._read = False
+        self._rows: Mapping[str, Described] = {}
+        self._by_file: dict[str, list[tuple[Described, int]]] = {}      # name of a file: which slices of what are in it
+        self._problem: Refusal | None = None
+
+    def problem(self) -> Refusal | None:
+        """Without a look into the files of weights."""
+        with self._lock:
+            if not self._read:
+                self._problem, self._read = self._open(), True
+            return self._problem
+
+    def _open(self) -> Refusal | None:
+        folder, path = os.path.join(self.root, self.candidate.base), f"{self.candidate.base}/{METADATA}"
+        if self.storage.status(os.path.join(folder, METADATA)) is None:
+            return None                                                 # of one rank there need be none, others are refused
+        try:
+            self._rows = metadata_of(self.storage, folder)
+        except DamagedFileError as error:
+            return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
+        there = {os.path.basename(file.path) for file in self.candidate.every_file}
+        for row in self._rows.values():
+            for number, copies in row.stored.items():
+                files = {copy.file for copy in copies}
+                if there.isdisjoint(files):
+                    return self.candidate.refuse(f"{METADATA} says that slice {number} of {row.name} is in "
+                                                 f"{listed(sorted(files), 3)}, which is not there", path)
+                for file in files:
+                    self._by_file.setdefault(file, []).append((row, number))
+        return None
+
+    def misfit(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
+        """What the files of ``rank`` hold otherwise than they should. DamagedFileError if another file that has to be looked at
+        for that is damaged."""
+        if problem := self.problem():
+            return problem
+        for file, header in headers.items():
+            for row, number in self._by_file.get(os.path.basename(file.path), ()):
+                entry = header.tensors.get(row.name)
+                if entry is None and not any(self._has(copy.file, row.name) for copy in row.stored[number]):
+                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file in which it is by {METADATA}: one "
+                                                 f"of the two is from elsewhere", file.path, rank)
+                expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
+                if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
+                    return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
+                                                 f"{METADATA} it is {row.dtype} of shape {expected}", file.path, rank)
+        return self._unnamed(rank, headers)
+
+    def _unnamed(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
+        """Counters are in no metadata; nobody knows how anything else that is not is cut."""
+        if self.candidate.world_size == 1 or rank != min(self.candidate.files):
+            return None
+        for file, header in headers.items():
+            lost = [name for name, entry in header.tensors.items()
+                    if name not in self._rows and not is_transient(name) and math.prod(entry.shape) > 1]
+            if lost:
+                return self.candidate.refuse(f"{METADATA} does not name {listed(lost, 5)}, so nobody knows how they are cut",
+                                             file.path, rank)
+        return None
+
+    def _has(self, file: str, name: str) -> bool:
+        record = FileRecord(f"{self.candidate.base}/{file}", "safetensors")
+        if self.storage.status(os.path.join(self.root, record.path)) is None:
+            return False
+        return name in header_of(self.storage, self.root, record).tensors
