@@ -121,11 +121,12 @@ def _head(storage: Storage, path: str) -> bytes:
 
 
 def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candidate]) -> Candidate:
-    """Among runs of ours by time, a hint: mindformers gives its runs no number."""
+    """In one line of steps with the last of our runs that had come as far: mindformers gives its runs no number, and times get
+    lost. Where that is wrong, the tracker knows better."""
     status = storage.status(os.path.join(root, candidate.every_file[0].path)) if candidate.every_file else None
-    time = status.mtime if status else 0.0
-    before = [c.order[0] for c in ours if (c.saved_at or 0.0) <= time]
-    return replace(candidate, order=(max(before, default=0.0) + 0.5, candidate.step or 0, time), saved_at=time or None)
+    step = candidate.step or 0
+    number = max((c.order[0] for c in ours if c.existed and (c.step or 0) <= step), default=0.0)
+    return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
 
 
 # ---- folders without records ---------------------------------------------------------------------------------------

@@ -39,14 +39,15 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
     without records: what mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
     ranks, tried = ranks_of(top), _attempted(attempted)
 
-    def look(ranks: list[int]) -> tuple[list[Candidate], list[str], int]:
+    def look(ranks: list[int]) -> tuple[list[Candidate], list[str]]:
         listings = parallel(storage, lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks)
         return _scan_names(storage, root, dict(zip(ranks, listings, strict=True)), known, tried)
     committed = any(candidate.committed for candidate in ours)
-    foreign, notes, metas = look(ranks[:1] if committed else ranks)
+    foreign, notes = look(ranks[:1] if committed else ranks)
     if committed and foreign:
-        foreign, notes, metas = look(ranks)
-    return sorted(ours + _order_foreign(storage, root, ours, foreign, metas), key=lambda c: c.order, reverse=True), notes
+        foreign, notes = look(ranks)
+    placed, more = _order_foreign(storage, root, ours, foreign)
+    return sorted(ours + placed, key=lambda c: c.order, reverse=True), notes + more
 
 
 def ranks_of(top: Iterable[str]) -> list[int]:
@@ -83,8 +84,8 @@ class _Group:
 
 
 def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], known: set[str],
-                attempted: set[tuple[str, int]] | None) -> tuple[list[Candidate], list[str], int]:
-    """Candidates among files that no record names, notes, and the number of ``meta.json`` files."""
+                attempted: set[tuple[str, int]] | None) -> tuple[list[Candidate], list[str]]:
+    """Candidates among files that no record names, and notes."""
     groups: dict[tuple[str, str], _Group] = {}
     hinted = [rank for rank, names in listings.items() if META in names]
     notes = sum(parallel(storage, lambda rank: _check_meta(storage, root, folder_name(rank), listings[rank]), hinted), [])
@@ -111,7 +112,7 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
         candidate = _from_group(storage, root, group, attempted)
         if candidate is not None:
             candidates.append(candidate)
-    return candidates, notes, len(hinted)
+    return candidates, notes
 
 
 def _template(name: str, rank: int) -> str:
@@ -164,11 +165,11 @@ def _from_group(storage: Storage, root: str, group: _Group,
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
 
 
-def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate],
-                   metas: int) -> list[Candidate]:
-    """Places what mindformers wrote, without clocks where the names allow it: a run takes a suffix larger than any in use for
-    its prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours. Other prefixes go by time (a
-    hint), and so does everything where no ``meta.json`` exists at all (document 001). Within a run: by samples seen."""
+def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate]
+                   ) -> tuple[list[Candidate], list[str]]:
+    """Places what mindformers wrote without clocks where the names allow it: a run takes a suffix larger than any in use for its
+    prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours; within a run it goes by samples seen.
+    Only prefixes that nothing else compares go by the times of their files, which copies lose; then a note says so."""
     def mtime(candidate: Candidate) -> float:
         found = [storage.status(os.path.join(root, file.path)) for file in candidate.every_file]
         return max((status.mtime for status in found if status), default=0.0)
@@ -178,7 +179,8 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
     numbers = [(*_life(candidate), candidate.order[0]) for candidate in there]
     times = {id(candidate): mtime(candidate) for candidate in foreign if candidate.origin == MINDFORMERS}
     lives = [(*_life(candidate), times[id(candidate)]) for candidate in foreign if candidate.origin == MINDFORMERS]
-    later = bool(times) and max(times.values()) > newest_of_ours
+    prefixes, known = {prefix for prefix, _, _ in lives}, {prefix for prefix, _, _ in numbers}
+    later = {prefix for prefix, _, at in lives if there and at > newest_of_ours}
     placed = []
     for candidate in foreign:
         if candidate.origin == MINDFORMERS:
@@ -188,14 +190,21 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
             if before and used == suffix:               # an emergency save within a run of ours: one line of steps
                 placed.append(replace(candidate, order=(number, candidate.step or 0, time), saved_at=time))
                 continue
-            known = any(name == prefix for name, _, _ in numbers)
-            generation = number + 0.5 if before else 0.0 if known or not later else float("inf")
-            begun = max(at for name, used, at in lives if name == prefix and used <= suffix)
+            generation = number + 0.5 if before else float("inf") if prefix in later - known else 0.0
+            begun = max(at for name, used, at in lives if name == prefix and used <= suffix) if len(prefixes) > 1 else 0.0
             position = candidate.order[1] if len(candidate.order) > 1 else -1.0
-            candidate = replace(candidate, saved_at=time, order=(generation, begun, suffix, position, time) if metas else
-                                (generation, time))
+            candidate = replace(candidate, saved_at=time, order=(generation, begun, suffix, position, time))
         placed.append(candidate)
-    return placed
+    return placed, _by_time(prefixes, known)
+
+
+def _by_time(foreign: set[str], ours: set[str]) -> list[str]:
+    """``foreign``, ``ours``: prefixes of the names of files."""
+    if len(foreign) < 2 and (not ours or foreign <= ours):
+        return []
+    names = [repr(prefix) if prefix else "names of another form" for prefix in sorted(foreign | ours)]
+    return [f"the names of {', '.join(names)} have nothing in common: which are newer the times of the files say, which copies "
+            f"lose"]
 
 
 def _life(candidate: Candidate) -> tuple[str, int]:

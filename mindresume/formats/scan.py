@@ -34,7 +34,9 @@ def scan(storage: Storage, root: str) -> Scan:
 
 
 def _newest(candidates: list[Candidate]) -> tuple[float, ...]:
-    return max((candidate.order for candidate in candidates if candidate.problem is None), default=())
+    """(run, step): all that the orders of both formats have in common."""
+    newest = max((candidate for candidate in candidates if candidate.problem is None), key=lambda c: c.order, default=None)
+    return (newest.order[0], newest.step or 0) if newest else ()
 
 
 def scan_one(storage: Storage, path: str) -> Scan:

@@ -104,15 +104,16 @@ def test_what_is_ready_and_what_was_meant_to_be_tracked_go_together(tmp_path):
     assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
 
 
-def test_foreign_folders_lie_between_our_runs_by_time(tmp_path):
-    save(tmp_path, 10)
-    foreign(tmp_path, "mf190_20_single", (15,))
-    save(tmp_path, 20, run=NEXT, at=3e9)
+@pytest.mark.parametrize("time", [1.0, 4e9])
+def test_foreign_folders_lie_between_our_runs_by_their_steps_whatever_the_times(tmp_path, time):
+    foreign(tmp_path, "mf190_20_single", (10, 15))
+    save(tmp_path, 12)
+    save(tmp_path, 20, run=NEXT)
     os.remove(tmp_path / TRACKER)
-    assert found(tmp_path) == [(20, NEXT), (15, None), (10, RUN)]
-    for path in folder_of(tmp_path, 15).iterdir():
-        os.utime(path, (1.0, 1.0))
-    assert found(tmp_path) == [(20, NEXT), (10, RUN), (15, None)]
+    for step in (10, 15):
+        for path in folder_of(tmp_path, step).iterdir():
+            os.utime(path, (time, time))
+    assert found(tmp_path) == [(20, NEXT), (15, None), (12, RUN), (10, None)]
 
 
 # ---- tracker and intents ---------------------------------------------------------------------------------------------

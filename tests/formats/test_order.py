@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
@@ -66,6 +67,48 @@ def test_another_prefix_goes_by_time(tmp_path, time, first):
     path_of(tmp_path, 5, 0).rename(other)
     os.utime(other, (time, time))
     assert order(tmp_path)[0][1] == first
+
+
+def test_an_old_prefix_stays_old_though_mindformers_saved_in_our_run_since(tmp_path):
+    save(tmp_path, 100, world=1)
+    write_foreign(tmp_path, 105, world=1, time=4e9)
+    write_foreign(tmp_path, 5, world=1)
+    other = path_of(tmp_path, 5, 0).with_name("other_rank_0-1_5.safetensors")
+    path_of(tmp_path, 5, 0).rename(other)
+    os.utime(other, (1.0, 1.0))
+    assert [step for step, _ in order(tmp_path)] == [105, 100, 5]
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_two_prefixes_go_by_time_and_a_note_says_so(tmp_path, meta):
+    for step, time in ((5, 100.0), (10, 200.0)):
+        write_foreign(tmp_path, step, world=1, time=time, meta=meta)
+    assert scan(STORAGE, str(tmp_path)).notes == ()
+    path_of(tmp_path, 10, 0).rename(path_of(tmp_path, 10, 0).with_name("other_rank_0-1_10.safetensors"))
+    (tmp_path / "rank_0" / "meta.json").unlink(missing_ok=True)
+    os.utime(path_of(tmp_path, 5, 0), (300.0, 300.0))
+    assert order(tmp_path) == [(5, MINDFORMERS), (10, MINDFORMERS)]
+    assert "the names of 'net', 'other' have nothing in common" in scan(STORAGE, str(tmp_path)).notes[0]
+
+
+FIXTURES = sorted(path.parents[1] for path in (Path(__file__).parents[2] / "st" / "fixtures").glob("*/output/checkpoint"))
+TIMES = {"all alike": lambda age: 1e9, "reversed": lambda age: 1e9 - age}
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("hints", [True, False])
+@pytest.mark.parametrize("name", [path.name for path in FIXTURES])
+def test_what_mindformers_wrote_and_a_copy_that_lost_the_times(tmp_path, name, hints, times):
+    fixture = next(path for path in FIXTURES if path.name == name)
+    copy = shutil.copytree(fixture / "output" / "checkpoint", tmp_path / "checkpoint")
+    known = sorted(map(int, json.loads((fixture / "steps.json").read_text())["steps"]))
+    for candidate in scan(STORAGE, str(copy)).candidates:
+        for file in candidate.every_file:
+            time = TIMES[times](known.index(candidate.step))
+            os.utime(copy / file.path, (time, time))
+    for path in [] if hints else [*copy.glob("*/meta.json"), *copy.glob("latest_*")]:
+        path.unlink()
+    assert [step for step, _ in order(copy)] == sorted(known, reverse=True)
 
 
 def test_what_exception_save_wrote_is_no_candidate(tmp_path):

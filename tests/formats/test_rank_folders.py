@@ -230,10 +230,10 @@ def test_mindformers_files_go_by_samples_when_global_batch_sizes_differ(tmp_path
     assert [c.step for c in found(tmp_path).candidates] == [60, 100]
 
 
-def test_mindformers_files_without_any_meta_json_go_by_time(tmp_path):
+def test_without_any_meta_json_it_goes_by_the_steps_in_the_files_not_by_time(tmp_path):
     write_foreign(tmp_path, 10, world=1, meta=False, time=100)
     write_foreign(tmp_path, 5, world=1, meta=False, time=200)
-    assert [step for step, _ in order(tmp_path)] == [5, 10]
+    assert [step for step, _ in order(tmp_path)] == [10, 5]
 
 
 # ---- our files, records and labels -----------------------------------------------------------------------------------

@@ -287,10 +287,10 @@ def test_mindformers_folder_by_content_not_by_name(tmp_path):
     assert "no file of rank" in choice.refused[0].reason
 
 
-def test_mindformers_folder_without_meta_json_goes_by_time(tmp_path):
+def test_mindformers_folder_without_meta_json_and_with_wrong_times(tmp_path):
     write_foreign(tmp_path, 10, meta=False, time=100)
     write_foreign(tmp_path, 5, meta=False, time=200)
-    assert choose(tmp_path).chosen.step == 5
+    assert choose(tmp_path).chosen.step == 10
 
 
 @pytest.mark.parametrize("meta", ["", "{", '{"last_ckpt_file": "net_rank_0-7_7.safetensors"}', "[]"])
