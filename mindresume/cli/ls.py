@@ -7,7 +7,6 @@ from dataclasses import asdict
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, time_text
 from mindresume.errors import MissingCheckpointError
-from mindresume.formats.records import absent_text
 from mindresume.manifest import run_sequence
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import assumption
@@ -48,7 +47,7 @@ def _row(root: str, row: Seen) -> dict[str, object]:
             "absent": list(candidate.absent),
             "iteration": candidate.base or None, "origin": candidate.origin, "run": candidate.run,
             "committed": candidate.committed, "usable": problem is None,
-            "problem": problem.reason if problem else None, "saved_at": candidate.saved_at,
+            "problem": problem.reason if problem else None, "remarks": list(row.remarks), "saved_at": candidate.saved_at,
             "files": [os.path.join(root, file.path) for file in candidate.every_file]}
 
 
@@ -66,12 +65,13 @@ def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
         table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
                       size_text(size_of(storage, root, candidate)), row.kind,
                       str(run_sequence(candidate.run)) if candidate.run else "-",
-                      time_text(candidate.saved_at), row.state, style="yellow" if row.problem else "")
+                      time_text(candidate.saved_at), row.state + (", see below" if row.remarks else ""),
+                      style="yellow" if row.problem or row.remarks else "")
     Console().print(table)
     for row in rows:
         if row.problem:
             print(row.problem)
-        elif text := absent_text(row.candidate):
+        for text in row.remarks:
             print(f"step {_text(row.candidate.step)}: {text}")
 
 

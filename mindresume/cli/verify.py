@@ -14,7 +14,8 @@ from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.records import absent_text, ranks_count
 from mindresume.reshard.strategies import strategies
-from mindresume.resume.prove import damaged_small, prove, read_size
+from mindresume.resume.prove import prove, read_size
+from mindresume.resume.remarks import damaged_beside, stand_in_text
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import survey
 from mindresume.resume.understood import Layouts
@@ -51,12 +52,10 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             layouts = Layouts(storage, found.root, candidate)
             proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress, layouts=layouts)
                                                    for rank in candidate.files]
-            bad = [proof if isinstance(proof, Refusal) else candidate.refuse(
-                f"the file of rank {proof.rank} is missing; other ranks hold every tensor of it, so a resume would go on",
-                candidate.files[proof.rank][0].path, proof.rank)
-                   for proof in proofs if isinstance(proof, Refusal) or
-                   {source.file.path for source in proof.sources} != {file.path for file in candidate.files[proof.rank]}]
-            bad += [candidate.refuse(text) for text in damaged_small(storage, found.root, candidate)]
+            bad = [proof for proof in proofs if isinstance(proof, Refusal)]
+            lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.lost(candidate)]
+            bad += [candidate.refuse(stand_in_text([(rank, path)])[0], path, rank) for rank, path in lost]
+            bad += damaged_beside(storage, found.root, candidate)
             bad = list(dict.fromkeys(bad))                      # of metadata.json every rank says the same
             results.append((candidate, bad or ([problem] if problem else [])))
     seconds = time.monotonic() - started

@@ -47,7 +47,8 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
         chosen = choice.chosen
         print_json({"chosen": None if chosen is None else {
             "step": chosen.step, "epoch": chosen.epoch, "format": chosen.format,
-            "absent": list(chosen.absent), "files": [os.path.join(choice.root, file.path) for file in chosen.every_file]},
+            "absent": list(chosen.absent), "files": [os.path.join(choice.root, file.path) for file in chosen.every_file],
+            "remarks": list(choice.remarks)},
             "refused": [refusal_json(choice.root, refusal) for refusal in choice.refused],
             **({"error": error} if error else {})})
     else:
@@ -61,6 +62,8 @@ def _print(choice: Choice, error: str | None) -> None:
               + (f"\n         {os.path.join(choice.root, refusal.file)}" if refusal.file else ""))
     for note in choice.notes:
         print(f"note     {note}")
+    for remark in choice.remarks:
+        print(f"warning  {remark}")
     if choice.chosen is not None:
         print(f"chosen   step {choice.chosen.step}, epoch {choice.chosen.epoch}: {describe(choice.chosen, choice.complete)}")
     elif choice.fresh:

@@ -16,7 +16,8 @@ from mindresume.formats.metadata import read_metadata
 from mindresume.formats.names import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
-from mindresume.resume.prove import damaged_small, quick
+from mindresume.resume.prove import quick
+from mindresume.resume.remarks import damaged_beside
 from mindresume.resume.select import Choice, select
 from mindresume.store.claim import Owner, occupy
 from mindresume.store.commit import Committer
@@ -103,7 +104,7 @@ def _committed(world: World, storage: Storage, found: Verdict) -> Verdict:
         if not candidate.committed:
             continue
         refusal = quick(storage, world.root, candidate, world.ranks)
-        wrong = [str(refusal)] if refusal else damaged_small(storage, world.root, candidate)
+        wrong = [str(refusal)] if refusal else damaged_beside(storage, world.root, candidate)
         if wrong:
             return Verdict(HARD_FAIL, f"committed and not whole: {wrong[0]}", found.chosen)
     return found

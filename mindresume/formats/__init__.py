@@ -42,6 +42,7 @@ class Candidate:
     share of what several hold. ``absent``: ranks without files, which were lost before the others saved for the last
     time; what they held is proven to be with the others. ``part``: where nodes share no disk, the ranks of the node
     whose files these are. ``small``: files beside the weights that the manifest names.
+    ``manifest_problem``: why the manifest that should be there cannot be used; then the records count, which are the commit.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
@@ -65,6 +66,7 @@ class Candidate:
     deduplicated: bool = False
     absent: tuple[int, ...] = ()
     part: tuple[int, ...] = ()
+    manifest_problem: str = ""
 
     @property
     def name(self) -> str:

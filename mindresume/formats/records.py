@@ -89,7 +89,7 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
     """As ``scan_records``, of these folders of records."""
     candidates, known, notes = [], set(), []
     for attempt in found:
-        path, candidate = attempt.path(root), None
+        path, candidate, damage = attempt.path(root), None, ""
         if MANIFEST in attempt.content:
             try:
                 with storage.open(os.path.join(path, MANIFEST)) as file:
@@ -99,9 +99,10 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                 if not (manifest.part and {record_name(rank) for rank in range(manifest.world_size)}.issubset(attempt.content)):
                     candidate = _from_manifest(manifest, path, attempt.content)     # else the parts of all nodes lie together
             except (RecordError, OSError) as error:
+                damage = str(error)
                 notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; judged by the records of the ranks instead")
         if candidate is None:
-            candidate = _from_records(storage, path, attempt, brief)
+            candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage)
         stray = next((file.path for file in candidate.every_file if ("/" in file.path) is bool(attempt.base)), None)
         if stray is not None:
             candidate = replace(candidate, problem=candidate.refuse(
@@ -122,6 +123,8 @@ def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
     if attempt.base.startswith(FOLDER + "/"):
         return candidate                                        # in the making
     candidate = replace(candidate, existed=True)                # it was renamed after its commit
+    if not candidate.committed and not candidate.absent and MANIFEST not in attempt.content:
+        candidate = replace(candidate, manifest_problem="it is missing")
     number = parse_iteration(attempt.base)
     if number not in (None, attempt.step):
         return replace(candidate, problem=candidate.refuse(

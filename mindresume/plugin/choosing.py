@@ -18,7 +18,7 @@ from mindresume.reshard.strategies import strategies
 from mindresume.resume.apart import select_apart
 from mindresume.resume.health import sick_files
 from mindresume.resume.lost import lost_by_death
-from mindresume.resume.prove import damaged_small, read_size
+from mindresume.resume.prove import read_size
 from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.trials import Trial
 from mindresume.resume.witness import settle
@@ -80,8 +80,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         put_on_trial(current, storage)
     step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
-    for sentence in damaged_small(storage, choice.root, choice.chosen) if group.rank == 0 else ():
-        log.warning("mindresume: %s; the records say the same, mindformers alone could not load it", sentence)
+    for remark in choice.remarks:
+        log.warning("mindresume: %s", remark)
     if converts or choice.chosen.base:
         prepare(config, current, storage)
     return choice

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindresume.formats.records import absent_text
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.survey import COMPLETE, size_of, survey
 from mindresume.store.claim import SAVING, claims, lives
@@ -12,8 +11,8 @@ from mindresume.store.storage import Storage
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``state``: as of ``mindresume.resume.survey.Seen``. ``reason``: why a resume passes it over, or what was lost of the last
-    save of a dying job and is not needed. ``run`` None: written by mindformers alone."""
+    """``state``: as of ``mindresume.resume.survey.Seen``. ``reason``: why a resume passes it over, or what
+    is missing or damaged and not needed. ``run`` None: written by mindformers alone."""
     step: int | None
     epoch: int | None
     run: str | None
@@ -45,7 +44,7 @@ def look(storage: Storage, root: str) -> Disk:
     """Checkpoints newest first, in the order in which a resume tries them."""
     found, seen = survey(storage, root, strategies(storage))
     rows = [Checkpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
-                       saved.committed, saved.saved_at, row.state, row.problem.reason if row.problem else absent_text(saved))
+                       saved.committed, saved.saved_at, row.state, row.problem.reason if row.problem else "; ".join(row.remarks))
             for row in seen for saved in [row.candidate]]
     claimed = {owner.run: lives(owner) for owner in claims(storage, found.root) if owner.purpose == SAVING}
     return Disk(found.root, found.exists, tuple(rows), found.notes, claimed)

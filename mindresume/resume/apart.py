@@ -17,7 +17,7 @@ from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.names import parse_name
 from mindresume.formats.records import listed
 from mindresume.resume.health import is_sick
-from mindresume.resume.select import Choice, candidates_for, proven_by_all
+from mindresume.resume.select import Choice, candidates_for, proven_by_all, remarks_of
 from mindresume.store.storage import Storage
 
 _NEWEST = 64                    # checkpoints of one rank that the others are told of
@@ -47,9 +47,10 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:
         candidate = mine.offers[name]
-        verdicts, shards = proven_by_all(storage, mine.found.root, candidate, [group.rank], group, None, complete)
+        verdicts, shards, lost = proven_by_all(storage, mine.found.root, candidate, [group.rank], group, None, complete)
         if not verdicts:
-            return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete)
+            return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete,
+                          remarks_of(storage, mine.found.root, candidate, lost, group))
         tried.append(verdicts[0])
     lacking = [*tried, *_lacking(rows, mine.refused)]
     if rows[0]["insists"]:

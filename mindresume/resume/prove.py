@@ -54,6 +54,11 @@ class ProvenShard:
     details: Details | None = None
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
+    def lost(self, candidate: Candidate) -> list[tuple[int, str]]:
+        """(rank, path) of its files that are missing, for which others stand in."""
+        there = {source.file.path for source in self.sources}
+        return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
+
 
 def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
           files: bool = True) -> Refusal | None:
@@ -306,23 +311,6 @@ def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int
                 if progress:
                     progress(header.tensors[name].nbytes)
     return sources
-
-
-def damaged_small(storage: Storage, root: str, candidate: Candidate) -> list[str]:
-    """Sentences about files beside the weights that are not as they were written. A resume can do without them, as records say
-    the same; mindformers alone cannot."""
-    found = []
-    for file in candidate.small:
-        try:
-            with storage.open(os.path.join(root, file.path)) as opened:
-                checksum, size = file_checksum(opened)
-        except OSError as error:
-            found.append(f"{file.path} cannot be read: {error.strerror or error}")
-            continue
-        if (checksum, size) != (file.checksum, file.size):
-            found.append(f"{file.path} is not what was written: {size} bytes, checksum {checksum}, recorded {file.size} bytes, "
-                         f"{file.checksum}")
-    return found
 
 
 def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:

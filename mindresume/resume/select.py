@@ -27,6 +27,7 @@ from mindresume.manifest import FileRecord
 from mindresume.resume.absent import StrategyOf, filled, nobody_knows
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
+from mindresume.resume.remarks import damaged_beside, stand_in_text
 from mindresume.resume.trials import key_of, trials
 from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState
@@ -44,6 +45,7 @@ class Choice:
     shards: tuple[ProvenShard, ...] = ()         # of the ranks this process proved
     root: str = ""
     complete: bool = True                        # every byte was read
+    remarks: tuple[str, ...] = ()                # what is wrong with the chosen one, though it can be used
 
 
 def describe(candidate: Candidate, complete: bool = True) -> str:
@@ -158,15 +160,17 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
         candidate, root = candidate_from_json(message["candidate"]), message["root"]
         if on_candidate:
             on_candidate(candidate)
-        verdicts, shards = proven_by_all(storage, root, candidate, ranks(candidate), group, progress, complete, strategy_of)
+        verdicts, shards, lost = proven_by_all(storage, root, candidate, ranks(candidate), group, progress, complete, strategy_of)
         if not verdicts:
-            return _conclude({**message, "end": "chosen"}, shards, complete)
+            choice = _conclude({**message, "end": "chosen"}, shards, complete)
+            return replace(choice, remarks=remarks_of(storage, root, candidate, lost, group))
 
 
 def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
                   progress: Progress | None, complete: bool, strategy_of: StrategyOf = nobody_knows
-                  ) -> tuple[list[Refusal], tuple[ProvenShard, ...]]:
-    """What was found wrong on any rank of the job, the same on all; and what this process proved, ``ranks`` of the checkpoint."""
+                  ) -> tuple[list[Refusal], tuple[ProvenShard, ...], list[tuple[int, str]]]:
+    """What was found wrong on any rank of the job, the same on all; what this process proved, ``ranks`` of the checkpoint; and
+    (rank, path) of files that are missing and that others stand in for, the same on all."""
     shards: list[ProvenShard] = []
     layouts = Layouts(storage, root, candidate)
 
@@ -175,10 +179,18 @@ def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequ
             strategy = strategy_of(root, candidate) if rank in candidate.absent and candidate.attempt is None else None
             result = prove(storage, root, candidate, rank, progress, complete, strategy, layouts)
             if isinstance(result, Refusal):
-                return result.to_json()
+                return {"refusal": result.to_json()}
             shards.append(result)
-        return None
-    return [Refusal(**refusal) for refusal in report(group, check) if refusal], tuple(shards)
+        return {"lost": [row for shard in shards for row in shard.lost(candidate)]}
+    rows = report(group, check)
+    return ([Refusal(**row["refusal"]) for row in rows if "refusal" in row], tuple(shards),
+            sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())}))
+
+
+def remarks_of(storage: Storage, root: str, candidate: Candidate, lost: list[tuple[int, str]], group: Group) -> tuple[str, ...]:
+    """What all ranks are to say of the chosen one. ``lost``: as of ``proven_by_all``."""
+    beside = decide(group, lambda: [refusal.reason for refusal in damaged_beside(storage, root, candidate)])
+    return (*stand_in_text(lost), *beside)
 
 
 class _Chooser:

@@ -4,9 +4,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindresume.formats import Candidate, Refusal, Scan
-from mindresume.formats.records import sizes
+from mindresume.formats.records import absent_text, sizes
 from mindresume.resume.absent import StrategyOf, filled
 from mindresume.resume.prove import quick
+from mindresume.resume.remarks import manifest_text, stand_in_text
 from mindresume.resume.select import candidates_for
 from mindresume.store.storage import Storage
 
@@ -15,9 +16,11 @@ COMPLETE, INCOMPLETE, UNUSABLE = "complete", "incomplete", "unusable"
 
 @dataclass(frozen=True)
 class Seen:
-    """A saved step. ``problem``: why a resume passes it over."""
+    """A saved step. ``problem``: why a resume passes it over. ``remarks``: sentences on what is wrong with one that it can
+    use."""
     candidate: Candidate
     problem: Refusal | None
+    remarks: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -38,8 +41,17 @@ def survey(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int
     seen = []
     for candidate in found.candidates:
         candidate, ranks = filled(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
-        seen.append(Seen(candidate, quick(storage, found.root, candidate, ranks)))
+        problem = quick(storage, found.root, candidate, ranks)
+        seen.append(Seen(candidate, problem, _remarks(storage, found.root, candidate) if problem is None else ()))
     return found, tuple(seen)
+
+
+def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:
+    """At first sight: contents are not read."""
+    rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.attempt else []
+    found = sizes(storage, root, [file for _, file in rows])
+    lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
+    return (*stand_in_text(lost), *manifest_text(candidate), *filter(None, [absent_text(candidate)]))
 
 
 def size_of(storage: Storage, root: str, candidate: Candidate) -> int:

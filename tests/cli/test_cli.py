@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 from iterations import folder_of, foreign
+from iterations import save as save_iterations
 
 from mindresume import cli
 from mindresume.files import read_header
@@ -76,7 +77,7 @@ def cut(root, step, rank):
 
 def test_which_prints_the_newest_one(saved, read):
     assert read("which", saved) == (0, {"chosen": {"step": 15, "epoch": 2, "format": "safetensors", "absent": [],
-                                                   "files": paths(saved, 15)},
+                                                   "files": paths(saved, 15), "remarks": []},
                                         "refused": []})
 
 
@@ -84,7 +85,8 @@ def test_which_says_why_a_newer_one_is_not_taken(saved, read):
     path = cut(saved, 15, 2)
     status, found = read("which", saved)
     assert status == 0 and set(found) == {"chosen", "refused"}
-    assert found["chosen"] == {"step": 10, "epoch": 1, "format": "safetensors", "absent": [], "files": paths(saved, 10)}
+    assert found["chosen"] == {"step": 10, "epoch": 1, "format": "safetensors", "absent": [], "files": paths(saved, 10),
+                               "remarks": []}
     refusal, = found["refused"]
     assert set(refusal) == {"step", "reason", "file", "rank"}
     assert (refusal["step"], refusal["file"], refusal["rank"]) == (15, path, 2)
@@ -162,6 +164,60 @@ def test_torn_metadata_of_mindformers_is_what_all_commands_say(tmp_path, read, c
     status, found = read("verify", tmp_path)
     assert status == 1 and [[problem["reason"] for problem in row["problems"]] for row in found["checkpoints"]] == [[reason], []]
     assert reason in call("inspect", tmp_path)[1]
+
+
+def said_of(step, read, call, root):
+    """What `ls`, `which` and `verify` say of it: (remarks, remarks of what is chosen, problems); and all that is printed."""
+    listed, = [row["remarks"] for row in read("ls", root)[1]["checkpoints"] if row["step"] == step]
+    chosen = read("which", root)[1]["chosen"]
+    status, found = read("verify", root)
+    problems, = [[problem["reason"] for problem in row["problems"]] for row in found["checkpoints"] if row["step"] == step]
+    assert chosen["step"] == step and (status, found["damaged"]) == ((1, True) if problems else (0, False))
+    printed = [call(command, root)[1].replace("\n", "") for command in ("ls", "which", "verify")]
+    return (listed, chosen["remarks"], problems), printed
+
+
+@pytest.mark.parametrize("ranks", [(2,), (0, 3)])
+def test_replicas_that_stand_in_are_said_by_all_commands(tmp_path, read, call, ranks):
+    save(tmp_path, 5)
+    for rank in ranks:
+        path_of(tmp_path, 5, rank).unlink()
+    (listed, chosen, problems), printed = said_of(5, read, call, tmp_path)
+    assert listed == chosen and len(chosen) == 1 and len(problems) == len(ranks)
+    assert f"the file of rank {', '.join(map(str, ranks))} is missing (rank_{ranks[0]}/" in chosen[0]
+    assert all("other ranks hold every tensor of it" in text for text in printed)
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+@pytest.mark.parametrize("harm", ["altered", "empty", "removed"])
+def test_a_damaged_manifest_is_said_by_all_commands(tmp_path, read, call, iterations, harm):
+    save_iterations(tmp_path, 5) if iterations else save(tmp_path, 5)
+    path, = tmp_path.rglob("manifest.json")
+    path.write_bytes(b"" if harm == "empty" else path.read_bytes().replace(b'"part"', b'"x"').replace(b"0", b"1"))
+    if harm == "removed":
+        path.unlink()
+    (listed, chosen, problems), printed = said_of(5, read, call, tmp_path)
+    if harm == "removed" and not iterations:                    # rank 0 had not committed it yet
+        assert (listed, chosen, problems) == ([], [], [])
+        return
+    assert listed == chosen == problems and len(problems) == 1 and problems[0].startswith("manifest.json of step 5: ")
+    assert all("the records of all ranks are there and agree" in text for text in printed)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("name, change", [("common.json", lambda data: data.replace(b'"step_num": 5', b'"step_num": 6')),
+                                          ("common.json", lambda data: data[:-9]), ("metadata.json", lambda data: data[:-9]),
+                                          ("metadata.json", lambda data: data.replace(b"float32", b"int32")),
+                                          ("metadata.json", lambda data: b"")])
+def test_small_files_have_two_witnesses(tmp_path, read, call, manifest, name, change):
+    save_iterations(tmp_path, 5)
+    path = folder_of(tmp_path, 5) / name
+    assert change(path.read_bytes()) != path.read_bytes()
+    path.write_bytes(change(path.read_bytes()))
+    if not manifest:
+        next(tmp_path.rglob("manifest.json")).write_bytes(b"torn")
+    (_, chosen, problems), _ = said_of(5, read, call, tmp_path)
+    assert chosen == problems and len(problems) == (1 if manifest else 2) and name in problems[-1]
 
 
 def test_which_ls_and_verify_of_a_folder_of_something_else(tmp_path, call, read):
@@ -278,7 +334,7 @@ def test_ls(saved, read, origin):
         (15, 2, 4, origin), (10, 1, 4, origin), (5, 1, 4, origin)]
     assert [row["usable"] for row in rows] == ([False, True, True] if origin == "mindresume" else [True, True, True])
     assert set(rows[0]) == {"step", "epoch", "format", "ranks", "absent", "iteration", "origin", "run", "committed", "usable",
-                            "problem", "saved_at", "files"}
+                            "problem", "remarks", "saved_at", "files"}
     assert rows[1]["files"] == paths(saved, 10) and rows[1]["committed"] is (origin == "mindresume")
 
 

@@ -229,7 +229,7 @@ def only_manifests_count(patch: Patch) -> None:
 
 def believe_everything(patch: Patch) -> None:
     """Records and files are taken as they are."""
-    def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None):
+    def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, layouts=None):
         return ProvenShard(rank, tuple(map(Source, candidate.files[rank])), candidate.state)
     patch.setattr(select, "prove", prove_nothing)
     patch.setattr(select, "quick", lambda disk, root, candidate, world, files=True: candidate.problem)
