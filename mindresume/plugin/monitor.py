@@ -46,6 +46,7 @@ from mindresume.store.shard import (
 )
 from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
 
+_OTHERS = 10.0                          # seconds for the records of other ranks after an error
 _RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
 
 
@@ -119,7 +120,23 @@ class CheckpointMonitor(BuiltIn):
         session.current().left = reason
         run_context.request_stop()
 
-    def listen_no_more(self) -> None:
+    def settle(self) -> None:
+        """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records
+        of the others: on the same error they save the same step. Raises nothing, because the training's error is on its way."""
+        atexit.unregister(self.settle)
+        saver, self._saver = self._saver, None
+        try:
+            outcomes = saver.finish(session.current().settings.commit_timeout, _OTHERS) if saver is not None else []
+            for outcome in outcomes:
+                self._hear(outcome)
+                if outcome.error is not None:
+                    adapter.logger().error("mindresume: %s", outcome.error)
+        except Exception as error:
+            adapter.logger().error("mindresume: the last save was not finished: %s", error)
+        finally:
+            self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
         """SIGTERM ends the process again."""
         if self._leaving is not None:
             self._leaving.close()
@@ -142,11 +159,12 @@ class CheckpointMonitor(BuiltIn):
             self._learn(self._saver.wait(deadline))         # the last step may have to be saved again
         self._save_ckpt(run_context.original_args(), True)
         if self._saver is not None:
-            self._learn(self._saver.finish(deadline))
-            self._saver = session.current().monitor = None
+            saver, self._saver, session.current().monitor = self._saver, None, None
+            atexit.unregister(self.settle)
+            self._learn(saver.finish(deadline))
         mirror, self._mirror = self._mirror, None
         errors = mirror.finish(deadline) if mirror is not None else []
-        self.listen_no_more()
+        self._listen_no_more()
         if self._home is not None:
             self._home.leave()
         self._heed(errors)
@@ -203,6 +221,7 @@ class CheckpointMonitor(BuiltIn):
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
         self._saver = self._make_saver(policy if home.leads else None, current)
         self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
+        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
         current.monitor = self
         if current.resumes:
             details = current.shard.details if current.shard else None
@@ -244,10 +263,8 @@ class CheckpointMonitor(BuiltIn):
         work.begin()
         if not kind:
             return Foreground(work)
-        saver = Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                           settings.commit_timeout, self._log)
-        atexit.register(saver.settle, settings.commit_timeout)      # a training that ends with an error: the save it had begun
-        return saver
+        return Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
+                          settings.commit_timeout, self._log)
 
     @staticmethod
     def _log(text: str) -> None:
@@ -288,19 +305,22 @@ class CheckpointMonitor(BuiltIn):
     def _learn(self, outcomes: list[Outcome]) -> None:
         """What became of saves. SaveError as configured."""
         for outcome in outcomes:
-            if outcome.saved:
-                if self._mirror is not None:
-                    self._mirror.saved(outcome.step)
-                adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
-                                      outcome.seconds)
-                telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20,
-                                save_stall_seconds=self._stalls.pop(outcome.step, None))
-            else:
-                self._saved.discard(outcome.step)
+            self._hear(outcome)
             if outcome.error is not None:
                 self._failed(outcome.error)
             else:
                 self._failed_in_a_row = 0
+
+    def _hear(self, outcome: Outcome) -> None:
+        if not outcome.saved:
+            self._saved.discard(outcome.step)
+            return
+        if self._mirror is not None:
+            self._mirror.saved(outcome.step)
+        adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
+                              outcome.seconds)
+        telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20,
+                        save_stall_seconds=self._stalls.pop(outcome.step, None))
 
     def _failed(self, error: SaveError) -> None:
         settings = session.current().settings

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -111,23 +112,23 @@ class Background:
         self._idle(deadline)
         return self._taken()
 
-    def settle(self, deadline: float) -> None:
-        """Lets the writer end what it has, at most for ``deadline`` seconds; for the end of a process, where nobody listens."""
-        self._idle(deadline)
-
-    def finish(self, deadline: float) -> list[Outcome]:
+    def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
+        patience = deadline if patience is None else patience
         if not self._idle(deadline):
             error = SaveError(f"step {self._flight} is still being written on rank {self.place.rank} after {deadline:.0f} s; it "
                               f"is left to the {self.kind} that writes it and may not become complete")
             self._outcomes.append(Outcome(self._flight or 0, False, error))
         elif self._writer is not None:
-            self._send(("finish", deadline), None)
-            self._writer.close()
-            until = time.monotonic() + deadline + _LATE
+            self._send(("finish", patience), None)
+            with suppress(OSError):                 # it died this very moment; then there is nothing to wait for
+                if self._writer is not None:
+                    self._writer.close()
+            until = time.monotonic() + patience + _LATE
             while self._writer is not None and self._writer.alive() and time.monotonic() < until:
                 self._collect(_LOOK)
             self._collect(0.0)
         self._writer = None
+        self._staging.close()
         return self._taken()
 
     def _taken(self) -> list[Outcome]:
@@ -147,12 +148,12 @@ class Background:
     # ---- the writer's side -----------------------------------------------------------------------------------------
 
     def _send(self, message: tuple[Any, ...], step: int | None) -> None:
-        if self._writer is None or not self._writer.alive():
-            self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging)
         self._flight = step if step is not None else self._flight
         try:
+            if self._writer is None or not self._writer.alive():
+                self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging)
             self._writer.send(message)
-        except OSError as error:                    # it died this very moment
+        except (OSError, RuntimeError) as error:    # it died this very moment, or no thread or process can be had
             self._died(f"it could not be reached: {error}")
 
     def _idle(self, deadline: float) -> bool:

@@ -15,8 +15,8 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
@@ -248,11 +248,39 @@ def _begin_flush(handle: int, start: int, end: int) -> None:
 
 
 def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised."""
-    if storage.width == 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(storage.width) as pool:
-        return list(pool.map(function, items))
+    """Returns ``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised, and
+    then what nobody has begun is left out. The calling thread takes part: where no other thread can be had (the interpreter is
+    ending, the limit of processes is reached) it does everything. A pool would take no work at the end of the interpreter."""
+    rows = list(items)
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    lock, left = threading.Lock(), iter(range(len(rows)))
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = None if errors else next(left, None)
+            if number is None:
+                return
+            try:
+                results[number] = function(rows[number])
+            except BaseException as error:      # also ^C in the calling thread: the others end with what they have begun
+                errors[number] = error
+    helpers = []
+    with suppress(RuntimeError):
+        for _ in range(min(storage.width, len(rows)) - 1):
+            helper = threading.Thread(target=work, daemon=True)
+            helper.start()
+            helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        try:
+            raise errors[min(errors)]
+        finally:
+            errors.clear()                      # no cycle of error, traceback and frame, which would keep files open
+    return [results[number] for number in range(len(rows))]
 
 
 def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:

@@ -418,6 +418,32 @@ def test_no_ceiling(tmp_path, own_session):
     assert committed(tmp_path) == [34]
 
 
+@pytest.mark.parametrize("kind", [False, "thread", "process"])
+def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, own_session, monkeypatch, kind):
+    class Late:
+        def __init__(self):
+            self.unregistered = []
+
+        def register(self, function):
+            pass
+
+        def unregister(self, function):
+            self.unregistered.append(function)
+    monkeypatch.setattr(module, "atexit", Late())
+    job = Job(build(tmp_path, async_save=kind)).steps(5)
+    job.monitor.settle()
+    assert committed(tmp_path) == [5] and own_session.monitor is job.monitor
+    job.monitor.settle()                                                # at the exit of the interpreter: nothing is left to do
+    assert module.atexit.unregistered == [job.monitor.settle] * 2
+
+
+def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, caplog):
+    job = Job(build(tmp_path, async_save="thread")).steps(4)
+    spoil(tmp_path)
+    job.steps(1).monitor.settle()
+    assert "step 5 was not saved" in caplog.text
+
+
 # ---- what is left to the built-in ------------------------------------------------------------------------------------
 
 @pytest.fixture

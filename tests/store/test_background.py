@@ -175,6 +175,29 @@ def test_a_writer_process_finishes_its_save_when_the_training_dies(tmp_path):
     assert steps(tmp_path / "checkpoint") == [5]
 
 
+@pytest.mark.parametrize("error", [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")])
+def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monkeypatch, error):
+    def start(*_):
+        raise error
+    saver = saver_in(tmp_path, "thread")
+    with monkeypatch.context() as patched:
+        patched.setitem(background._WRITERS, "thread", start)
+        saver.save(Save(shard(5)))
+        (outcome,) = saver.poll()
+        assert not outcome.saved and str(error) in str(outcome.error)
+    saver.save(Save(shard(10)))
+    assert saver.finish(PATIENCE)[0].saved
+
+
+def test_the_end_gives_the_memory_back(tmp_path):
+    saver = saver_in(tmp_path, "process")
+    saver.save(Save(shard(5)))
+    memory = f"/proc/self/fd/{saver._staging.fd}"
+    assert "memfd:mindresume" in os.readlink(memory)
+    saver.finish(PATIENCE)
+    assert saver._staging.fd == -1 and saver._staging.size == 0
+
+
 def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypatch):
     class Strange(PosixStorage):
         def make_folder(self, path):
