@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,9 @@ from mindresume.store.staging import Staging
 Log = Callable[[str], None]
 _LATE = 5.0                     # seconds that a writer which keeps a deadline may be late
 _LOOK = 0.05                    # seconds between two looks at a writer that is waited for
+_CHECK = 1.0                    # seconds between two looks of a writer process for its training
+_JOB, _WRITER = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"           # marks of scripts/msrun_launcher.sh
+_DEAF = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
@@ -151,7 +155,7 @@ class Background:
         self._flight = step if step is not None else self._flight
         try:
             if self._writer is None or not self._writer.alive():
-                self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging)
+                self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging, self.timeout)
             self._writer.send(message)
         except (OSError, RuntimeError) as error:    # it died this very moment, or no thread or process can be had
             self._died(f"it could not be reached: {error}")
@@ -243,7 +247,7 @@ class _Writer(Protocol):
 
 
 class _Thread:
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging):
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(place, policy, staging))
@@ -278,17 +282,27 @@ class _Thread:
 
 
 class _Process:
-    """``python -m mindresume.store.background CONNECTION MEMORY``: fresh, because a fork of a process with a device and its
-    threads is not safe, and without the main module of the user, which a spawn of multiprocessing would import again."""
+    """``python -m mindresume.store.background CONNECTION MEMORY PARENT``: fresh, because a fork of a process with a device and
+    its threads is not safe, and without the main module of the user, which a spawn of multiprocessing would import again.
 
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging):
+    It has a session of its own and takes no signal that asks to end, from its first moment on: launchers and platforms send those
+    to all processes that they find, and what it has begun is to be finished. It ends when the training does (``_main``)."""
+
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
         self._connection, theirs = Pipe()
         path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindresume.store.background", str(theirs.fileno()), str(staging.fd)],
-            pass_fds=(theirs.fileno(), staging.fd), env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL)
-        theirs.close()
-        self.send((place, policy))
+        environment = {**os.environ, "PYTHONPATH": path}
+        if _JOB in environment:                     # the launcher ends what has this mark, and waits for what has the other
+            environment[_WRITER] = environment.pop(_JOB)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF)        # of this thread alone; the new process inherits it
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mindresume.store.background", *map(str, (theirs.fileno(), staging.fd, os.getpid()))],
+                pass_fds=(theirs.fileno(), staging.fd), env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self.send((place, policy, timeout))
 
     def send(self, message: Any) -> None:
         self._connection.send(message)
@@ -313,7 +327,7 @@ class _Process:
         return f"exit status {self._process.wait()}"
 
 
-_WRITERS: dict[str, Callable[[Place, Policy | None, Staging], _Writer]] = {"thread": _Thread, "process": _Process}
+_WRITERS: dict[str, Callable[[Place, Policy | None, Staging, float], _Writer]] = {"thread": _Thread, "process": _Process}
 
 
 def memory_available() -> int:
@@ -326,13 +340,18 @@ def memory_available() -> int:
 
 
 def _main() -> None:
-    """In the writer process. The end of the training closes the connection: what was taken is finished, then it leaves."""
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_IGN)            # ^C is for the training, which says what is to be done
-    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    """The writer process. When the training closes the connection or is gone, what was taken is finished, and it ends; a training
+    that is gone is waited for no longer than a living one would wait, and then the process ends with what it has."""
+    connection, memory, training = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+
+    def gone() -> bool:                 # the connection alone does not tell: children of the training can hold it open
+        return os.getppid() != training
 
     def receive() -> Any:
         try:
+            while not connection.poll(_CHECK):
+                if gone():
+                    return None
             return connection.recv()
         except (EOFError, OSError):
             return None
@@ -340,10 +359,19 @@ def _main() -> None:
     def send(message: Any) -> None:
         try:
             connection.send(message)
-        except OSError:             # the training is gone; the save is finished all the same
+        except OSError:                 # the training is gone; the save is finished all the same
             return
-    place, policy = connection.recv()
-    serve(place, policy, Staging(fd=memory), receive, send)
+
+    def bound(timeout: float) -> None:
+        while not gone():
+            time.sleep(_CHECK)
+        time.sleep(timeout)
+        os._exit(1)
+    first = receive()
+    if first is not None:
+        place, policy, timeout = first
+        threading.Thread(target=bound, args=(timeout,), daemon=True).start()
+        serve(place, policy, Staging(fd=memory), receive, send)
 
 
 if __name__ == "__main__":
