@@ -25,6 +25,7 @@ from mindresume.agree import Group, report
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
+from mindresume.host_memory import share_of_rank
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
@@ -264,7 +265,7 @@ class CheckpointMonitor(BuiltIn):
         if not kind:
             return Foreground(work)
         return Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                          settings.commit_timeout, self._log)
+                          settings.commit_timeout, self._log, share_of_rank(current.group))
 
     @staticmethod
     def _log(text: str) -> None:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
+from mindresume import host_memory
 from mindresume.errors import FolderInUseError, SaveError
 from mindresume.store.claim import Holds, ended
 from mindresume.store.commit import Committer
@@ -59,13 +60,16 @@ def work_for(place: Place, policy: Policy | None, log: Log) -> Work:
 
 class Background:
     """A ``Saver``. ``kind``: "thread" or "process". ``budget``: bytes of staging memory, 0: as much as a save needs.
-    ``timeout``: seconds a save that is due waits for the one before."""
+    ``share``: bytes that this rank may take of the memory that it shares with others; ``available()``: bytes that are left at the
+    moment. ``timeout``: seconds a save that is due waits for the one before."""
 
     def __init__(self, place: Place, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
-                 log: Log = lambda text: None, available: Callable[[], int] | None = None):
+                 log: Log = lambda text: None, share: int = host_memory.UNKNOWN,
+                 available: Callable[[], int] = host_memory.left):
         self.place, self.policy, self.kind, self.budget, self.timeout, self.log = place, policy, kind, budget, timeout, log
+        self.share = share
         self.counts = Counts()
-        self._available = available or memory_available
+        self._available = available
         self._staging = Staging(shared=kind == "process")
         self._writer: _Writer | None = None
         self._flight: int | None = None             # step that the writer has
@@ -142,12 +146,16 @@ class Background:
         return found
 
     def _cannot_stage(self, save: Save) -> str | None:
+        """Why not. A buffer that is there already is used in any case: it takes no more memory."""
         needed = self._staging.needed(save)
-        if self.budget and needed > self.budget:
-            return f"it needs {needed / 2**20:.0f} MiB of staging memory, the budget is {self.budget / 2**20:.0f} MiB"
-        if needed > self._staging.size and needed - self._staging.size > self._available():
-            return f"it needs {needed / 2**20:.0f} MiB of staging memory, the host has {self._available() / 2**20:.0f} MiB left"
-        return None
+        if needed <= self._staging.size:
+            return None
+        more = needed - self._staging.size
+        limits = [(needed, self.budget or host_memory.UNKNOWN, "the budget (mindresume.staging_gib) is"),
+                  (needed, self.share, "the share of this rank in what the host, or its container, had left at the start is"),
+                  (more, self._available(), f"{more / 2**20:.0f} MiB more than it has, and the host, or its container, has left")]
+        return next((f"it needs {needed / 2**20:.0f} MiB of staging memory; {what} {limit / 2**20:.0f} MiB"
+                     for wanted, limit, what in limits if wanted > limit), None)
 
     # ---- the writer's side -----------------------------------------------------------------------------------------
 
@@ -328,15 +336,6 @@ class _Process:
 
 
 _WRITERS: dict[str, Callable[[Place, Policy | None, Staging, float], _Writer]] = {"thread": _Thread, "process": _Process}
-
-
-def memory_available() -> int:
-    """Bytes the host can give without swapping; a very large number where the kernel does not tell."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return sys.maxsize
 
 
 def _main() -> None:

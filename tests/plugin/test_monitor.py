@@ -43,6 +43,15 @@ INJECTED = {"append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "l
             "embedding_local_norm_threshold": 1.0, "use_checkpoint_health_monitor": False, "use_legacy_format": True}
 
 
+LIVES: list["Job"] = []
+
+
+def settle_all():
+    """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log that is closed."""
+    while LIVES:
+        LIVES.pop().monitor.settle()
+
+
 class Job:
     """One life of a training process."""
 
@@ -56,6 +65,7 @@ class Job:
                                       train_network=train, network=train, optimizer=self.optimizer,
                                       net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
         self.context = SimpleNamespace(original_args=lambda: self.params)
+        LIVES.append(self)
         monitor.on_train_begin(self.context)
 
     def steps(self, count, stride=1):
@@ -97,6 +107,7 @@ def committed(folder):
 def own_session():
     before = session.current()
     yield session.begin(session.Session(Settings()))
+    settle_all()
     session.begin(before)
 
 
@@ -256,6 +267,13 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
+
+
+def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "share_of_rank", lambda group: 64)
+    Job(build(tmp_path, async_save=True)).steps(5).end()
+    assert committed(tmp_path) == [5] and "step 5 is saved in the training thread" in caplog.text
+    assert "the share of this rank" in caplog.text
 
 
 def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_session, monkeypatch):
