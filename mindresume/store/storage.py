@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -73,7 +74,8 @@ class Storage(Protocol):
         """Atomic; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
 
     def sync(self, folder: str) -> None:
-        """Names created, renamed or removed in ``folder`` so far are durable when this returns."""
+        """Names created, renamed or removed in ``folder`` so far are durable when this returns (where the file system flushes
+        folders at all)."""
 
     def remove(self, path: str) -> None:
         """Removes a file or an empty folder; no error if it is gone already. OSError if a folder is not empty."""
@@ -82,7 +84,8 @@ class Storage(Protocol):
         """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
 
     def room(self, folder: str) -> int:
-        """Bytes that can still be written below ``folder`` (which need not exist yet), as far as the file system tells."""
+        """Bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_ROOM`` where the file system
+        does not tell. No error: whether anything can be written shows when it is."""
 
 
 class PosixStorage:
@@ -144,6 +147,9 @@ class PosixStorage:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_OPERATION:
+                raise
         finally:
             os.close(handle)
 
@@ -177,7 +183,12 @@ class PosixStorage:
     def room(self, folder: str) -> int:
         while folder and not os.path.isdir(folder) and os.path.dirname(folder) != folder:
             folder = os.path.dirname(folder)
-        found = os.statvfs(folder or ".")
+        try:
+            found = os.statvfs(folder or ".")
+        except OSError:
+            return UNKNOWN_ROOM
+        if not (found.f_blocks and found.f_frsize):         # zeros: FUSE without statfs
+            return UNKNOWN_ROOM
         return found.f_bavail * found.f_frsize
 
 
@@ -219,19 +230,27 @@ class _PosixFile:
                 os.remove(self.path)
 
 
+UNKNOWN_ROOM = sys.maxsize
+_NO_SUCH_OPERATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written
-_CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EINTR)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Blocks for ``size`` bytes: full disks and quotas show before anything is written. The system call itself, because
-    posix_fallocate writes into every block where the file system (NFS before 4.2) cannot reserve."""
+    """Blocks for ``size`` bytes: full disks and quotas show before anything is written."""
+    code = _fallocate(handle, size)
+    if code in _NO_ROOM:
+        raise OSError(code, os.strerror(code), path)
+
+
+def _fallocate(handle: int, size: int) -> int:
+    """Returns 0 or the number of an error. The system call itself, because posix_fallocate writes into every block where the file
+    system (NFS before 4.2) cannot reserve."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
-        return
+        return errno.ENOSYS
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if fallocate(handle, _KEEP_SIZE, 0, size) and (code := ctypes.get_errno()) not in _CANNOT:
-        raise OSError(code, os.strerror(code), path)
+    return ctypes.get_errno() if fallocate(handle, _KEEP_SIZE, 0, size) else 0
 
 
 _AHEAD = 32 << 20               # bytes
