@@ -13,7 +13,6 @@ trainer/base_trainer.py). Encryption is left to the built-in.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import time
 from typing import Any
@@ -33,7 +32,7 @@ from mindresume.plugin.group import group_of_job
 from mindresume.plugin.leaving import Leaving
 from mindresume.plugin.residence import Residence, move_in
 from mindresume.resume.account import random_item, table
-from mindresume.resume.health import LIST
+from mindresume.resume.health import add
 from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
 from mindresume.store.mirror import Mirror
@@ -45,8 +44,9 @@ from mindresume.store.shard import (
     mark_emergency,
     write_shard,
 )
-from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
+from mindresume.store.storage import PosixStorage, Storage
 
+_TURN = 1.0                             # seconds between two questions whether all ranks have written
 _OTHERS = 10.0                          # seconds for the records of other ranks after an error
 _RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
 
@@ -117,7 +117,7 @@ class CheckpointMonitor(BuiltIn):
         if not reason:
             return
         adapter.logger().warning("mindresume: %s: the training saves step %d and ends", reason, step)
-        self._save_ckpt(cb_params, True)
+        self._save_last(cb_params)
         session.current().left = reason
         run_context.request_stop()
 
@@ -157,9 +157,7 @@ class CheckpointMonitor(BuiltIn):
             return super().end(run_context)
         deadline = session.current().settings.commit_timeout
         if self._saver is not None:
-            self._learn(self._saver.wait(deadline))         # the last step may have to be saved again
-        self._save_ckpt(run_context.original_args(), True)
-        if self._saver is not None:
+            self._save_last(run_context.original_args())
             saver, self._saver, session.current().monitor = self._saver, None, None
             atexit.unregister(self.settle)
             self._learn(saver.finish(deadline))
@@ -170,6 +168,32 @@ class CheckpointMonitor(BuiltIn):
             self._home.leave()
         self._heed(errors)
         return None
+
+    def _save_last(self, cb_params: Any) -> None:
+        """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
+        parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
+        error, nobody begins. While writers are busy the ranks ask each other again and again: none waits long in an exchange."""
+        step, error = self._append_step_num + cb_params.cur_step_num, None
+        until, patience = time.monotonic() + session.current().settings.commit_timeout, 0.0
+        while True:
+            try:
+                self._learn(self._saver.wait(patience))
+            except SaveError as raised:
+                error = error or raised
+            busy = self._saver.busy() and time.monotonic() < until
+            row = [busy, step in self._saved, error is not None]
+            rows = report(self._group, lambda row=row: row)
+            if not any(row[0] for row in rows):
+                break
+            patience = _TURN
+        if error is not None:
+            raise error
+        if any(row[2] for row in rows) or all(row[1] for row in rows):
+            return
+        if step in self._saved:
+            self._collect(cb_params)
+        else:
+            self._save_ckpt(cb_params, True)
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
         """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, of a monitor that is in no training (mindformers
@@ -345,13 +369,13 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is None or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
         started = time.monotonic()
-        state = self._contents.state(cb_params)
-        name, shard = self._contents.name(state), self._contents.shard(cb_params, state)
-        extras = tuple(self._contents.extras(cb_params, state))
+        save = self._collect(cb_params)
+        state = save.shard.state
+        name = self._contents.name(state)
         if state.health is not None and not self._iterations:
             self._record_health(state.health, name)
         self._saved.add(state.step)
-        self._saver.save(Save(shard, extras))
+        self._saver.save(save)
         self._stalls[state.step] = time.monotonic() - started
         self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
         if not isinstance(self._saver, Foreground):
@@ -359,10 +383,15 @@ class CheckpointMonitor(BuiltIn):
                                   self._stalls[state.step])
         return None
 
+    def _collect(self, cb_params: Any) -> Save:
+        """On all ranks, because it can be an exchange."""
+        state = self._contents.state(cb_params)
+        return Save(self._contents.shard(cb_params, state), tuple(self._contents.extras(cb_params, state)))
+
     def rescue(self, cb_params: Any) -> bool:
         """Ranks were lost, and each that is left saves all it holds of the last step, which becomes a checkpoint if that is
         everything. In a thread of MindIO: no exchange between ranks, nothing is removed, nothing waits for others. False if it
-        fails; then the built-in may try."""
+        fails; then the built-in may try. SaveError if that would wait for the ranks that are lost."""
         step = self._append_step_num + cb_params.cur_step_num
         try:
             for outcome in self._saver.wait(session.current().settings.commit_timeout):
@@ -374,18 +403,17 @@ class CheckpointMonitor(BuiltIn):
                 write_shard(self._place, self._contents.shard(cb_params, state, rescue=True))
                 self._saved.add(step)
         except Exception as error:          # whatever it is: these ranks have nothing else left
+            if adapter.collecting_exchanges(cb_params.train_network, bool(self._config.integrated_save)):
+                raise SaveError(f"step {step} was not saved before the end on rank {self._place.rank}: {error}") from error
             adapter.logger().error("mindresume: step %d was not saved before the end: %s; mindformers saves it", step, error)
             return False
         adapter.logger().warning("mindresume: other ranks are lost; rank %d saved step %d", self._place.rank, step)
         return True
 
     def _record_health(self, health: int, name: str) -> None:
-        """The list as mindformers keeps it (``mindresume.resume.health``), replaced atomically."""
         if self._place.rank != 0:
             return
-        path = os.path.join(self.health_ckpts_record_dir, LIST)
         try:
-            known = json.loads(read_bytes(self.storage, path) or b"[]") if self.storage.status(path) is not None else []
-            publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
+            add(self.storage, self.health_ckpts_record_dir, name, health, self._place.run)
         except (OSError, ValueError) as error:
-            raise SaveError(f"the health of {name} was not recorded in {path}: {error}") from error
+            raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error

@@ -462,6 +462,99 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, 
     assert "step 5 was not saved" in caplog.text
 
 
+# ---- the last step, on several ranks -----------------------------------------------------------------------------------
+
+class Peer:
+    """The group of this rank and one other, which says ``rows`` one after the other, the last one for ever."""
+    rank, size = 0, 2
+
+    def __init__(self, *rows):
+        self.rows = list(rows)
+
+    def gather(self, message):
+        row = self.rows.pop(0) if len(self.rows) > 1 else self.rows[0]
+        if isinstance(row, Exception):
+            raise row
+        return [message, json.dumps({"value": row}).encode()]
+
+
+BUSY, SAVED, UNSAVED, RAISES = [True, True, False], [False, True, False], [False, False, False], [False, False, True]
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """Steps whose parameters were collected, which can be an exchange."""
+    found, original = [], content.Contents.shard
+
+    def shard(self, cb_params, state, rescue=False):
+        found.append(state.step)
+        return original(self, cb_params, state, rescue)
+    monkeypatch.setattr(content.Contents, "shard", shard)
+    return found
+
+
+def lonely_failure(folder, *rows):
+    """The last step fails on this rank alone; then its disk is well again."""
+    job = Job(build(folder)).steps(4)
+    job.monitor._group = Peer(*rows)
+    spoil(folder)
+    job.steps(1)
+    repair(folder)
+    return job
+
+
+def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(UNSAVED)
+    job.end()
+    assert collected == [5, 5] and files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
+
+
+def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path, collected):
+    lonely_failure(tmp_path, SAVED).end()
+    assert collected == [5, 5] and committed(tmp_path) == [5]
+
+
+def test_nobody_repeats_it_if_one_ends_with_an_error(tmp_path, collected):
+    lonely_failure(tmp_path, RAISES).end()
+    assert collected == [5] and committed(tmp_path) == []
+
+
+def test_who_ends_with_an_error_tells_the_others_first(tmp_path, own_session, collected):
+    own_session.settings = Settings(on_save_error="raise")
+    job = Job(build(tmp_path, async_save="thread")).steps(4)
+    spoil(tmp_path)
+    job.monitor._group = Peer(SAVED)
+    job.steps(1)
+    told, gather = [], job.monitor._group.gather
+    job.monitor._group.gather = lambda message: told.append(json.loads(message)["value"]) or gather(message)
+    with pytest.raises(SaveError, match="step 5"):
+        job.end()
+    assert told[-1] == [False, False, True] and collected == [5]
+
+
+def test_all_have_saved_it(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(SAVED)
+    job.end()
+    assert collected == [5]
+
+
+def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(BUSY, BUSY, BUSY, UNSAVED)
+    job.end()
+    assert collected == [5, 5] and len(job.monitor._group.rows) == 1
+
+
+def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(RuntimeError("the other rank is gone"))
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        job.end()
+    assert collected == [5] and committed(tmp_path) == [5]
+
+
 # ---- what is left to the built-in ------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -520,6 +613,17 @@ def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, call
     job.monitor._append_dict["__exception_save__"] = True
     job.monitor._save_ckpt(job.params, True)
     assert calls == ["_save_ckpt"]
+
+
+def test_an_emergency_that_nobody_can_save_without_the_lost_ranks_is_an_error(tmp_path, calls, monkeypatch):
+    """The built-in would wait for them."""
+    job = Job(build(tmp_path)).steps(7)
+    monkeypatch.setattr(module.adapter, "rescued_parameters", lambda *_: 1 / 0)
+    monkeypatch.setattr(module.adapter, "collecting_exchanges", lambda *_: True)
+    job.monitor._append_dict["__exception_save__"] = True
+    with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
+        job.monitor._save_ckpt(job.params, True)
+    assert calls == []
 
 
 def test_an_emergency_outside_any_training_goes_to_the_built_in(tmp_path, calls):
