@@ -127,6 +127,8 @@ class CheckpointMonitor(BuiltIn):
         atexit.unregister(self.settle)
         saver, self._saver = self._saver, None
         try:
+            if saver is not None and saver.busy():
+                adapter.logger().warning("mindresume: the training ended with an error; the save that it had begun is finished first")
             outcomes = saver.finish(session.current().settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
                 self._hear(outcome)
