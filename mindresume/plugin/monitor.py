@@ -20,11 +20,11 @@ from typing import Any
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
-from mindresume.agree import Group, report
+from mindresume.agree import Group, Waiting, report, watched
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
-from mindresume.host_memory import share_of_rank
+from mindresume.host_memory import UNKNOWN, share_of_rank
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
@@ -46,7 +46,6 @@ from mindresume.store.shard import (
 )
 from mindresume.store.storage import PosixStorage, Storage
 
-_TURN = 1.0                             # seconds between two questions whether all ranks have written
 _OTHERS = 10.0                          # seconds for the records of other ranks after an error
 _RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
 
@@ -128,7 +127,7 @@ class CheckpointMonitor(BuiltIn):
         saver, self._saver = self._saver, None
         try:
             if saver is not None and saver.busy():
-                adapter.logger().warning("mindresume: the training ended with an error; the save that it had begun is finished first")
+                adapter.logger().warning("mindresume: the training ended with an error; the save in flight is finished first")
             outcomes = saver.finish(session.current().settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
                 self._hear(outcome)
@@ -174,23 +173,20 @@ class CheckpointMonitor(BuiltIn):
     def _save_last(self, cb_params: Any) -> None:
         """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
         parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
-        error, nobody begins. While writers are busy the ranks ask each other again and again: none waits long in an exchange."""
-        step, error = self._append_step_num + cb_params.cur_step_num, None
-        until, patience = time.monotonic() + session.current().settings.commit_timeout, 0.0
-        while True:
+        error, nobody begins."""
+        step, deadline = self._append_step_num + cb_params.cur_step_num, session.current().settings.commit_timeout
+        errors: list[SaveError] = []
+
+        def written() -> list[bool]:
             try:
-                self._learn(self._saver.wait(patience))
-            except SaveError as raised:
-                error = error or raised
-            busy = self._saver.busy() and time.monotonic() < until
-            row = [busy, step in self._saved, error is not None]
-            rows = report(self._group, lambda row=row: row)
-            if not any(row[0] for row in rows):
-                break
-            patience = _TURN
-        if error is not None:
-            raise error
-        if any(row[2] for row in rows) or all(row[1] for row in rows):
+                self._learn(self._saver.wait(deadline))
+            except SaveError as error:
+                errors.append(error)
+            return [step in self._saved, bool(errors)]
+        rows = report(self._group, written, Waiting(f"writing what was begun before step {step}", watched))
+        if errors:
+            raise errors[0]
+        if any(fails for _, fails in rows) or all(saved for saved, _ in rows):
             return
         if step in self._saved:
             self._collect(cb_params)
@@ -235,6 +231,7 @@ class CheckpointMonitor(BuiltIn):
         group, policy = current.group, self._policy()   # on every rank: keys that contradict each other stop all of them
         self._home = home = move_in(self.storage, self._root(), self.origin_prefix, current, self._iterations)
         current.release()                               # every rank has loaded before it comes here
+        share = share_of_rank(group) if self._asked["async_save"] else UNKNOWN      # before rank 0 works on files alone
         self._group, self._place = group, home.place
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, group.rank, home.suffix)
@@ -246,7 +243,7 @@ class CheckpointMonitor(BuiltIn):
                 log.info("mindresume: removed %s, left half-written by an earlier run", name)
         except OSError as error:
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
-        self._saver = self._make_saver(policy if home.leads else None, current)
+        self._saver = self._make_saver(policy if home.leads else None, current, share)
         self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
         atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
         current.monitor = self
@@ -283,15 +280,15 @@ class CheckpointMonitor(BuiltIn):
                         self._asked["keep_checkpoint_max"] or 0,
                         self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
 
-    def _make_saver(self, policy: Policy | None, current: session.Session) -> Saver:
-        """``policy``: on rank 0, which commits what earlier runs completed right away."""
+    def _make_saver(self, policy: Policy | None, current: session.Session, share: int) -> Saver:
+        """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
         settings, kind = current.settings, self._asked["async_save"]
         work = work_for(self._place, policy, self._log)
         work.begin()
         if not kind:
             return Foreground(work)
         return Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                          settings.commit_timeout, self._log, share_of_rank(current.group))
+                          settings.commit_timeout, self._log, share)
 
     @staticmethod
     def _log(text: str) -> None:

@@ -465,20 +465,23 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, 
 # ---- the last step, on several ranks -----------------------------------------------------------------------------------
 
 class Peer:
-    """The group of this rank and one other, which says ``rows`` one after the other, the last one for ever."""
+    """The group of this rank and one other, which is busy for some exchanges, and then says ``row`` (or is gone)."""
     rank, size = 0, 2
 
-    def __init__(self, *rows):
-        self.rows = list(rows)
+    def __init__(self, row, busy=0):
+        self.row, self.busy, self.told = row, busy, []
 
     def gather(self, message):
-        row = self.rows.pop(0) if len(self.rows) > 1 else self.rows[0]
-        if isinstance(row, Exception):
-            raise row
-        return [message, json.dumps({"value": row}).encode()]
+        if isinstance(self.row, Exception):
+            raise self.row
+        if isinstance(json.loads(message), list):                       # who is done?
+            self.busy -= 1
+            return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
+        self.told.append(json.loads(message)["value"])
+        return [message, json.dumps({"value": self.row}).encode()]
 
 
-BUSY, SAVED, UNSAVED, RAISES = [True, True, False], [False, True, False], [False, False, False], [False, False, True]
+SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
 
 
 @pytest.fixture
@@ -493,10 +496,10 @@ def collected(monkeypatch):
     return found
 
 
-def lonely_failure(folder, *rows):
+def lonely_failure(folder, row):
     """The last step fails on this rank alone; then its disk is well again."""
     job = Job(build(folder)).steps(4)
-    job.monitor._group = Peer(*rows)
+    job.monitor._group = Peer(row)
     spoil(folder)
     job.steps(1)
     repair(folder)
@@ -526,11 +529,9 @@ def test_who_ends_with_an_error_tells_the_others_first(tmp_path, own_session, co
     spoil(tmp_path)
     job.monitor._group = Peer(SAVED)
     job.steps(1)
-    told, gather = [], job.monitor._group.gather
-    job.monitor._group.gather = lambda message: told.append(json.loads(message)["value"]) or gather(message)
     with pytest.raises(SaveError, match="step 5"):
         job.end()
-    assert told[-1] == [False, False, True] and collected == [5]
+    assert job.monitor._group.told == [RAISES] and collected == [5]
 
 
 def test_all_have_saved_it(tmp_path, collected):
@@ -542,9 +543,9 @@ def test_all_have_saved_it(tmp_path, collected):
 
 def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path, collected):
     job = Job(build(tmp_path)).steps(5)
-    job.monitor._group = Peer(BUSY, BUSY, BUSY, UNSAVED)
+    job.monitor._group = Peer(UNSAVED, busy=1)
     job.end()
-    assert collected == [5, 5] and len(job.monitor._group.rows) == 1
+    assert collected == [5, 5] and job.monitor._group.busy == -1 and job.monitor._group.told == [SAVED]
 
 
 def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path, collected):
