@@ -6,7 +6,7 @@
       commit_timeout: 600        # seconds rank 0 waits at the end of the training for the records of the other ranks
       verify: full               # or quick: trust sizes and headers at resume, do not read every byte
       async_when_busy: wait      # a background save is due while the one before is being written: wait; or skip, on all ranks
-      staging_gib: 0             # host memory for the copy that a background save works on; 0: as much as a save needs
+      staging_gib: 0             # at most so much host memory for the copy that a background save works on; 0: what it needs
       heartbeat: 15              # seconds between two signs of life of a job, by which one elsewhere is known to live; 0: none
       keep_every_steps: 0        # beside keep_checkpoint_max: the first checkpoint at or behind each multiple stays; 0: off
       keep_best: 0               # beside keep_checkpoint_max: so many of the best by keep_best_metric stay; 0: off

@@ -10,6 +10,8 @@
 #     just killed. Here the scheduler gets MSRUN_GRACE seconds.
 #   - SIGTERM and SIGINT end every process of the job; msrun alone leaves its workers behind on SIGTERM. After SIGTERM the
 #     workers have MSRUN_LEAVE seconds to save and to leave, and their scheduler stays as long.
+#   - A process that writes a checkpoint behind a training (async_save: process) is not ended with it: it has MSRUN_LEAVE
+#     seconds to finish what it has begun.
 #   - CMD is split into words as a shell does it with quotes, but nothing in it is expanded or run as a shell command.
 
 usage() {
@@ -137,21 +139,27 @@ FAILED_WORKER='exit with exception\. Error code: (-?[0-9]+)\.'      # msrun's wo
 
 # Every process of the job carries this variable, also when its parent is gone: msrun gives each worker a session of its own.
 MARK=MSRUN_LAUNCHER_JOB=$$.$RANDOM$RANDOM
+# Those that write checkpoints behind a training have this one instead (mindresume/store/background.py).
+WRITER_MARK=${MARK/JOB/WRITER}
 
-SUPERVISOR='' WATCHER='' DEADLINE=0
+SUPERVISOR='' WATCHER='' DEADLINE=0 AT_ONCE=0
 
 # Sleeps without a process of its own, so that none is left behind: nothing ever arrives on this pipe.
 pause() {
   read -rt "$1" -u "$NOTHING"
 }
 
-# Living processes of the job. The environment of a zombie reads as empty, so zombies are left out.
-members() {
+# Living processes with the mark $1. The environment of a zombie reads as empty, so zombies are left out.
+marked() {
   local file
-  for file in $(grep -lsaF -- "$MARK" /proc/[0-9]*/environ 2>/dev/null); do
+  for file in $(grep -lsaF -- "$1" /proc/[0-9]*/environ 2>/dev/null); do
     file=${file#/proc/}
     echo "${file%/environ}"
   done
+}
+
+members() {
+  marked "$MARK"
 }
 
 # Those of them that are no scheduler.
@@ -183,6 +191,18 @@ end_job() {
   done
 }
 
+# Waits until second $1 of this script for writers to finish; then SIGKILL. They end by themselves when their training has.
+end_writers() {
+  local left
+  while left=$(marked "$WRITER_MARK") && [[ -n $left ]]; do
+    if (( AT_ONCE || SECONDS >= $1 )); then
+      kill -KILL $left 2>/dev/null
+      return
+    fi
+    pause 0.05
+  done
+}
+
 # Ends msrun MSRUN_GRACE seconds after it has reported a failed worker; what is left then is ended by run_job.
 watch_scheduler() {
   local seconds=-1      # since the report
@@ -195,9 +215,11 @@ watch_scheduler() {
 }
 
 on_signal() {
-  trap 'DEADLINE=0' INT TERM      # a second signal: at once
+  trap 'DEADLINE=0 AT_ONCE=1' INT TERM      # a second signal: at once
+  local until=$((SECONDS + $3))
   echo "msrun_launcher.sh: SIG$1: ending the job (up to $3 s)" >&2
   end_job "$3"
+  end_writers "$until"
   exit "$2"
 }
 
@@ -238,6 +260,7 @@ run_job() {
   else
     end_job "$MSRUN_GRACE"           # what a failed job left running
   fi
+  end_writers $((SECONDS + MSRUN_LEAVE))
   for _ in {1..250}; do              # let the last lines through, but do not wait for a process that keeps the pipe
     kill -0 "$copier" 2>/dev/null || break
     pause 0.02

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from importlib import import_module, metadata
 from typing import Any
 
-from mindresume.errors import ConfigError
+from mindresume.errors import ConfigError, SaveError
 
 SUPPORTED = (("mindformers", "1.9"), ("mindspore", "2.9"))
 ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into a callback of this very name
@@ -107,28 +107,65 @@ def output_root() -> str:
 
 
 def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order."""
+    """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order. All ranks must
+    call it: pipeline stages send each other the parameters that they share, and with ``integrated`` slices are gathered."""
     from mindspore import Tensor
-    found = _saved_by_mindspore(network, integrated, {}, choose)
+    found = _saved_by_mindspore(network, integrated, choose)
     return found + [(name, Tensor(parameter.data)) for name, parameter in _left_out(network, found, choose)]
 
 
 def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """As ``parameters_to_save``, copied to the host on a stream of its own, because that of the training may wait for ranks that
-    are gone (mindspore train/serialization.py, save_checkpoint with __exception_save__)."""
+    """As ``parameters_to_save``, for the ranks that are left when others are gone: what MindSpore would save (save_checkpoint of
+    train/serialization.py with __exception_save__) without the exchanges that it begins with, and copied to the host on a stream
+    of its own, because that of the training may wait for ever. A parameter that several pipeline stages share is saved by the
+    stage that owns it; the others mark what they receive, and leave it out of every save. SaveError for one that this rank
+    receives, but without the mark: its newest value is elsewhere."""
     from mindspore import Tensor, hal
+    from mindspore._c_expression import TensorPy
+    from mindspore.train import serialization
+    parallel = serialization._is_auto_parallel_mode(network)
+    chosen = serialization._convert_cell_param_and_names_to_dict(network, choose, parallel)
+    received = _received(network) & set(chosen)
+    if received:
+        raise SaveError(f"the ranks that are left cannot save {min(received)}: another pipeline stage has its newest value, and "
+                        f"asking for it would wait for ranks that are gone. The newest checkpoint stays")
+    found: list[tuple[str, Any]] = []
     stream = hal.Stream()
     with hal.StreamCtx(stream):
-        found = _saved_by_mindspore(network, False, {"__exception_save__": True}, choose)
+        for name, parameter in chosen.items():
+            offloaded = parameter.data.offload_file_path() != ""
+            found.append((name, parameter.data if offloaded else Tensor(TensorPy.move_to(parameter, "CPU", False))))
         found += [(name, Tensor(parameter.move_to("CPU", False))) for name, parameter in _left_out(network, found, choose)]
     stream.synchronize()
     return found
 
 
-def _saved_by_mindspore(network: Any, integrated: bool, append: dict[str, Any], choose: Callable[[str], bool]
-                        ) -> list[tuple[str, Any]]:
+def collecting_exchanges(network: Any, integrated: bool) -> bool:
+    """Whether ``parameters_to_save``, or mindspore.save_checkpoint, waits for other ranks."""
+    return integrated and is_parallel() or any(row[8] for row in _shared_rows(network).values())
+
+
+def _received(network: Any) -> set[str]:
+    """Names of parameters that this pipeline stage gets from another one before each save."""
+    return {name for name, row in _shared_rows(network).items() if row[8] and not row[9]}
+
+
+def _shared_rows(network: Any) -> dict[str, Any]:
+    """What mindspore.parallel.sync_pipeline_shared_parameters looks at: {name: layout}, whose items 8 and 9 say whether stages
+    share the parameter, and whether this one sends it."""
+    from mindspore import context
+    if context.get_auto_parallel_context("pipeline_stages") < 2:
+        return {}
+    table = network.parameter_layout_dict
+    if not table:
+        from mindspore.graph.api import _get_parameter_layout
+        table = _get_parameter_layout()
+    return {name: row for name, row in table.items() if len(row) >= 10}
+
+
+def _saved_by_mindspore(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
     from mindspore.train.serialization import _convert_save_obj_to_param_list
-    rows = _convert_save_obj_to_param_list(network, integrated, append, choose)
+    rows = _convert_save_obj_to_param_list(network, integrated, {}, choose)
     # a parameter offloaded to disk comes as ["offload_parameter", tensor, shape, dtype, key]
     return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
 

@@ -81,7 +81,7 @@ def _training(original: Any) -> Any:
         finally:
             started.release()
             if started.monitor is not None:             # the training failed
-                started.monitor.listen_no_more()
+                started.monitor.settle()
                 started.monitor = None
             started.training = False
             started.choice = started.online = None      # an evaluation or another training after this one loads its own

@@ -13,7 +13,6 @@ trainer/base_trainer.py). Encryption is left to the built-in.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import time
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
-from mindresume.agree import Group, report
+from mindresume.agree import Group, Waiting, report, watched
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
+from mindresume.host_memory import UNKNOWN, share_of_rank
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
@@ -32,7 +32,7 @@ from mindresume.plugin.group import group_of_job
 from mindresume.plugin.leaving import Leaving
 from mindresume.plugin.residence import Residence, move_in
 from mindresume.resume.account import random_item, table
-from mindresume.resume.health import LIST
+from mindresume.resume.health import add
 from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
 from mindresume.store.mirror import Mirror
@@ -44,8 +44,9 @@ from mindresume.store.shard import (
     mark_emergency,
     write_shard,
 )
-from mindresume.store.storage import PosixStorage, Storage, publish_json, read_bytes
+from mindresume.store.storage import PosixStorage, Storage
 
+_OTHERS = 10.0                          # seconds for the records of other ranks after an error
 _RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
 
 
@@ -115,11 +116,29 @@ class CheckpointMonitor(BuiltIn):
         if not reason:
             return
         adapter.logger().warning("mindresume: %s: the training saves step %d and ends", reason, step)
-        self._save_ckpt(cb_params, True)
+        self._save_last(cb_params)
         session.current().left = reason
         run_context.request_stop()
 
-    def listen_no_more(self) -> None:
+    def settle(self) -> None:
+        """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records
+        of the others: on the same error they save the same step. Raises nothing, because the training's error is on its way."""
+        atexit.unregister(self.settle)
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None and saver.busy():
+                adapter.logger().warning("mindresume: the training ended with an error; the save in flight is finished first")
+            outcomes = saver.finish(session.current().settings.commit_timeout, _OTHERS) if saver is not None else []
+            for outcome in outcomes:
+                self._hear(outcome)
+                if outcome.error is not None:
+                    adapter.logger().error("mindresume: %s", outcome.error)
+        except Exception as error:
+            adapter.logger().error("mindresume: the last save was not finished: %s", error)
+        finally:
+            self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
         """SIGTERM ends the process again."""
         if self._leaving is not None:
             self._leaving.close()
@@ -139,18 +158,40 @@ class CheckpointMonitor(BuiltIn):
             return super().end(run_context)
         deadline = session.current().settings.commit_timeout
         if self._saver is not None:
-            self._learn(self._saver.wait(deadline))         # the last step may have to be saved again
-        self._save_ckpt(run_context.original_args(), True)
-        if self._saver is not None:
-            self._learn(self._saver.finish(deadline))
-            self._saver = session.current().monitor = None
+            self._save_last(run_context.original_args())
+            saver, self._saver, session.current().monitor = self._saver, None, None
+            atexit.unregister(self.settle)
+            self._learn(saver.finish(deadline))
         mirror, self._mirror = self._mirror, None
         errors = mirror.finish(deadline) if mirror is not None else []
-        self.listen_no_more()
+        self._listen_no_more()
         if self._home is not None:
             self._home.leave()
         self._heed(errors)
         return None
+
+    def _save_last(self, cb_params: Any) -> None:
+        """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
+        parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
+        error, nobody begins."""
+        step, deadline = self._append_step_num + cb_params.cur_step_num, session.current().settings.commit_timeout
+        errors: list[SaveError] = []
+
+        def written() -> list[bool]:
+            try:
+                self._learn(self._saver.wait(deadline))
+            except SaveError as error:
+                errors.append(error)
+            return [step in self._saved, bool(errors)]
+        rows = report(self._group, written, Waiting(f"writing what was begun before step {step}", watched))
+        if errors:
+            raise errors[0]
+        if any(fails for _, fails in rows) or all(saved for saved, _ in rows):
+            return
+        if step in self._saved:
+            self._collect(cb_params)
+        else:
+            self._save_ckpt(cb_params, True)
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
         """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, of a monitor that is in no training (mindformers
@@ -190,6 +231,7 @@ class CheckpointMonitor(BuiltIn):
         group, policy = current.group, self._policy()   # on every rank: keys that contradict each other stop all of them
         self._home = home = move_in(self.storage, self._root(), self.origin_prefix, current, self._iterations)
         current.release()                               # every rank has loaded before it comes here
+        share = share_of_rank(group) if self._asked["async_save"] else UNKNOWN      # before rank 0 works on files alone
         self._group, self._place = group, home.place
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, group.rank, home.suffix)
@@ -201,8 +243,9 @@ class CheckpointMonitor(BuiltIn):
                 log.info("mindresume: removed %s, left half-written by an earlier run", name)
         except OSError as error:
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
-        self._saver = self._make_saver(policy if home.leads else None, current)
+        self._saver = self._make_saver(policy if home.leads else None, current, share)
         self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
+        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
         current.monitor = self
         if current.resumes:
             details = current.shard.details if current.shard else None
@@ -237,17 +280,15 @@ class CheckpointMonitor(BuiltIn):
                         self._asked["keep_checkpoint_max"] or 0,
                         self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
 
-    def _make_saver(self, policy: Policy | None, current: session.Session) -> Saver:
-        """``policy``: on rank 0, which commits what earlier runs completed right away."""
+    def _make_saver(self, policy: Policy | None, current: session.Session, share: int) -> Saver:
+        """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
         settings, kind = current.settings, self._asked["async_save"]
         work = work_for(self._place, policy, self._log)
         work.begin()
         if not kind:
             return Foreground(work)
-        saver = Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                           settings.commit_timeout, self._log)
-        atexit.register(saver.settle, settings.commit_timeout)      # a training that ends with an error: the save it had begun
-        return saver
+        return Background(self._place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
+                          settings.commit_timeout, self._log, share)
 
     @staticmethod
     def _log(text: str) -> None:
@@ -288,19 +329,22 @@ class CheckpointMonitor(BuiltIn):
     def _learn(self, outcomes: list[Outcome]) -> None:
         """What became of saves. SaveError as configured."""
         for outcome in outcomes:
-            if outcome.saved:
-                if self._mirror is not None:
-                    self._mirror.saved(outcome.step)
-                adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
-                                      outcome.seconds)
-                telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20,
-                                save_stall_seconds=self._stalls.pop(outcome.step, None))
-            else:
-                self._saved.discard(outcome.step)
+            self._hear(outcome)
             if outcome.error is not None:
                 self._failed(outcome.error)
             else:
                 self._failed_in_a_row = 0
+
+    def _hear(self, outcome: Outcome) -> None:
+        if not outcome.saved:
+            self._saved.discard(outcome.step)
+            return
+        if self._mirror is not None:
+            self._mirror.saved(outcome.step)
+        adapter.logger().info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20,
+                              outcome.seconds)
+        telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20,
+                        save_stall_seconds=self._stalls.pop(outcome.step, None))
 
     def _failed(self, error: SaveError) -> None:
         settings = session.current().settings
@@ -324,13 +368,13 @@ class CheckpointMonitor(BuiltIn):
         if self._saver is None or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
         started = time.monotonic()
-        state = self._contents.state(cb_params)
-        name, shard = self._contents.name(state), self._contents.shard(cb_params, state)
-        extras = tuple(self._contents.extras(cb_params, state))
+        save = self._collect(cb_params)
+        state = save.shard.state
+        name = self._contents.name(state)
         if state.health is not None and not self._iterations:
             self._record_health(state.health, name)
         self._saved.add(state.step)
-        self._saver.save(Save(shard, extras))
+        self._saver.save(save)
         self._stalls[state.step] = time.monotonic() - started
         self._latest_ckpt_file_name = os.path.join(self._place.root if self._iterations else self._directory, name)
         if not isinstance(self._saver, Foreground):
@@ -338,10 +382,15 @@ class CheckpointMonitor(BuiltIn):
                                   self._stalls[state.step])
         return None
 
+    def _collect(self, cb_params: Any) -> Save:
+        """On all ranks, because it can be an exchange."""
+        state = self._contents.state(cb_params)
+        return Save(self._contents.shard(cb_params, state), tuple(self._contents.extras(cb_params, state)))
+
     def rescue(self, cb_params: Any) -> bool:
         """Ranks were lost, and each that is left saves all it holds of the last step, which becomes a checkpoint if that is
         everything. In a thread of MindIO: no exchange between ranks, nothing is removed, nothing waits for others. False if it
-        fails; then the built-in may try."""
+        fails; then the built-in may try. SaveError if that would wait for the ranks that are lost."""
         step = self._append_step_num + cb_params.cur_step_num
         try:
             for outcome in self._saver.wait(session.current().settings.commit_timeout):
@@ -353,18 +402,17 @@ class CheckpointMonitor(BuiltIn):
                 write_shard(self._place, self._contents.shard(cb_params, state, rescue=True))
                 self._saved.add(step)
         except Exception as error:          # whatever it is: these ranks have nothing else left
+            if adapter.collecting_exchanges(cb_params.train_network, bool(self._config.integrated_save)):
+                raise SaveError(f"step {step} was not saved before the end on rank {self._place.rank}: {error}") from error
             adapter.logger().error("mindresume: step %d was not saved before the end: %s; mindformers saves it", step, error)
             return False
         adapter.logger().warning("mindresume: other ranks are lost; rank %d saved step %d", self._place.rank, step)
         return True
 
     def _record_health(self, health: int, name: str) -> None:
-        """The list as mindformers keeps it (``mindresume.resume.health``), replaced atomically."""
         if self._place.rank != 0:
             return
-        path = os.path.join(self.health_ckpts_record_dir, LIST)
         try:
-            known = json.loads(read_bytes(self.storage, path) or b"[]") if self.storage.status(path) is not None else []
-            publish_json(self.storage, path, [*known, {"is_health": health, "ckpt_name": name}], self._place.run)
+            add(self.storage, self.health_ckpts_record_dir, name, health, self._place.run)
         except (OSError, ValueError) as error:
-            raise SaveError(f"the health of {name} was not recorded in {path}: {error}") from error
+            raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error

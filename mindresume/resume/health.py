@@ -14,10 +14,17 @@ import os
 from collections.abc import Collection
 
 from mindresume.formats import Candidate
-from mindresume.store.storage import Storage, read_bytes
+from mindresume.store.storage import Storage, publish_json, read_bytes
 
 LIST = "health_ckpts.json"
 NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # mindformers' own words
+
+
+def add(storage: Storage, folder: str, name: str, health: int, tag: str) -> None:
+    """An entry more, as mindformers keeps the list; it is replaced atomically. OSError or ValueError if it cannot be."""
+    path = os.path.join(folder, LIST)
+    known = json.loads(read_bytes(storage, path) or b"[]") if storage.status(path) is not None else []
+    publish_json(storage, path, [*known, {"is_health": health, "ckpt_name": name}], tag)
 
 
 def sick_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
+from mindresume import host_memory
 from mindresume.errors import FolderInUseError, SaveError
 from mindresume.store.claim import Holds, ended
 from mindresume.store.commit import Committer
@@ -33,6 +36,9 @@ from mindresume.store.staging import Staging
 Log = Callable[[str], None]
 _LATE = 5.0                     # seconds that a writer which keeps a deadline may be late
 _LOOK = 0.05                    # seconds between two looks at a writer that is waited for
+_CHECK = 1.0                    # seconds between two looks of a writer process for its training
+_JOB, _WRITER = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"           # marks of scripts/msrun_launcher.sh
+_DEAF = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
@@ -54,13 +60,16 @@ def work_for(place: Place, policy: Policy | None, log: Log) -> Work:
 
 class Background:
     """A ``Saver``. ``kind``: "thread" or "process". ``budget``: bytes of staging memory, 0: as much as a save needs.
-    ``timeout``: seconds a save that is due waits for the one before."""
+    ``share``: bytes that this rank may take of the memory that it shares with others; ``available()``: bytes that are left at the
+    moment. ``timeout``: seconds a save that is due waits for the one before."""
 
     def __init__(self, place: Place, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
-                 log: Log = lambda text: None, available: Callable[[], int] | None = None):
+                 log: Log = lambda text: None, share: int = host_memory.UNKNOWN,
+                 available: Callable[[], int] = host_memory.left):
         self.place, self.policy, self.kind, self.budget, self.timeout, self.log = place, policy, kind, budget, timeout, log
+        self.share = share
         self.counts = Counts()
-        self._available = available or memory_available
+        self._available = available
         self._staging = Staging(shared=kind == "process")
         self._writer: _Writer | None = None
         self._flight: int | None = None             # step that the writer has
@@ -111,23 +120,23 @@ class Background:
         self._idle(deadline)
         return self._taken()
 
-    def settle(self, deadline: float) -> None:
-        """Lets the writer end what it has, at most for ``deadline`` seconds; for the end of a process, where nobody listens."""
-        self._idle(deadline)
-
-    def finish(self, deadline: float) -> list[Outcome]:
+    def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
+        patience = deadline if patience is None else patience
         if not self._idle(deadline):
             error = SaveError(f"step {self._flight} is still being written on rank {self.place.rank} after {deadline:.0f} s; it "
                               f"is left to the {self.kind} that writes it and may not become complete")
             self._outcomes.append(Outcome(self._flight or 0, False, error))
         elif self._writer is not None:
-            self._send(("finish", deadline), None)
-            self._writer.close()
-            until = time.monotonic() + deadline + _LATE
+            self._send(("finish", patience), None)
+            with suppress(OSError):                 # it died this very moment; then there is nothing to wait for
+                if self._writer is not None:
+                    self._writer.close()
+            until = time.monotonic() + patience + _LATE
             while self._writer is not None and self._writer.alive() and time.monotonic() < until:
                 self._collect(_LOOK)
             self._collect(0.0)
         self._writer = None
+        self._staging.close()
         return self._taken()
 
     def _taken(self) -> list[Outcome]:
@@ -137,22 +146,26 @@ class Background:
         return found
 
     def _cannot_stage(self, save: Save) -> str | None:
+        """Why not. A buffer that is there already is used in any case: it takes no more memory."""
         needed = self._staging.needed(save)
-        if self.budget and needed > self.budget:
-            return f"it needs {needed / 2**20:.0f} MiB of staging memory, the budget is {self.budget / 2**20:.0f} MiB"
-        if needed > self._staging.size and needed - self._staging.size > self._available():
-            return f"it needs {needed / 2**20:.0f} MiB of staging memory, the host has {self._available() / 2**20:.0f} MiB left"
-        return None
+        if needed <= self._staging.size:
+            return None
+        more = needed - self._staging.size
+        limits = [(needed, self.budget or host_memory.UNKNOWN, "the budget (mindresume.staging_gib) is"),
+                  (needed, self.share, "the share of this rank in what the host, or its container, had left at the start is"),
+                  (more, self._available(), f"{more / 2**20:.0f} MiB more than it has, and the host, or its container, has left")]
+        return next((f"it needs {needed / 2**20:.0f} MiB of staging memory; {what} {limit / 2**20:.0f} MiB"
+                     for wanted, limit, what in limits if wanted > limit), None)
 
     # ---- the writer's side -----------------------------------------------------------------------------------------
 
     def _send(self, message: tuple[Any, ...], step: int | None) -> None:
-        if self._writer is None or not self._writer.alive():
-            self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging)
         self._flight = step if step is not None else self._flight
         try:
+            if self._writer is None or not self._writer.alive():
+                self._writer = _WRITERS[self.kind](self.place, self.policy, self._staging, self.timeout)
             self._writer.send(message)
-        except OSError as error:                    # it died this very moment
+        except (OSError, RuntimeError) as error:    # it died this very moment, or no thread or process can be had
             self._died(f"it could not be reached: {error}")
 
     def _idle(self, deadline: float) -> bool:
@@ -242,7 +255,7 @@ class _Writer(Protocol):
 
 
 class _Thread:
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging):
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(place, policy, staging))
@@ -277,17 +290,27 @@ class _Thread:
 
 
 class _Process:
-    """``python -m mindresume.store.background CONNECTION MEMORY``: fresh, because a fork of a process with a device and its
-    threads is not safe, and without the main module of the user, which a spawn of multiprocessing would import again."""
+    """``python -m mindresume.store.background CONNECTION MEMORY PARENT``: fresh, because a fork of a process with a device and
+    its threads is not safe, and without the main module of the user, which a spawn of multiprocessing would import again.
 
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging):
+    It has a session of its own and takes no signal that asks to end, from its first moment on: launchers and platforms send those
+    to all processes that they find, and what it has begun is to be finished. It ends when the training does (``_main``)."""
+
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
         self._connection, theirs = Pipe()
         path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindresume.store.background", str(theirs.fileno()), str(staging.fd)],
-            pass_fds=(theirs.fileno(), staging.fd), env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL)
-        theirs.close()
-        self.send((place, policy))
+        environment = {**os.environ, "PYTHONPATH": path}
+        if _JOB in environment:                     # the launcher ends what has this mark, and waits for what has the other
+            environment[_WRITER] = environment.pop(_JOB)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF)        # of this thread alone; the new process inherits it
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mindresume.store.background", *map(str, (theirs.fileno(), staging.fd, os.getpid()))],
+                pass_fds=(theirs.fileno(), staging.fd), env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self.send((place, policy, timeout))
 
     def send(self, message: Any) -> None:
         self._connection.send(message)
@@ -312,26 +335,22 @@ class _Process:
         return f"exit status {self._process.wait()}"
 
 
-_WRITERS: dict[str, Callable[[Place, Policy | None, Staging], _Writer]] = {"thread": _Thread, "process": _Process}
-
-
-def memory_available() -> int:
-    """Bytes the host can give without swapping; a very large number where the kernel does not tell."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return sys.maxsize
+_WRITERS: dict[str, Callable[[Place, Policy | None, Staging, float], _Writer]] = {"thread": _Thread, "process": _Process}
 
 
 def _main() -> None:
-    """In the writer process. The end of the training closes the connection: what was taken is finished, then it leaves."""
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_IGN)            # ^C is for the training, which says what is to be done
-    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    """The writer process. When the training closes the connection or is gone, what was taken is finished, and it ends; a training
+    that is gone is waited for no longer than a living one would wait, and then the process ends with what it has."""
+    connection, memory, training = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+
+    def gone() -> bool:                 # the connection alone does not tell: children of the training can hold it open
+        return os.getppid() != training
 
     def receive() -> Any:
         try:
+            while not connection.poll(_CHECK):
+                if gone():
+                    return None
             return connection.recv()
         except (EOFError, OSError):
             return None
@@ -339,10 +358,19 @@ def _main() -> None:
     def send(message: Any) -> None:
         try:
             connection.send(message)
-        except OSError:             # the training is gone; the save is finished all the same
+        except OSError:                 # the training is gone; the save is finished all the same
             return
-    place, policy = connection.recv()
-    serve(place, policy, Staging(fd=memory), receive, send)
+
+    def bound(timeout: float) -> None:
+        while not gone():
+            time.sleep(_CHECK)
+        time.sleep(timeout)
+        os._exit(1)
+    first = receive()
+    if first is not None:
+        place, policy, timeout = first
+        threading.Thread(target=bound, args=(timeout,), daemon=True).start()
+        serve(place, policy, Staging(fd=memory), receive, send)
 
 
 if __name__ == "__main__":

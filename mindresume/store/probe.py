@@ -28,9 +28,14 @@ def examine(storage: Storage, root: str) -> None:
             if (os.path.basename(path) in there) != expected:
                 raise SaveError(f"{root} cannot hold checkpoints: {path} is {'not ' if expected else 'still '}listed after it "
                                 f"was {'made' if expected else 'renamed or removed'}")
+
+    def flush_above() -> None:
+        storage.sync(root)
+        with suppress(PermissionError):         # somebody else's folder: ``root`` was there before, and its name is durable
+            storage.sync(os.path.dirname(os.path.abspath(root)))
     operations: list[tuple[str, Callable[[], Any]]] = [
         ("making a folder", lambda: storage.make_folder(folder)),
-        ("flushing the folders above", lambda: [storage.sync(path) for path in (root, os.path.dirname(os.path.abspath(root)))]),
+        ("flushing the folders above", flush_above),
         ("writing and flushing a file", lambda: (storage.write(first, [b"one"], 3), storage.write(second, [b"two"], 3))),
         ("reading it back", lambda: contains(first, b"one")),
         ("renaming a file over another one", lambda: storage.rename(second, first)),
@@ -38,8 +43,7 @@ def examine(storage: Storage, root: str) -> None:
         ("reading the renamed file", lambda: contains(first, b"two")),
         ("listing the folder", lambda: listed({first: True, second: False})),
         ("removing a file", lambda: storage.remove(first)),
-        ("listing the folder again", lambda: listed({first: False})),
-        ("asking for the room that is left", lambda: storage.room(folder))]
+        ("listing the folder again", lambda: listed({first: False}))]
     try:
         for what, operation in operations:
             try:

@@ -74,8 +74,9 @@ class Saver(Protocol):
     def wait(self, deadline: float) -> list[Outcome]:
         """As ``poll``, after everything taken so far is written; at most ``deadline`` seconds."""
 
-    def finish(self, deadline: float) -> list[Outcome]:
-        """As ``wait``, and rank 0 waits for the records of all ranks; the saver can not be used any more."""
+    def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
+        """As ``wait``, and rank 0 waits for the records of all ranks, at most ``patience`` seconds (None: ``deadline``). It is
+        called once, at the end."""
 
 
 class Work:
@@ -156,8 +157,8 @@ class Foreground:
         found, self._outcomes = self._outcomes, []
         return found
 
-    def finish(self, deadline: float) -> list[Outcome]:
-        self.work.finish(deadline)
+    def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
+        self.work.finish(deadline if patience is None else patience)
         return self.wait(0)
 
 

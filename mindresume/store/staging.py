@@ -76,6 +76,13 @@ class Staging:
             {name: self._view(slot) if isinstance(slot, Slot) else slot for name, slot in table.items()}
             for table in _tables(staged.save)])
 
+    def close(self) -> None:
+        """Gives the memory back as soon as no writer works on it any more."""
+        self._memory, self.size = np.empty(0, np.uint8), 0
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
     def _grow(self, size: int) -> None:
         self._memory, self.size = np.empty(0, np.uint8), 0          # the old one goes before the new one comes
         if self.fd >= 0:

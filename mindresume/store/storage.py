@@ -15,8 +15,9 @@ import errno
 import json
 import os
 import stat
+import sys
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
@@ -73,7 +74,8 @@ class Storage(Protocol):
         """Atomic; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
 
     def sync(self, folder: str) -> None:
-        """Names created, renamed or removed in ``folder`` so far are durable when this returns."""
+        """Names created, renamed or removed in ``folder`` so far are durable when this returns (where the file system flushes
+        folders at all)."""
 
     def remove(self, path: str) -> None:
         """Removes a file or an empty folder; no error if it is gone already. OSError if a folder is not empty."""
@@ -82,7 +84,8 @@ class Storage(Protocol):
         """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
 
     def room(self, folder: str) -> int:
-        """Bytes that can still be written below ``folder`` (which need not exist yet), as far as the file system tells."""
+        """Bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_ROOM`` where the file system
+        does not tell. No error: whether anything can be written shows when it is."""
 
 
 class PosixStorage:
@@ -144,6 +147,9 @@ class PosixStorage:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_OPERATION:
+                raise
         finally:
             os.close(handle)
 
@@ -177,7 +183,12 @@ class PosixStorage:
     def room(self, folder: str) -> int:
         while folder and not os.path.isdir(folder) and os.path.dirname(folder) != folder:
             folder = os.path.dirname(folder)
-        found = os.statvfs(folder or ".")
+        try:
+            found = os.statvfs(folder or ".")
+        except OSError:
+            return UNKNOWN_ROOM
+        if not (found.f_blocks and found.f_frsize):         # zeros: FUSE without statfs
+            return UNKNOWN_ROOM
         return found.f_bavail * found.f_frsize
 
 
@@ -219,19 +230,27 @@ class _PosixFile:
                 os.remove(self.path)
 
 
+UNKNOWN_ROOM = sys.maxsize
+_NO_SUCH_OPERATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written
-_CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EINTR)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Blocks for ``size`` bytes: full disks and quotas show before anything is written. The system call itself, because
-    posix_fallocate writes into every block where the file system (NFS before 4.2) cannot reserve."""
+    """Blocks for ``size`` bytes: full disks and quotas show before anything is written."""
+    code = _fallocate(handle, size)
+    if code in _NO_ROOM:
+        raise OSError(code, os.strerror(code), path)
+
+
+def _fallocate(handle: int, size: int) -> int:
+    """Returns 0 or the number of an error. The system call itself, because posix_fallocate writes into every block where the file
+    system (NFS before 4.2) cannot reserve."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
-        return
+        return errno.ENOSYS
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if fallocate(handle, _KEEP_SIZE, 0, size) and (code := ctypes.get_errno()) not in _CANNOT:
-        raise OSError(code, os.strerror(code), path)
+    return ctypes.get_errno() if fallocate(handle, _KEEP_SIZE, 0, size) else 0
 
 
 _AHEAD = 32 << 20               # bytes
@@ -248,11 +267,39 @@ def _begin_flush(handle: int, start: int, end: int) -> None:
 
 
 def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised."""
-    if storage.width == 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(storage.width) as pool:
-        return list(pool.map(function, items))
+    """Returns ``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised, and
+    then what nobody has begun is left out. The calling thread takes part: where no other thread can be had (the interpreter is
+    ending, the limit of processes is reached) it does everything. A pool would take no work at the end of the interpreter."""
+    rows = list(items)
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    lock, left = threading.Lock(), iter(range(len(rows)))
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = None if errors else next(left, None)
+            if number is None:
+                return
+            try:
+                results[number] = function(rows[number])
+            except BaseException as error:      # also ^C in the calling thread: the others end with what they have begun
+                errors[number] = error
+    helpers = []
+    with suppress(RuntimeError):
+        for _ in range(min(storage.width, len(rows)) - 1):
+            helper = threading.Thread(target=work, daemon=True)
+            helper.start()
+            helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        try:
+            raise errors[min(errors)]
+        finally:
+            errors.clear()                      # no cycle of error, traceback and frame, which would keep files open
+    return [results[number] for number in range(len(rows))]
 
 
 def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:

@@ -5,6 +5,7 @@ import pytest
 ms = pytest.importorskip("mindspore")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
+from mindresume.errors import SaveError  # noqa: E402
 from mindresume.plugin import adapter  # noqa: E402
 
 
@@ -79,3 +80,65 @@ def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
     assert adapter.wanted_of(network) == {"w": ((4, 2), "float32")}
     assert adapter.wanted_of(network, {"w", "global_step", "of_another_stage"}) == {"w": ((4, 2), "float32"),
                                                                                    "global_step": ((1,), "int32")}
+
+
+# ---- the ranks that are left when others are gone --------------------------------------------------------------------------
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Nobody answers: whatever asks other ranks fails the test."""
+    from mindspore.train import serialization
+
+    def ask(*arguments):
+        raise AssertionError("this waits for ranks that are gone")
+    for name in ("sync_pipeline_shared_parameters", "_get_merged_param_data", "get_allgather_cell"):
+        monkeypatch.setattr(serialization, name, ask)
+
+
+def row(shared=False, is_send=False):
+    """Of ``parameter_layout_dict``."""
+    return ((2,), (0, -1), (2, 2), 0, True, "", (4, 2), (2, 2), shared, is_send, 4, 0)
+
+
+def test_a_rescue_asks_nobody(alone):
+    network = Holder({"a": ((2, 2), ms.float32), "b": ((3,), ms.int32)})
+    network.parameter_layout_dict = {"a": row()}
+    network.parallel_parameter_merge_net_dict = {"a": lambda tensor: 1 / 0}            # of an earlier save with integrated_save
+    found = adapter.rescued_parameters(network, lambda name: True)
+    assert [(name, tensor.shape) for name, tensor in found] == [("a", (2, 2)), ("b", (3,))]
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    get = ms.context.get_auto_parallel_context
+    monkeypatch.setattr(ms.context, "get_auto_parallel_context", lambda name: 2 if name == "pipeline_stages" else get(name))
+
+
+def test_a_shared_parameter_is_rescued_by_its_owner(alone, stages):
+    network = Holder({"embedding": ((2, 2), ms.float32)})
+    network.parameter_layout_dict = {"embedding": row(shared=True, is_send=True)}
+    assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["embedding"]
+    assert adapter.collecting_exchanges(network, False)
+
+
+def test_a_stage_that_receives_a_shared_parameter_leaves_it_out(alone, stages):
+    network = Holder({"embedding": ((2, 2), ms.float32), "a": ((2,), ms.float32)})
+    network.parameters_dict()["embedding"].param_info.is_pipeline_shared_param = True
+    network.parameter_layout_dict = {"embedding": row(shared=True)}
+    assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["a"]
+
+
+def test_what_may_be_old_here_is_not_rescued(alone, stages):
+    network = Holder({"embedding": ((2, 2), ms.float32)})
+    network.parameter_layout_dict = {"embedding": row(shared=True)}
+    with pytest.raises(SaveError, match="cannot save embedding: another pipeline stage has its newest value"):
+        adapter.rescued_parameters(network, lambda name: True)
+
+
+def test_which_collecting_is_an_exchange(stages, monkeypatch):
+    network = Holder({"a": ((2, 2), ms.float32)})
+    network.parameter_layout_dict = {"a": row()}
+    assert not adapter.collecting_exchanges(network, False)
+    assert not adapter.collecting_exchanges(network, True)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    assert adapter.collecting_exchanges(network, True)

@@ -293,11 +293,11 @@ def test_a_session_lives_as_long_as_its_training(tmp_path):
     assert not session.current().resumes            # an evaluation afterwards in this process loads what it asks for
 
 
-def test_after_a_training_that_failed_sigterm_ends_the_process_again():
+def test_a_training_that_failed_settles_what_it_saves():
     stopped = []
 
     def train(self):
-        session.current().monitor = SimpleNamespace(listen_no_more=lambda: stopped.append(True))
+        session.current().monitor = SimpleNamespace(settle=lambda: stopped.append(True))
         raise RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         hooks._training(train)(FakeTrainer())

@@ -43,6 +43,15 @@ INJECTED = {"append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "l
             "embedding_local_norm_threshold": 1.0, "use_checkpoint_health_monitor": False, "use_legacy_format": True}
 
 
+LIVES: list["Job"] = []
+
+
+def settle_all():
+    """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log that is closed."""
+    while LIVES:
+        LIVES.pop().monitor.settle()
+
+
 class Job:
     """One life of a training process."""
 
@@ -56,6 +65,7 @@ class Job:
                                       train_network=train, network=train, optimizer=self.optimizer,
                                       net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
         self.context = SimpleNamespace(original_args=lambda: self.params)
+        LIVES.append(self)
         monitor.on_train_begin(self.context)
 
     def steps(self, count, stride=1):
@@ -97,6 +107,7 @@ def committed(folder):
 def own_session():
     before = session.current()
     yield session.begin(session.Session(Settings()))
+    settle_all()
     session.begin(before)
 
 
@@ -256,6 +267,13 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
+
+
+def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "share_of_rank", lambda group: 64)
+    Job(build(tmp_path, async_save=True)).steps(5).end()
+    assert committed(tmp_path) == [5] and "step 5 is saved in the training thread" in caplog.text
+    assert "the share of this rank" in caplog.text
 
 
 def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_session, monkeypatch):
@@ -418,6 +436,126 @@ def test_no_ceiling(tmp_path, own_session):
     assert committed(tmp_path) == [34]
 
 
+@pytest.mark.parametrize("kind", [False, "thread", "process"])
+def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, own_session, monkeypatch, kind):
+    class Late:
+        def __init__(self):
+            self.unregistered = []
+
+        def register(self, function):
+            pass
+
+        def unregister(self, function):
+            self.unregistered.append(function)
+    monkeypatch.setattr(module, "atexit", Late())
+    job = Job(build(tmp_path, async_save=kind)).steps(5)
+    job.monitor.settle()
+    assert committed(tmp_path) == [5] and own_session.monitor is job.monitor
+    job.monitor.settle()                                                # at the exit of the interpreter: nothing is left to do
+    assert module.atexit.unregistered == [job.monitor.settle] * 2
+
+
+def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, caplog):
+    job = Job(build(tmp_path, async_save="thread")).steps(4)
+    spoil(tmp_path)
+    job.steps(1).monitor.settle()
+    assert "step 5 was not saved" in caplog.text
+
+
+# ---- the last step, on several ranks -----------------------------------------------------------------------------------
+
+class Peer:
+    """The group of this rank and one other, which is busy for some exchanges, and then says ``row`` (or is gone)."""
+    rank, size = 0, 2
+
+    def __init__(self, row, busy=0):
+        self.row, self.busy, self.told = row, busy, []
+
+    def gather(self, message):
+        if isinstance(self.row, Exception):
+            raise self.row
+        if isinstance(json.loads(message), list):                       # who is done?
+            self.busy -= 1
+            return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
+        self.told.append(json.loads(message)["value"])
+        return [message, json.dumps({"value": self.row}).encode()]
+
+
+SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """Steps whose parameters were collected, which can be an exchange."""
+    found, original = [], content.Contents.shard
+
+    def shard(self, cb_params, state, rescue=False):
+        found.append(state.step)
+        return original(self, cb_params, state, rescue)
+    monkeypatch.setattr(content.Contents, "shard", shard)
+    return found
+
+
+def lonely_failure(folder, row):
+    """The last step fails on this rank alone; then its disk is well again."""
+    job = Job(build(folder)).steps(4)
+    job.monitor._group = Peer(row)
+    spoil(folder)
+    job.steps(1)
+    repair(folder)
+    return job
+
+
+def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(UNSAVED)
+    job.end()
+    assert collected == [5, 5] and files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
+
+
+def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path, collected):
+    lonely_failure(tmp_path, SAVED).end()
+    assert collected == [5, 5] and committed(tmp_path) == [5]
+
+
+def test_nobody_repeats_it_if_one_ends_with_an_error(tmp_path, collected):
+    lonely_failure(tmp_path, RAISES).end()
+    assert collected == [5] and committed(tmp_path) == []
+
+
+def test_who_ends_with_an_error_tells_the_others_first(tmp_path, own_session, collected):
+    own_session.settings = Settings(on_save_error="raise")
+    job = Job(build(tmp_path, async_save="thread")).steps(4)
+    spoil(tmp_path)
+    job.monitor._group = Peer(SAVED)
+    job.steps(1)
+    with pytest.raises(SaveError, match="step 5"):
+        job.end()
+    assert job.monitor._group.told == [RAISES] and collected == [5]
+
+
+def test_all_have_saved_it(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(SAVED)
+    job.end()
+    assert collected == [5]
+
+
+def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(UNSAVED, busy=1)
+    job.end()
+    assert collected == [5, 5] and job.monitor._group.busy == -1 and job.monitor._group.told == [SAVED]
+
+
+def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path, collected):
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group = Peer(RuntimeError("the other rank is gone"))
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        job.end()
+    assert collected == [5] and committed(tmp_path) == [5]
+
+
 # ---- what is left to the built-in ------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -476,6 +614,17 @@ def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, call
     job.monitor._append_dict["__exception_save__"] = True
     job.monitor._save_ckpt(job.params, True)
     assert calls == ["_save_ckpt"]
+
+
+def test_an_emergency_that_nobody_can_save_without_the_lost_ranks_is_an_error(tmp_path, calls, monkeypatch):
+    """The built-in would wait for them."""
+    job = Job(build(tmp_path)).steps(7)
+    monkeypatch.setattr(module.adapter, "rescued_parameters", lambda *_: 1 / 0)
+    monkeypatch.setattr(module.adapter, "collecting_exchanges", lambda *_: True)
+    job.monitor._append_dict["__exception_save__"] = True
+    with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
+        job.monitor._save_ckpt(job.params, True)
+    assert calls == []
 
 
 def test_an_emergency_outside_any_training_goes_to_the_built_in(tmp_path, calls):

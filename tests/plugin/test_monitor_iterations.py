@@ -9,7 +9,7 @@ pytest.importorskip("mindformers")
 
 import mindspore as ms  # noqa: E402
 from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
-from plugin.test_monitor import Job  # noqa: E402
+from plugin.test_monitor import Job, settle_all  # noqa: E402
 from plugin.test_monitor import build as build_any  # noqa: E402
 
 from mindresume.errors import ConfigError  # noqa: E402
@@ -29,6 +29,7 @@ FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-000000
 def own_session():
     before = session.current()
     yield session.begin(session.Session(Settings()))
+    settle_all()
     session.begin(before)
 
 

@@ -175,6 +175,29 @@ def test_a_writer_process_finishes_its_save_when_the_training_dies(tmp_path):
     assert steps(tmp_path / "checkpoint") == [5]
 
 
+@pytest.mark.parametrize("error", [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")])
+def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monkeypatch, error):
+    def start(*_):
+        raise error
+    saver = saver_in(tmp_path, "thread")
+    with monkeypatch.context() as patched:
+        patched.setitem(background._WRITERS, "thread", start)
+        saver.save(Save(shard(5)))
+        (outcome,) = saver.poll()
+        assert not outcome.saved and str(error) in str(outcome.error)
+    saver.save(Save(shard(10)))
+    assert saver.finish(PATIENCE)[0].saved
+
+
+def test_the_end_gives_the_memory_back(tmp_path):
+    saver = saver_in(tmp_path, "process")
+    saver.save(Save(shard(5)))
+    memory = f"/proc/self/fd/{saver._staging.fd}"
+    assert "memfd:mindresume" in os.readlink(memory)
+    saver.finish(PATIENCE)
+    assert saver._staging.fd == -1 and saver._staging.size == 0
+
+
 def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypatch):
     class Strange(PosixStorage):
         def make_folder(self, path):
@@ -187,7 +210,8 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
     saver.finish(PATIENCE)
 
 
-@pytest.mark.parametrize("options, reason", [({"budget": 64}, "the budget is"), ({"available": lambda: 10}, "the host has")])
+@pytest.mark.parametrize("options, reason", [({"budget": 64}, "staging_gib) is 0 MiB"), ({"share": 64}, "the share of this rank"),
+                                             ({"available": lambda: 10}, "container, has left 0 MiB")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_memory_it_is_saved_in_the_training_thread(tmp_path, kind, options, reason):
     log = []
@@ -268,5 +292,11 @@ def test_nothing_saved_nothing_to_finish(tmp_path):
     assert saver_in(tmp_path, "process").finish(PATIENCE) == []
 
 
-def test_the_memory_of_the_host_is_known():
-    assert background.memory_available() > 1 << 20
+def test_a_buffer_that_is_there_is_used_though_memory_is_short_now(tmp_path):
+    left = [1 << 30]
+    saver = saver_in(tmp_path, "thread", available=lambda: left[0])
+    saver.save(Save(shard(5)))
+    left[0] = 0
+    saver.save(Save(shard(10)))
+    saver.finish(PATIENCE)
+    assert saver.counts.foreground == 0

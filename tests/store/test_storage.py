@@ -1,5 +1,8 @@
 import errno
 import os
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,10 +79,86 @@ def test_parallel_keeps_the_order_and_raises_the_first_error():
         parallel(PosixStorage(), lambda item: 1 // item, [1, 0])
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """No other thread can be had: the interpreter is ending, or the limit of processes is reached."""
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_parallel_without_another_thread(alone):
+    assert parallel(PosixStorage(), lambda item: item * 2, range(20)) == list(range(0, 40, 2))
+
+
+def test_parallel_begins_nothing_after_an_error(alone):
+    done = []
+
+    def work(item):
+        if item == 3:
+            raise KeyboardInterrupt
+        done.append(item)
+    with pytest.raises(KeyboardInterrupt):
+        parallel(PosixStorage(), work, range(100))
+    assert done == [0, 1, 2]
+
+
 def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
     found = os.statvfs(tmp_path)
     room = PosixStorage().room(str(tmp_path / "not" / "yet"))
     assert abs(room - found.f_bavail * found.f_frsize) < 1 << 30
+
+
+@pytest.mark.parametrize("told", [{}, {"f_frsize": 4096}, {"f_frsize": 4096, "f_bavail": 7}])
+def test_a_file_system_that_tells_no_size_has_room(tmp_path, monkeypatch, told):
+    """FUSE without statfs: zeros. Unknown is not full."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **told}))
+    assert PosixStorage().room(str(tmp_path)) == storage.UNKNOWN_ROOM
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO])
+def test_a_file_system_that_does_not_answer_has_room(tmp_path, monkeypatch, code):
+    def fail(path):
+        raise OSError(code, os.strerror(code), path)
+    monkeypatch.setattr(os, "statvfs", fail)
+    assert PosixStorage().room(str(tmp_path)) == storage.UNKNOWN_ROOM
+
+
+def test_a_full_disk_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1000, f_bavail=0, f_frsize=4096))
+    assert PosixStorage().room(str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ESPIPE, errno.EBADF,
+                                  errno.ENODEV, errno.EACCES, errno.EREMOTEIO, errno.ESTALE, errno.EINTR, 0, 524])
+def test_a_file_system_that_cannot_reserve_is_written_to(tmp_path, monkeypatch, code):
+    """524: an error of the kernel's own (ENOTSUPP) that some file systems let out."""
+    monkeypatch.setattr(storage, "_fallocate", lambda handle, size: code)
+    assert PosixStorage().write(str(tmp_path / "file"), [b"abc"], 3) == 3
+    made = PosixStorage().create(str(tmp_path / "other"), 3)
+    made.write_at(0, memoryview(b"abc"))
+    made.finish()
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "other").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
+def test_no_room_and_a_broken_device_are_errors_before_the_first_byte(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(storage, "_fallocate", lambda handle, size: code)
+    for begin in (lambda path: PosixStorage().write(path, [b"abc"], 3), lambda path: PosixStorage().create(path, 3)):
+        with pytest.raises(OSError) as caught:
+            begin(str(tmp_path / "file"))
+        assert caught.value.errno == code and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code, known", [(errno.EINVAL, False), (errno.ENOSYS, False), (errno.EOPNOTSUPP, False),
+                                         (errno.EIO, True), (errno.ENOSPC, True), (errno.ESTALE, True)])
+def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch, code, known):
+    """SMB and some of FUSE say EINVAL: it has no such operation, so there is nothing to wait for."""
+    def fail(handle):
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) if known else nullcontext():
+        PosixStorage().sync(str(tmp_path))
 
 
 def test_a_file_that_cannot_be_reserved_is_an_error_before_its_first_byte(tmp_path):
