@@ -56,6 +56,10 @@ def table(items: Sequence[Item]) -> str:
 def warnings_of(progress: Progress, new: Setting, on_change: str) -> list[str]:
     """ProgressError if the data set was changed, nobody said so, and ``on_change`` is "error"."""
     found = list(filter(None, [check_skip(new.wish, new.size, new.epochs)])) if progress.begins else []
+    if progress.again:
+        found.append(f"{progress.position.declared} is still set, and the data set is not that of the checkpoint "
+                     f"({'; '.join(progress.changed)}): it begins anew. Remove the key once a new data set has begun, if "
+                     f"later changes are not to do that")
     if progress.changed and not progress.begins:
         what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
         do = (f"If it is a new one, set {IGNORED}: True to begin at its beginning, or {SKIPPED} to the steps of it that were "

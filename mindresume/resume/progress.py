@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from mindresume.data import IGNORED, SKIPPED, DataPosition, DataWish, differences
+from mindresume.data import IGNORED, SKIPPED, DataPosition, DataWish
 from mindresume.errors import ConfigError, ProgressError
+from mindresume.resume.dataset import differences
 from mindresume.state import TrainingState
 
 
@@ -40,7 +41,8 @@ class Progress:
     """Counters of a new run. ``step_scale`` multiplies every step count of the checkpoint. ``position``: where its data goes on,
     in whole steps of this run, ``data_skip`` of them from the beginning. ``consumed``: samples that the training has seen;
     ``repeated``: so many of them will be seen again. ``changed``: in what the data set differs from that of the checkpoint.
-    ``begins``: it begins as the configuration says, instead of where the checkpoint stood."""
+    ``begins``: it begins as the configuration says, instead of where the checkpoint stood; ``again``: by words that had been
+    heeded for another data set before."""
     initial_step: int
     initial_epoch: int
     global_step: int
@@ -51,6 +53,7 @@ class Progress:
     repeated: int = 0
     changed: tuple[str, ...] = ()
     begins: bool = False
+    again: bool = False
 
 
 def data_wish(ignore: Any, skip: Any) -> DataWish:
@@ -88,7 +91,8 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
         _check_sink(skip, SKIPPED if begins else "the data of step", new.sink_size)
     epoch = initial_step // new.sink_size if new.sink_size else position.first_epoch + position.passes
     consumed = step * old if state.consumed is None and old else state.consumed
-    return Progress(initial_step, epoch, global_step, float(scale), position, skip, consumed, repeated, changed, begins)
+    return Progress(initial_step, epoch, global_step, float(scale), position, skip, consumed, repeated, changed, begins,
+                    begins and declared == before.declared)
 
 
 def beginning(wish: DataWish, size: int, batch: int, epochs: int = 0) -> DataPosition:
