@@ -1,4 +1,5 @@
-"""What a resume says of itself: each part of the state of a training restored, recomputed or absent, and what is worth a warning.
+"""What a resume says of itself: each part of the state of a training restored, recomputed, absent or changed, and what is worth a
+warning.
 
     step           restored    35
     data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
@@ -14,7 +15,7 @@ from mindresume.errors import ProgressError
 from mindresume.resume.progress import Progress, Setting, check_skip
 from mindresume.state import TrainingState
 
-RESTORED, RECOMPUTED, ABSENT = "restored", "recomputed", "absent"
+RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
 
 
 class Item(NamedTuple):
@@ -92,5 +93,5 @@ def _data_set(state: TrainingState, progress: Progress) -> Item:
     if state.data is None or not state.data.identity:
         return Item("data set", ABSENT, "not in the checkpoint: taken for the same")
     if progress.changed:
-        return Item("data set", ABSENT, f"changed: {'; '.join(progress.changed)}")
+        return Item("data set", CHANGED, "; ".join(progress.changed))
     return Item("data set", RESTORED, "the same")

@@ -1,4 +1,4 @@
-"""What a resume says: every item restored, recomputed or absent, and one warning for what is worth one."""
+"""What a resume says: every item restored, recomputed, absent or changed, and one warning for what is worth one."""
 import pytest
 
 from mindresume.data import DataPosition, DataWish
@@ -49,7 +49,7 @@ def test_another_data_set_and_a_checkpoint_that_does_not_say():
     lines = told(state(), Setting(8, 10, None, {"files": "b"}, DataWish(False, 2)))
     assert ("  data           recomputed  as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are "
             "skipped") in lines
-    assert "  data set       absent      changed: files: a, now b" in lines
+    assert "  data set       changed     files: a, now b" in lines
     assert "  data set       absent      not in the checkpoint: taken for the same" in told(state(data=None), Setting(8, 10))
 
 
