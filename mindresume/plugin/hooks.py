@@ -181,7 +181,7 @@ def _runner_config(original: Any) -> Any:
         current, runner = session.current(), config.runner_config
         current.dataset_size = config.data_size
         if not current.resumes:
-            current.origin = loading.begin(config, current)
+            current.origin = loading.begin(config, dataset, current)
         current.sink_size = runner.sink_size if runner.sink_mode else None
         if current.resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
