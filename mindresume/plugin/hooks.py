@@ -66,6 +66,7 @@ def _training(original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
         started.training, started.remote = True, modelarts.remote_of(self.config)
+        started.requests = leaving.requests(self.config)
         try:
             result = original(self, *args, **kwargs)
             if started.left:

@@ -62,6 +62,7 @@ class Session:
     monitor: Any = None                      # the CheckpointMonitor that saves in this training
     lost: Lost | None = None                 # on rank 0: what a job that died had done behind the chosen checkpoint
     load_seconds: float = 0.0                # of choosing, reading and checking
+    requests: Mapping[str, Any] = field(default_factory=dict)    # to leave, from before it began (plugin/leaving.py)
     left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
