@@ -5,6 +5,7 @@
       _check_config_rules             ─▶ choose_checkpoint: scan, prove, agree; or a fresh start
       get_resume_checkpoint           ─▶ the chosen file's name
       load_resume_context_from_...    ─▶ set_progress: initial step and epoch, loss scale
+      _resume_hf_iterable_dataset     ─▶ streaming data goes on at its own place
       check_runner_config             ─▶ remembers data and sink size; ends a training that is complete already
       transform_and_load_checkpoint   ─▶ load_shard: reads what this rank proved, verified again while it is read
 
@@ -19,11 +20,11 @@ import os
 from inspect import signature
 from typing import Any
 
-from mindresume.agree import decide, report
+from mindresume.agree import agreed, decide, report
 from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session
+from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session, streaming
 from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
@@ -46,6 +47,7 @@ def install() -> None:
         adapter.replace(module, "is_publicly_accessible_path", _shared)
     adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
+    adapter.replace(adapter.BASE_TRAINER, "_resume_hf_iterable_dataset", _streaming)
     adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
     adapter.replace(adapter.BASE_TRAINER, "preload_ckpt", _preload)
     adapter.replace(adapter.BASE_TRAINER, "transform_and_load_checkpoint", _load)
@@ -173,6 +175,16 @@ def _context(original: Any) -> Any:
             return original(config, dataset)
         return loading.set_progress(config, dataset.get_dataset_size(), current)
     return load
+
+
+def _streaming(original: Any) -> Any:
+    @functools.wraps(original)
+    def resume(dataset: Any, step: int) -> None:
+        current = session.current()
+        if current.progress is None:
+            return original(dataset, step)
+        return agreed(current.group, lambda: streaming.take_up(dataset, current.progress))
+    return resume
 
 
 def _runner_config(original: Any) -> Any:

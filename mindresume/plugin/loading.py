@@ -13,7 +13,7 @@ from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.gauge import Gauge
 from mindresume.network import check_fit
-from mindresume.plugin import adapter, convert, session, telling
+from mindresume.plugin import adapter, convert, session, streaming, telling
 from mindresume.resume.account import account_of, warnings_of
 from mindresume.resume.progress import Progress, Setting, check_skip, data_wish, fresh, progress_of
 from mindresume.resume.prove import ProvenShard
@@ -28,6 +28,7 @@ def progress_for(config: Any, dataset_size: int, current: session.Session) -> tu
     state, setting = state_of(current.choice), _setting(config, dataset_size, current)
     progress = progress_of(state, setting)
     current.origin = session.Origin(progress.initial_step, progress.position, progress.consumed)
+    current.progress = progress
     current.global_step, current.account = progress.global_step, account_of(state, progress, setting)
     for sentence in warnings_of(progress, setting, current.settings.on_dataset_change):
         adapter.logger().warning("mindresume: %s", sentence)
@@ -46,6 +47,7 @@ def begin(config: Any, dataset: Any, current: session.Session) -> session.Origin
     if warning:
         adapter.logger().warning("mindresume: %s", warning)
     position, skip, runner.initial_epoch = fresh(setting)
+    streaming.refuse_skip(dataset, skip)
     if setting.wish.skip and not setting.wish.ignore and skip != setting.wish.skip:
         dataset.set_init_step(skip)
     return session.Origin(0, position)
