@@ -66,16 +66,3 @@ class DataPosition:
                 isinstance(text, str) for text in identity.values()):
             raise RecordError(f"training state: data is {value!r}"[:300] + ", expected a text declared and an identity of texts")
         return cls(passes, samples, first, declared, identity)
-
-
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In what two data sets differ, one phrase each; empty if they are alike, or one of them is not known."""
-    if not before or not now:
-        return []
-    return [f"{key}: {_short(before.get(key))}, now {_short(now.get(key))}" for key in dict.fromkeys((*before, *now))
-            if before.get(key) != now.get(key)]
-
-
-def _short(text: str | None) -> str:
-    text = "nothing" if text is None else text
-    return text if len(text) <= 120 else text[:117] + "..."

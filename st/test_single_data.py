@@ -64,7 +64,7 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
     """All go on from a copy of the uninterrupted run, which stands at step 40, at the end of epoch 4 of the first set."""
     base = tmp_path_factory.mktemp("changed")
     runs = SimpleNamespace(**{name: beside(whole_single, base / name) for name in
-                              ("ignored", "skipped", "larger", "silent", "refused", "new")})
+                              ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")})
     shutil.rmtree(runs.new.checkpoints)
     second, more = sets["second"], "--epochs 6"
     together(
@@ -72,6 +72,7 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
         lambda: twice(runs.skipped, 47, second, SKIP, more),
         lambda: succeeded(runs.larger, f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2"),
         lambda: succeeded(runs.silent, second, more),
+        lambda: succeeded(runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"),
         lambda: finished(runs.refused, second, more, MINDRESUME_ON_DATASET_CHANGE="error"),
         lambda: (succeeded(runs.new, NEW, "--epochs 1"), twice(runs.new, 17, NEW, second, IGNORE, "--epochs 3")))
     return runs
@@ -107,6 +108,14 @@ def test_another_batch_size_at_the_same_time(changed, alone):
     run, pairs = changed.larger, [alone.second[i] + alone.second[i + 1] for i in range(0, 14, 2)]
     assert [samples(run)[step] for step in range(21, 28)] == pairs
     said(run, "steps scaled by 0.5 from 40")
+
+
+def test_in_sink_mode_too(changed, alone):
+    """Of the fifth epoch, 15 steps, 7 sinks of 2."""
+    run = changed.sinks
+    assert steps_of(run) == list(range(41, 55))
+    assert [samples(run)[step] for step in range(41, 55)] == alone.second[:14]
+    said(run, "epoch", "recomputed", "30 done (an epoch is a sink)")
 
 
 def test_in_checkpoint_2_too(changed, alone):

@@ -1,6 +1,6 @@
 import pytest
 
-from mindresume.data import DataPosition, DataWish, differences
+from mindresume.data import DataPosition, DataWish
 
 
 @pytest.mark.parametrize("passes, samples, steps, size, batch, expected", [
@@ -18,15 +18,6 @@ def test_steps_from_the_beginning():
     assert DataPosition(2, 40).steps(10, 8) == 25
     assert DataPosition(2, 47).steps(10, 8) == 25
     assert DataPosition(0, 400).steps(10, 8) == 10          # never into the next pass
-
-
-def test_what_differs():
-    before = {"type": "MindDataset", "shuffle": "True", "seed": "1"}
-    assert differences(before, dict(before)) == differences({}, before) == differences(before, {}) == []
-    assert differences(before, {"type": "MindDataset", "shuffle": "False", "num_samples": "80"}) == [
-        "shuffle: True, now False", "seed: 1, now nothing", "num_samples: nothing, now 80"]
-    (long,) = differences({"files": "a" * 500}, {"files": "b"})
-    assert len(long) < 150 and long.endswith("..., now b")
 
 
 def test_a_wish_in_words():

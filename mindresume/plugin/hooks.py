@@ -5,6 +5,7 @@
       _check_config_rules             ─▶ choose_checkpoint: scan, prove, agree; or a fresh start
       get_resume_checkpoint           ─▶ the chosen file's name
       load_resume_context_from_...    ─▶ set_progress: initial step and epoch, loss scale
+      _resume_hf_iterable_dataset     ─▶ streaming data goes on at its own place
       check_runner_config             ─▶ remembers data and sink size; ends a training that is complete already
       transform_and_load_checkpoint   ─▶ load_shard: reads what this rank proved, verified again while it is read
 
@@ -19,11 +20,11 @@ import os
 from inspect import signature
 from typing import Any
 
-from mindresume.agree import decide, report
+from mindresume.agree import agreed, decide, report
 from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session
+from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session, streaming
 from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
@@ -46,6 +47,7 @@ def install() -> None:
         adapter.replace(module, "is_publicly_accessible_path", _shared)
     adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
     adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
+    adapter.replace(adapter.BASE_TRAINER, "_resume_hf_iterable_dataset", _streaming)
     adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
     adapter.replace(adapter.BASE_TRAINER, "preload_ckpt", _preload)
     adapter.replace(adapter.BASE_TRAINER, "transform_and_load_checkpoint", _load)
@@ -66,6 +68,7 @@ def _training(original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
         started.training, started.remote = True, modelarts.remote_of(self.config)
+        started.requests = leaving.requests(self.config)
         try:
             result = original(self, *args, **kwargs)
             if started.left:
@@ -174,6 +177,16 @@ def _context(original: Any) -> Any:
     return load
 
 
+def _streaming(original: Any) -> Any:
+    @functools.wraps(original)
+    def resume(dataset: Any, step: int) -> None:
+        current = session.current()
+        if current.progress is None:
+            return original(dataset, step)
+        return agreed(current.group, lambda: streaming.take_up(dataset, current.progress))
+    return resume
+
+
 def _runner_config(original: Any) -> Any:
     @functools.wraps(original)
     def check(config: Any, dataset: Any) -> None:
@@ -181,7 +194,7 @@ def _runner_config(original: Any) -> Any:
         current, runner = session.current(), config.runner_config
         current.dataset_size = config.data_size
         if not current.resumes:
-            current.origin = loading.begin(config, current)
+            current.origin = loading.begin(config, dataset, current)
         current.sink_size = runner.sink_size if runner.sink_mode else None
         if current.resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "

@@ -6,6 +6,9 @@
 
 Ranks must agree on a step, and only an exchange can do that; at every step it would cost too much, so rank 0 says with each
 exchange at which step the next one is. One process asks nobody.
+
+A file that asked already before the training began has most likely ended the one before, and would end each one after its first
+step. It counts again as soon as it is written again.
 """
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from mindresume.agree import Group, report
 
@@ -26,14 +29,22 @@ _KEY = "GracefulExit"                   # mindspore train/callback/_on_request_e
 _FILE_CHECK = 1.0                       # seconds between two looks at the file
 
 
+class Version(NamedTuple):
+    """Tells apart what was written to a file at different times."""
+    inode: int
+    changed: int
+    size: int
+
+
 class Leaving:
     """``seconds``: about so often the ranks exchange what they noted; 0: never, so that nobody leaves. ``callbacks``: of the
     training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves.
-    ``news()`` of all ranks goes along with each exchange, to ``told``."""
+    ``news()`` of all ranks goes along with each exchange, to ``told``. ``before``: the ``requests`` from before the minutes of
+    compiling; a file that is not among them is looked at now."""
 
     def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (),
                  clock: Callable[[], float] = time.monotonic, news: Callable[[], Any] = lambda: None,
-                 told: Callable[[list[Any]], None] = lambda rows: None):
+                 told: Callable[[list[Any]], None] = lambda rows: None, before: Mapping[str, Version | None] | None = None):
         self.group, self.seconds, self.clock, self.news, self.told = group, seconds, clock, news, told
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
@@ -43,6 +54,20 @@ class Leaving:
         self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
         self._looked = -_FILE_CHECK
         self._before: Any = None
+        asks = request(self.file) if self.file else None
+        self._stale = asks if asks == (before or {}).get(self.file, asks) else None
+        self._ignoring = [other for other in self.others if self._stale and other.remote_config_file == self.file]
+        for other in self._ignoring:
+            other.remote_config_file = None                     # MindSpore's callback would stop the training itself
+
+    @property
+    def ignored(self) -> str:
+        """A sentence about a request that was there before the training began; empty if there is none."""
+        if self._stale is None:
+            return ""
+        return (f"{os.path.abspath(self.file)} asked to leave ({_KEY}: 1) before this training began, and most likely ended the "
+                f"one before: it is ignored until it is written again. Set {_KEY} to 0, or remove the file; a 1 after that ends "
+                f"this training")
 
     def listen(self) -> None:
         """From here on SIGTERM is noted instead of ending the process at once. Only the main thread can."""
@@ -64,8 +89,12 @@ class Leaving:
             return BY_SIGNAL
         if self.file and self.clock() - self._looked >= _FILE_CHECK:
             self._looked = self.clock()
-            if asks_to_leave(self.file):
-                return BY_FILE
+            asks = request(self.file)
+            if asks != self._stale:
+                self._stale = None
+                while self._ignoring:
+                    self._ignoring.pop().remote_config_file = self.file
+                return BY_FILE if asks else ""
         return ""
 
     def at(self, step: int) -> str:
@@ -91,11 +120,19 @@ class Leaving:
         return max(1, min(2 * self._interval, int(self.seconds / each)))
 
 
-def asks_to_leave(path: str) -> bool:
-    """Whether the file says so. One that is not there, or is being written, does not."""
+def requests(config: Any) -> dict[str, Version | None]:
+    """Of every file that the configuration of a training may name."""
+    named = [callback.get("config_file") for callback in config.get("callbacks") or () if isinstance(callback, Mapping)]
+    return {str(path): request(str(path)) for path in (FILE, *named) if path}
+
+
+def request(path: str) -> Version | None:
+    """Which version of the file asks to leave. None: it does not. One that is not there, or is being written, does not."""
     try:
         with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+            status, value = os.fstat(file.fileno()), json.load(file)
     except (OSError, ValueError):
-        return False
-    return isinstance(value, dict) and value.get(_KEY) == 1
+        return None
+    if not isinstance(value, dict) or value.get(_KEY) != 1:
+        return None
+    return Version(status.st_ino, status.st_mtime_ns, status.st_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.gauge import Gauge
 from mindresume.network import check_fit
-from mindresume.plugin import adapter, convert, session, telling
+from mindresume.plugin import adapter, convert, session, streaming, telling
 from mindresume.resume.account import account_of, warnings_of
-from mindresume.resume.progress import Progress, Setting, beginning, check_skip, data_wish, progress_of
+from mindresume.resume.progress import Progress, Setting, check_skip, data_wish, fresh, progress_of
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.state import TrainingState, is_transient
@@ -26,31 +25,39 @@ from mindresume.store.storage import Storage
 def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[Progress, float | None]:
     """Counters of the run, and loss scale, from the state of the chosen checkpoint; mindformers is told where its data goes on.
     ProgressError: see ``progress``."""
-    runner, state = config.runner_config, state_of(current.choice)
-    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
-    batch = runner.global_batch_size
-    setting = Setting(batch, dataset_size, sink_size, current.identity, data_wish(config.get("ignore_data_skip"),
-                                                                                config.get("data_skip_steps")), _epochs(runner))
+    state, setting = state_of(current.choice), _setting(config, dataset_size, current)
     progress = progress_of(state, setting)
     current.origin = session.Origin(progress.initial_step, progress.position, progress.consumed)
+    current.progress = progress
     current.global_step, current.account = progress.global_step, account_of(state, progress, setting)
     for sentence in warnings_of(progress, setting, current.settings.on_dataset_change):
         adapter.logger().warning("mindresume: %s", sentence)
     config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
     adapter.logger().info("mindresume: continues after step %d (epoch %d done), global batch size %s, loss scale %s%s",
-                          progress.initial_step, progress.initial_epoch, batch, state.loss_scale,
+                          progress.initial_step, progress.initial_epoch, setting.batch, state.loss_scale,
                           "" if progress.step_scale == 1 else f"; steps scaled by {progress.step_scale:g} from {state.step}")
     return progress, state.loss_scale
 
 
-def begin(config: Any, current: session.Session) -> session.Origin:
-    """Of a run that does not resume. mindformers skips data at its beginning, too, if it is told to."""
-    wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    warning = check_skip(wish, config.data_size, _epochs(config.runner_config))
+def begin(config: Any, dataset: Any, current: session.Session) -> session.Origin:
+    """Of a run that does not resume. mindformers skips data at its beginning, too, if it is told to; that whole passes cannot be
+    skipped, and that in sink mode less is left then, it does not know."""
+    runner, setting = config.runner_config, _setting(config, config.data_size, current)
+    warning = check_skip(setting)
     if warning:
         adapter.logger().warning("mindresume: %s", warning)
-    position = beginning(wish, config.data_size, config.runner_config.global_batch_size or 1)
-    return session.Origin(0, replace(position, identity=current.identity))
+    position, skip, runner.initial_epoch = fresh(setting)
+    streaming.refuse_skip(dataset, skip)
+    if setting.wish.skip and not setting.wish.ignore and skip != setting.wish.skip:
+        dataset.set_init_step(skip)
+    return session.Origin(0, position)
+
+
+def _setting(config: Any, dataset_size: int, current: session.Session) -> Setting:
+    runner = config.runner_config
+    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    return Setting(runner.global_batch_size, dataset_size, sink_size, current.identity, wish, _epochs(runner))
 
 
 def _epochs(runner: Any) -> int | None:

@@ -88,7 +88,9 @@ class CheckpointMonitor(BuiltIn):
         self._start(session.current())
         callbacks = run_context.original_args().list_callback
         self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or (), news=self._home.news,
-                                told=self._home.told)
+                                told=self._home.told, before=session.current().requests)
+        if self._leaving.ignored:
+            adapter.logger().warning("mindresume: %s", self._leaving.ignored)
         self._leaving.listen()
         return None
 

@@ -19,6 +19,7 @@ from mindresume.errors import ConfigError
 from mindresume.reshard.source import Source
 from mindresume.resume.account import Item
 from mindresume.resume.lost import Lost
+from mindresume.resume.progress import Progress
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
 from mindresume.resume.trials import Trial
@@ -62,10 +63,12 @@ class Session:
     monitor: Any = None                      # the CheckpointMonitor that saves in this training
     lost: Lost | None = None                 # on rank 0: what a job that died had done behind the chosen checkpoint
     load_seconds: float = 0.0                # of choosing, reading and checking
+    requests: Mapping[str, Any] = field(default_factory=dict)    # to leave, from before it began (plugin/leaving.py)
     left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
     origin: Origin = field(default_factory=Origin)
+    progress: Progress | None = None         # of a resume: where it goes on
     account: list[Item] = field(default_factory=list)            # of a resume, for people
     dataset_size: int | None = None          # steps of one pass over the data
     sink_size: int | None = None             # None: not in sink mode

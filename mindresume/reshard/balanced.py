@@ -41,9 +41,10 @@ class Exchange:
 def plan(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
          itemsizes: Mapping[str, int], rank: int) -> tuple[dict[str, Region], list[Exchange]]:
     """What this rank reads, and the exchanges it takes part in, in the order in which all ranks do theirs. ``layouts``: {name:
-    (layout, global shape)} of this job."""
+    (layout, global shape)} of this job. A counter that is stored in other dimensions is no part of its layout: each rank reads
+    it."""
     held = {name: (*layouts[name], itemsizes[name]) for name, region in regions.items()
-            if name in layouts and layouts[name][0].copies > 1 and elements(region)}
+            if name in layouts and layouts[name][0].copies > 1 and len(region) == len(layouts[name][1]) and elements(region)}
     if not held:
         return dict(regions), []
     size = next(iter(held.values()))[0].stage_size

@@ -2,15 +2,19 @@
 
 Everything such a rank held is by its layout on others too, or the checkpoint would not have been offered
 (``mindresume.formats.described.uncovered``). Only its random generators are lost. Layouts are those of the records, or of what
-mindformers wrote (MindIO TTP: only a part of the ranks saves) those of the strategy.
+mindformers wrote (MindIO TTP: only a part of the ranks saves) those of the strategy. Nothing says that the strategy is of the
+same job; but what it says to be the same on two ranks that wrote must be the same bytes.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
 from mindresume.errors import DamagedFileError, StrategyError
+from mindresume.files.checksum import tensor_checksum
+from mindresume.files.model import TensorEntry
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.described import stage_size, uncovered
 from mindresume.formats.records import header_of, listed
@@ -93,6 +97,35 @@ def stand_ins(rank: int, present: Iterable[int], world_size: int, details_of: Ca
                 return f"a part of {name} was held by it alone"
             found[name] = holder, details_of(holder).tensors[name]
     return found
+
+
+def unlike_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
+                   progress: Callable[[int], None] | None = None) -> str:
+    """What shows that ``strategy`` is not of the job that wrote ``candidate``: a tensor of ``rank`` which by the strategy is the
+    same on the first rank that holds it, and is not; empty if there is none. ``progress``: bytes read since the last call.
+    DamagedFileError, StrategyError or OSError."""
+    details_of = details_by(storage, root, candidate, strategy)
+    first = rank - rank % strategy.stage_size
+    mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]
+
+    @cache
+    def entries(other: int) -> dict[str, tuple[str, TensorEntry]]:
+        return {name: (file.path, entry) for file in candidate.files[other]
+                for name, entry in header_of(storage, root, file).tensors.items()}
+
+    def checksum_of(other: int, name: str) -> str:
+        path, entry = entries(other)[name]
+        with storage.open(os.path.join(root, path)) as opened:
+            found = tensor_checksum(opened, entry)
+        if progress:
+            progress(entry.nbytes)
+        return found
+    for name, row in details_of(rank).tensors.items():
+        other = _holder(rank, first, name, row, mates, details_of)
+        if other not in (None, rank) and checksum_of(other, name) != checksum_of(rank, name):
+            return (f"{name} differs on rank {rank} and rank {other}, which hold copies of each other by {strategy.source}; is "
+                    f"that the strategy of another job?")
+    return ""
 
 
 def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], details_of: Callable[[int], Details]

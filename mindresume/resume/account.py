@@ -1,4 +1,5 @@
-"""What a resume says of itself: each part of the state of a training restored, recomputed or absent, and what is worth a warning.
+"""What a resume says of itself: each part of the state of a training restored, recomputed, absent or changed, and what is worth a
+warning.
 
     step           restored    35
     data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
@@ -14,7 +15,7 @@ from mindresume.errors import ProgressError
 from mindresume.resume.progress import Progress, Setting, check_skip
 from mindresume.state import TrainingState
 
-RESTORED, RECOMPUTED, ABSENT = "restored", "recomputed", "absent"
+RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
 
 
 class Item(NamedTuple):
@@ -30,7 +31,8 @@ def account_of(state: TrainingState, progress: Progress, new: Setting) -> list[I
     rows = [Item("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
     if progress.consumed is not None:
         rows.append(Item("samples", RESTORED, f"{progress.consumed} seen"))
-    rows += [Item("epoch", how, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
+    epoch = RECOMPUTED if progress.begins and new.sink_size else how
+    rows += [Item("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
              _data(state, progress, new), _data_set(state, progress)]
     rate = "position of the schedule: " + (_scaled(state.global_step, progress.global_step, old, new.batch) if scaled else
                                            f"step {state.global_step} of the optimizer")
@@ -55,7 +57,11 @@ def table(items: Sequence[Item]) -> str:
 
 def warnings_of(progress: Progress, new: Setting, on_change: str) -> list[str]:
     """ProgressError if the data set was changed, nobody said so, and ``on_change`` is "error"."""
-    found = list(filter(None, [check_skip(new.wish, new.size, new.epochs)])) if progress.begins else []
+    found = list(filter(None, [check_skip(new)])) if progress.begins else []
+    if progress.again:
+        found.append(f"{progress.position.declared} is still set, and the data set is not that of the checkpoint "
+                     f"({'; '.join(progress.changed)}): it begins anew. Remove the key once a new data set has begun, if "
+                     f"later changes are not to do that")
     if progress.changed and not progress.begins:
         what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
         do = (f"If it is a new one, set {IGNORED}: True to begin at its beginning, or {SKIPPED} to the steps of it that were "
@@ -63,6 +69,10 @@ def warnings_of(progress: Progress, new: Setting, on_change: str) -> list[str]:
         if on_change == "error":
             raise ProgressError(f"{what}, and nobody said so (mindresume.on_dataset_change: error). {do}")
         found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
+    if progress.moved and not progress.begins and not progress.changed:
+        place = progress.position.passes
+        found.append(f"sink_size {new.sink_size} does not divide the {new.size} steps of a pass: the data goes on with pass "
+                     f"{place + 1} instead of {place - progress.moved + 1}. If it is shuffled, its order is that of this pass")
     if progress.repeated:
         found.append(f"{progress.repeated} samples are seen again: the checkpoint stands within a step of global batch size "
                      f"{new.batch}, and steps are rounded down")
@@ -88,5 +98,5 @@ def _data_set(state: TrainingState, progress: Progress) -> Item:
     if state.data is None or not state.data.identity:
         return Item("data set", ABSENT, "not in the checkpoint: taken for the same")
     if progress.changed:
-        return Item("data set", ABSENT, f"changed: {'; '.join(progress.changed)}")
+        return Item("data set", CHANGED, "; ".join(progress.changed))
     return Item("data set", RESTORED, "the same")

@@ -2,14 +2,18 @@
 
     identity = identity_of(storage, config.train_dataset, config.seed)
     {"type": "MindDataset", "dataset_dir": "1 file, 1234 bytes: mcore.mindrecord", "shuffle": "True", ...}
+    differences(recorded, identity)                     # one phrase each
 
 Two trainings read the same samples in the same order if these are equal. How fast they are read, by how many ranks and in which
-batches is left out, and where the files lie, too: a data set can be moved.
+batches is left out, and where the files lie, too: a data set can be moved. Files that loaders write themselves (indices, caches,
+states of an iterator) are no part of it, wherever they put them.
 """
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -17,10 +21,24 @@ import xxhash
 from mindresume.data import MAX_IDENTITY, MAX_TEXT
 from mindresume.store.storage import Storage
 
-# of train_dataset: what does not decide which samples come, or follows from other keys (batch sizes, devices)
-_IGNORED = {"num_parallel_workers", "python_multiprocessing", "prefetch_size", "numa_enable", "batch_size", "autotune_per_step",
-            "auto_tune", "filepath_prefix", "profile", "max_rowsize", "num_shards", "shard_id", "device_num", "rank_id",
-            "do_eval", "dynamic_batch", "use_broadcast_data", "construct_args_key", "create_attention_mask"}
+# Folders that loaders write (mindformers dataset/, Hugging Face datasets).
+_WRITTEN = {"path_to_cache", "s3_cache_path", "cache_dir", "dataset_state_dir", "save_indices_npz_path", "filepath_prefix"}
+# Keys of train_dataset that do not decide which samples come, or that follow from others (batch sizes, devices). What grants
+# access is not recorded either.
+_IGNORED = _WRITTEN | {
+    "num_parallel_workers", "python_multiprocessing", "prefetch_size", "numa_enable", "batch_size", "autotune_per_step",
+    "auto_tune", "profile", "max_rowsize", "num_shards", "shard_id", "device_num", "rank_id", "do_eval", "dynamic_batch",
+    "use_broadcast_data", "construct_args_key", "create_attention_mask", "mmap_bin_files", "num_dataset_builder_threads",
+    "num_proc", "keep_in_memory", "load_from_cache_file", "cache_file_name", "writer_batch_size", "download_mode",
+    "download_config", "verification_mode", "save_step", "resume_step", "token_monitor",
+    "token_monitor_config", "token", "use_auth_token", "storage_options"}
+# Files that loaders write among those of a data set: indices of Megatron ({prefix}/cache/GPTDataset_indices, path_to_cache),
+# caches, unfinished files and locks of Hugging Face, states of its iterators, a table that mindformers leaves beside its weights.
+_MADE = re.compile(r"(^|/)(cache/\w+_indices/|[0-9a-f]{32}-\w+-\w+-(description\.txt|\w+_index\.npy)$|cache-[^/]*\.arrow$|"
+                   r"tmp[a-z0-9_]{8}$|[^/]*\.(lock|incomplete)(/|$)|dataset_state_rank\d+\.json$|param_name_map\.json$|"
+                   r"__pycache__/)")
+_LISTED = re.compile(r"\d+ files?, \d+ bytes[^:]*: ")         # how ``_named`` begins
+_PREFIXES = "data_path"                     # data_path, train_data_path, ...: files of Megatron, also without a folder before
 _SUFFIXES = ("", ".bin", ".idx")            # a data set of Megatron is named without them
 _MOST_FILES = 100_000
 
@@ -29,7 +47,7 @@ def identity_of(storage: Storage, section: Any, seed: Any = None) -> dict[str, s
     """``section``: ``train_dataset`` of the configuration; None: {}. Files are looked at, not read. OSError."""
     if not isinstance(section, Mapping):
         return {}
-    rows = dict(_rows(storage, section, ""))
+    rows = dict(_rows(_Files(storage, frozenset(_written(section))), section, ""))
     if seed is not None:
         rows.setdefault("seed", str(seed))
     if len(rows) > MAX_IDENTITY:                # a blend of hundreds of data sets
@@ -39,54 +57,86 @@ def identity_of(storage: Storage, section: Any, seed: Any = None) -> dict[str, s
     return {key: _bounded(value) for key, value in rows.items()}
 
 
-def _rows(storage: Storage, value: Any, path: str) -> Iterator[tuple[str, str]]:
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """In what two data sets differ, one phrase each; empty if they are alike, or one of them is not known. Earlier versions
+    recorded caches and states, too: such a row says nothing of the data."""
+    if not before or not now:
+        return []
+    return [f"{key}: {_short(before.get(key))}, now {_short(now.get(key))}" for key in dict.fromkeys((*before, *now))
+            if before.get(key) != now.get(key) and _IGNORED.isdisjoint(key.split(".")) and
+            not any(_names_made(value) for value in (before.get(key), now.get(key)))]
+
+
+def _names_made(value: str | None) -> bool:
+    listed = _LISTED.match(value or "")
+    return listed is not None and any(_MADE.search(name) for name in value[listed.end():].split(", "))
+
+
+def _short(text: str | None) -> str:
+    text = "nothing" if text is None else text
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _written(value: Any) -> Iterator[str]:
+    """Folders below ``train_dataset`` that loaders are told to write."""
+    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ():
+        if key in _WRITTEN and isinstance(inner, str) and inner:
+            yield os.path.abspath(inner)
+        yield from _written(inner)
+
+
+def _rows(files: _Files, value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key not in _IGNORED:
-                yield from _rows(storage, inner, f"{path}.{key}" if path else str(key))
+                yield from _rows(files, inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, (list, tuple)) and any(isinstance(inner, (Mapping, list, tuple)) for inner in value):
         for number, inner in enumerate(value):
-            yield from _rows(storage, inner, f"{path}.{number}")
+            yield from _rows(files, inner, f"{path}.{number}")
     elif value is not None:
-        yield path.removeprefix("data_loader."), _of_value(storage, value)
+        yield path.removeprefix("data_loader."), _of_value(files, value, path.endswith(_PREFIXES))
 
 
-def _of_value(storage: Storage, value: Any) -> str:
+def _of_value(files: _Files, value: Any, prefix: bool) -> str:
     if isinstance(value, (list, tuple)):
         texts = list(map(str, value))
-        found = [row for text in texts for row in _files(storage, text)]
-        return _named(found) + _others(storage, texts) if found else ", ".join(texts)
-    text = str(value)
-    found = _files(storage, text) if isinstance(value, str) else []
-    return _named(found) if found else text
+        found = {text: files.of(text, prefix) for text in texts}
+        every = [row for text in texts for row in found[text]]
+        rest = [text for text in texts if not found[text]]              # weights of a blend
+        return _named(every) + (f"; {', '.join(rest)}" if rest else "") if every else ", ".join(texts)
+    rows = files.of(value, prefix) if isinstance(value, str) else []
+    return _named(rows) if rows else str(value)
 
 
-def _others(storage: Storage, texts: list[str]) -> str:
-    """What stands beside the files in a list: weights of a blend."""
-    rest = [text for text in texts if not _files(storage, text)]
-    return f"; {', '.join(rest)}" if rest else ""
+@dataclass(frozen=True)
+class _Files:
+    """Files that values of the configuration name. ``written``: folders that are no data, though they may lie among it."""
+    storage: Storage
+    written: frozenset[str]
 
+    def of(self, text: str, prefix: bool) -> list[tuple[str, int]]:
+        """(name, bytes) of the files that a value names, sorted within a folder; [] if it names none. The files of a prefix come
+        before a folder of the same name: that is where mindformers keeps indices of them."""
+        text = text.strip() if prefix else text
+        if not prefix and os.sep not in text and "." not in text:
+            return []
+        rows = [(path, self.storage.status(path)) for path in (text + suffix for suffix in _SUFFIXES)]
+        found = [(os.path.basename(path), status.size) for path, status in rows if status is not None and not status.is_folder]
+        folder = rows[0][1]
+        return found or (list(self._within(text, "")) if folder is not None and folder.is_folder else [])
 
-def _files(storage: Storage, text: str) -> list[tuple[str, int]]:
-    """(name, bytes) of the files that a value names, sorted within a folder; [] if it names none."""
-    if os.sep not in text and "." not in text:
-        return []
-    status = storage.status(text)
-    if status is not None and status.is_folder:
-        return _within(storage, text, "")
-    rows = [(path, storage.status(path)) for path in (text + suffix for suffix in _SUFFIXES)]
-    return [(os.path.basename(path), status.size) for path, status in rows if status is not None and not status.is_folder]
-
-
-def _within(storage: Storage, folder: str, below: str) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
-    for name in sorted(storage.list(folder)):
-        status = storage.status(os.path.join(folder, name))
-        if status is None or name.startswith(".") or len(found) > _MOST_FILES:
-            continue
-        found += _within(storage, os.path.join(folder, name), below + name + "/") if status.is_folder else [
-            (below + name, status.size)]
-    return found
+    def _within(self, folder: str, below: str) -> list[tuple[str, int]]:
+        found: list[tuple[str, int]] = []
+        for name in sorted(self.storage.list(folder)):
+            path = os.path.join(folder, name)
+            status = self.storage.status(path)
+            if status is None or name.startswith(".") or len(found) > _MOST_FILES or os.path.abspath(path) in self.written:
+                continue
+            if status.is_folder:
+                found += self._within(path, below + name + "/")
+            elif not _MADE.search(below + name):
+                found.append((below + name, status.size))
+        return found
 
 
 def _named(files: list[tuple[str, int]]) -> str:

@@ -9,17 +9,26 @@ Data, by where the checkpoint stood in its data set, which a change of the batch
 
     data skip     = passes * steps of a pass + samples of the pass that was begun / global batch size, rounded down
                     or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration says so for the first time
-    initial epoch = epochs before the data set + passes              (in sink mode an epoch is a sink: initial step // sink size)
+    initial epoch = epochs before the data set + passes
+
+In sink mode an epoch of MindSpore is a sink, and mindformers has ``epochs * steps of a pass // sink size`` of them in all,
+counted by the data set of this run, whatever the steps before were trained on. So there
+
+    initial epoch = (epochs before the data set * steps of a pass + data skip) / sink size
+
+rounded so that as many whole sinks follow as fit into what is left. The data is skipped in whole sinks.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import gcd
 from typing import Any
 
-from mindresume.data import IGNORED, SKIPPED, DataPosition, DataWish, differences
+from mindresume.data import IGNORED, SKIPPED, DataPosition, DataWish
 from mindresume.errors import ConfigError, ProgressError
+from mindresume.resume.dataset import differences
 from mindresume.state import TrainingState
 
 
@@ -40,7 +49,9 @@ class Progress:
     """Counters of a new run. ``step_scale`` multiplies every step count of the checkpoint. ``position``: where its data goes on,
     in whole steps of this run, ``data_skip`` of them from the beginning. ``consumed``: samples that the training has seen;
     ``repeated``: so many of them will be seen again. ``changed``: in what the data set differs from that of the checkpoint.
-    ``begins``: it begins as the configuration says, instead of where the checkpoint stood."""
+    ``begins``: it begins as the configuration says, instead of where the checkpoint stood; ``again``: by words that had been
+    heeded for another data set before. ``moved``: passes by which the data was put elsewhere than where it stood between two
+    passes, because a sink has to begin there: only the order of a shuffled data set is concerned."""
     initial_step: int
     initial_epoch: int
     global_step: int
@@ -51,6 +62,8 @@ class Progress:
     repeated: int = 0
     changed: tuple[str, ...] = ()
     begins: bool = False
+    again: bool = False
+    moved: int = 0
 
 
 def data_wish(ignore: Any, skip: Any) -> DataWish:
@@ -63,7 +76,7 @@ def data_wish(ignore: Any, skip: Any) -> DataWish:
 
 
 def progress_of(state: TrainingState, new: Setting) -> Progress:
-    """ProgressError if the checkpoint has less than one step of the new run, or a sink would have to be cut."""
+    """ProgressError if the checkpoint has less than one step of the new run, or the data would have to begin within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.batch) if old and new.batch else Fraction(1)
     initial_step, global_step = int(step * scale), int(state.global_step * scale)
@@ -74,38 +87,49 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
     before = _position_of(state, new, initial_step)
     changed = tuple(differences(before.identity, new.identity or {}))
     identity = dict(new.identity or {}) or before.identity
-    position, repeated = _rescaled(before, new, old)
     declared = str(new.wish)
     begins = bool(declared) and (declared != before.declared or bool(changed))
+    stands = _of_whole_sinks(before, state) if begins or changed else before
     if begins:
-        check_skip(new.wish, new.size, new.epochs)
-        epochs = position.first_epoch + position.passes
-        position, repeated = beginning(new.wish, new.size, new.batch or 1, epochs), 0
-    position = replace(position, identity=identity)
+        check_skip(new)
+        position, repeated = _beginning(new, stands.first_epoch + stands.passes), 0
+    else:
+        position, repeated = _rescaled(stands, new, old)
+    stood, position = position.passes, replace(_at_a_sink(position, new), identity=identity)
     skip = position.steps(new.size, new.batch or 1)
-    if new.sink_size:
-        _check_sink(initial_step, "step", new.sink_size)
-        _check_sink(skip, SKIPPED if begins else "the data of step", new.sink_size)
-    epoch = initial_step // new.sink_size if new.sink_size else position.first_epoch + position.passes
+    _check_sink(skip, SKIPPED if begins else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
-    return Progress(initial_step, epoch, global_step, float(scale), position, skip, consumed, repeated, changed, begins)
+    return Progress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
+                    repeated, changed, begins, begins and declared == before.declared, position.passes - stood)
 
 
-def beginning(wish: DataWish, size: int, batch: int, epochs: int = 0) -> DataPosition:
-    """Where a data set begins as ``wish`` says, after so many epochs of the training."""
-    position = DataPosition().after(0 if wish.ignore else wish.skip or 0, size, batch)
-    return replace(position, first_epoch=epochs - position.passes, declared=str(wish))
+def fresh(new: Setting) -> tuple[DataPosition, int, int]:
+    """Of a run that does not resume: where its data begins, the steps that are skipped for that, and the initial epoch.
+    ProgressError if nothing is left, or the data would have to begin within a sink."""
+    check_skip(new)
+    position = _at_a_sink(_beginning(new, 0), new)
+    skip = position.steps(new.size, new.batch or 1)
+    _check_sink(skip, SKIPPED, new)
+    return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
 
 
-def check_skip(wish: DataWish, size: int, epochs: int | None) -> str:
+def _beginning(new: Setting, epochs: int) -> DataPosition:
+    """Where a data set begins as the configuration says, after so many epochs of the training. MindSpore makes as many passes as
+    there are epochs, so none that is left out can be one of them unless it stands for one that is done."""
+    position = DataPosition().after(0 if new.wish.ignore else new.wish.skip or 0, new.size, new.batch or 1)
+    passes = min(position.passes, epochs)
+    return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.wish))
+
+
+def check_skip(new: Setting) -> str:
     """ProgressError if nothing of the data would be left. Returns what is worth a warning: more than a pass is skipped."""
-    skip = 0 if wish.ignore else wish.skip or 0
-    if epochs and skip >= size * epochs:
+    skip, size, epochs = 0 if new.wish.ignore else new.wish.skip or 0, new.size, new.epochs
+    if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(f"{SKIPPED} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
-                            f"nothing of it would be left. It counts steps of this data set alone, not of the whole training")
+                            f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
+                            f"steps of this data set alone, not of the whole training")
     if skip >= size:
-        return (f"{SKIPPED} is {skip}, more than the {size} steps of the data set: it begins in pass {skip // size + 1}, behind "
-                f"{skip % size} steps")
+        return (f"{SKIPPED} is {skip}, a pass over the data set has {size} steps: it begins behind {skip % size} steps of a pass")
     return ""
 
 
@@ -127,10 +151,37 @@ def _rescaled(position: DataPosition, new: Setting, old: int | None) -> tuple[Da
     return replace(position, samples=steps * batch), left
 
 
-def _check_sink(steps: int, what: str, sink_size: int) -> None:
+def _of_whole_sinks(position: DataPosition, state: TrainingState) -> DataPosition:
+    """What is less than a sink at the end of a pass is not trained on before another data set comes: a training of so many epochs
+    ends before it (mindformers trainer/utils.py, check_runner_config)."""
+    if not (state.sink_size and state.dataset_size and state.global_batch_size and position.samples):
+        return position
+    left = state.dataset_size - position.samples // state.global_batch_size
+    return replace(position, passes=position.passes + 1, samples=0) if left < state.sink_size else position
+
+
+def _at_a_sink(position: DataPosition, new: Setting) -> DataPosition:
+    """Between two passes: with as many passes before as whole sinks need, out of those that were trained."""
+    if not new.sink_size or position.samples or position.passes * new.size % new.sink_size == 0:
+        return position
+    epochs = max(position.first_epoch + position.passes, 0)
+    passes = epochs - epochs % (new.sink_size // gcd(new.size, new.sink_size))
+    return replace(position, passes=passes, first_epoch=epochs - passes)
+
+
+def _initial_epoch(position: DataPosition, skip: int, new: Setting) -> int:
+    if not new.sink_size:
+        return position.first_epoch + position.passes
+    sinks, more = divmod(position.first_epoch * new.size + skip, new.sink_size)
+    rest = (new.epochs or 0) * new.size % new.sink_size             # of all passes: mindformers trains whole sinks
+    return sinks + (more > rest)
+
+
+def _check_sink(skip: int, what: str, new: Setting) -> None:
     """MindSpore would round the data skip down to a multiple of the sink size and repeat samples (mindspore
     train/dataset_helper.py)."""
-    if steps % sink_size:
+    if new.sink_size and skip % new.sink_size:
         raise ProgressError(
-            f"{what} {steps} is no multiple of sink_size {sink_size}: MindSpore skips data in whole sinks and would repeat "
-            f"{steps % sink_size} steps of data. Use a sink_size that divides {steps}, or sink_mode: False")
+            f"{what}: it begins behind {skip} steps of the data set, no multiple of sink_size {new.sink_size}. MindSpore skips "
+            f"data in whole sinks and would repeat {skip % new.sink_size} steps of it. Use a sink_size that divides {skip}, or "
+            f"sink_mode: False")

@@ -29,7 +29,7 @@ from mindresume.manifest import (
     read_record,
     record_name,
 )
-from mindresume.resume.absent import details_by, stand_ins
+from mindresume.resume.absent import details_by, stand_ins, unlike_replica
 from mindresume.resume.understood import Layouts, needs_metadata
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
@@ -122,8 +122,8 @@ def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal |
 def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None = None,
           full: bool = True, strategy: Strategy | None = None, layouts: Layouts | None = None) -> ProvenShard | Refusal:
     """Reads everything that ``rank`` is going to load from this candidate, and checks it. ``full`` False: only the record,
-    the headers and the sizes. ``strategy``: of the job, for a rank that is absent from what mindformers wrote. ``layouts``: of
-    this candidate, where several ranks are proven."""
+    the headers and the sizes. ``strategy``: of the job, where ranks are absent from what mindformers wrote. ``layouts``: of this
+    candidate, where several ranks are proven."""
     files = candidate.files.get(rank)
     if not files and rank in candidate.absent:
         return _prove_absent(storage, root, candidate, rank, progress if full else None, strategy)
@@ -144,6 +144,9 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
             return problem or ProvenShard(rank, tuple(map(Source, files)), candidate.state)
         header = headers[0]
         scalars = scalars_of(storage, root, file, header)
+        unlike = unlike_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
+        if unlike:
+            return candidate.refuse(unlike, file.path, rank)
     except DamagedFileError as error:
         path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
         return candidate.refuse(f"rank {rank}: {error.reason}", path, rank)

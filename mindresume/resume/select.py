@@ -176,7 +176,7 @@ def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequ
 
     def check() -> Any:
         for rank in ranks:
-            strategy = strategy_of(root, candidate) if rank in candidate.absent and candidate.attempt is None else None
+            strategy = strategy_of(root, candidate) if candidate.absent and candidate.attempt is None else None
             result = prove(storage, root, candidate, rank, progress, complete, strategy, layouts)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}

@@ -366,6 +366,18 @@ def chosen(tmp_path, current, step=15, foreign=False, **values):
     hooks.choose_checkpoint(config_of(tmp_path), current)
 
 
+def test_a_run_from_its_beginning_that_skips_data(current):
+    """In sink mode the sinks that are skipped are not trained behind the end of the data; a whole pass cannot be skipped."""
+    skips = []
+    dataset = SimpleNamespace(set_init_step=skips.append)
+    for skip, sink, epoch, position in ((4, None, 0, 32), (4, 2, 2, 32), (14, 2, 2, 32), (14, None, 0, 32), (None, 2, 0, 0)):
+        config = runner(sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip)
+        config.runner_config.origin_epochs = 3
+        origin = loading.begin(config, dataset, current)
+        assert (config.runner_config.initial_epoch, origin.position.passes, origin.position.samples) == (epoch, 0, position)
+    assert skips == [4, 4]                                              # of the 14; mindformers itself did the others
+
+
 class ScaleObject:
     loss_scale_value = 1.0
 

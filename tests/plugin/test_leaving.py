@@ -9,7 +9,7 @@ pytest.importorskip("mindformers")
 from folders import Ranks  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
-from mindresume.plugin.leaving import BY_FILE, BY_SIGNAL, STATUS, Leaving, asks_to_leave  # noqa: E402
+from mindresume.plugin.leaving import BY_FILE, BY_SIGNAL, STATUS, Leaving, request, requests  # noqa: E402
 
 
 class Clock:
@@ -104,10 +104,45 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
     assert leaving.at(2) == ""                              # looked at a moment ago
     clock.now += 1
     assert leaving.at(3) == BY_FILE
-    (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
-    assert Leaving(Solo(), 5.0).at(1) == ""
-    monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
-    assert Leaving(Solo(), 5.0).at(1) == BY_FILE
+    for switched_on, said in ((False, ""), (True, BY_FILE)):
+        if switched_on:
+            monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
+        leaving = Leaving(Solo(), 5.0)
+        (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
+        assert leaving.at(1) == said
+        os.remove(tmp_path / "graceful_exit.json")
+
+
+@pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
+def test_a_file_that_stays_does_not_end_the_next_training(tmp_path, again):
+    """It ended the one before. Neither ours nor MindSpore's callback heeds it until it is written again; the log says so."""
+    path, clock = tmp_path / "mine.json", Clock()
+    path.write_text('{"GracefulExit": 1}')
+    callback = SimpleNamespace(remote_config_file=str(path), exit=False)
+    leaving = Leaving(Solo(), 5.0, [callback], clock)
+    assert str(path) in leaving.ignored and "Set GracefulExit to 0" in leaving.ignored
+    for step in range(1, 4):
+        clock.now += 1
+        assert leaving.at(step) == "" and callback.remote_config_file is None
+    path.write_text(again) if again else os.remove(path)
+    clock.now += 1
+    assert leaving.at(4) == (BY_FILE if again and "1" in again else "") and callback.remote_config_file == str(path)
+    assert not leaving.ignored
+    path.write_text('{"GracefulExit": 1}  ')
+    clock.now += 1
+    assert leaving.at(5) == BY_FILE
+
+
+def test_a_request_while_the_network_is_compiled_counts(tmp_path):
+    path = str(tmp_path / "mine.json")
+    callback = SimpleNamespace(remote_config_file=path, exit=False)
+    before = requests({"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]})
+    assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
+    (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
+    leaving = Leaving(Solo(), 5.0, [callback], Clock(), before=before)
+    assert not leaving.ignored and leaving.at(1) == BY_FILE
+    stays = Leaving(Solo(), 5.0, [callback], Clock(), before={path: request(path)})
+    assert stays.ignored and stays.at(1) == ""
 
 
 def test_a_callback_that_took_the_signal_is_asked():
@@ -122,5 +157,5 @@ def test_a_callback_that_took_the_signal_is_asked():
                                            ("", False), ("[1]", False), ('{"Grac', False), ('{"GracefulExit": "1"}', False)])
 def test_what_the_file_may_hold(tmp_path, content, asks):
     (tmp_path / "f.json").write_text(content)
-    assert asks_to_leave(str(tmp_path / "f.json")) is asks
-    assert not asks_to_leave(str(tmp_path / "absent.json")) and not asks_to_leave(str(tmp_path))
+    assert (request(str(tmp_path / "f.json")) is not None) is asks
+    assert request(str(tmp_path / "absent.json")) is None and request(str(tmp_path)) is None

@@ -217,6 +217,17 @@ def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, 
     assert common["loss_scale"] == 64.0                     # none was saved: what the configuration says stays
 
 
+@pytest.mark.parametrize("sink, epoch", [(None, 4), (1, 60), (2, 30), (5, 12), (-1, 4)])
+def test_a_new_data_set_in_both_modes(current, sink, epoch):
+    """Step 40 of 10 a pass; the new data set has 15, of 6 epochs 2 are left."""
+    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(40, 10, 40, 8, dataset_size=10)))
+    config = MindFormerConfig(ignore_data_skip=True)
+    config.runner_config = SimpleNamespace(global_batch_size=8, sink_mode=sink is not None, sink_size=sink, epochs=6)
+    common = common_for(config, 15, current)
+    assert computed(common, config.runner_config, 15) == (40, epoch)
+    assert (config.data_skip_steps, config.ignore_data_skip) == (0, True)
+
+
 def test_a_step_that_does_not_scale_is_rounded_down(current):
     current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(15, 10, 15, 8, 1.0)))
     config = MindFormerConfig()

@@ -118,3 +118,13 @@ def test_nothing_is_passed_on_where_nothing_is_alike():
     layouts = {"w": (TensorLayout((4,), (0,)), (8,))}
     regions = {"w": held(layouts["w"][0], 1, (8,)), "global_step": whole((1,))}
     assert plan(regions, layouts, {"w": 4, "global_step": 4}, 1) == (regions, [])
+
+
+@pytest.mark.parametrize("saved, mine", [((1,), ()), ((), (1,)), ((1, 1), (1,))])
+def test_a_counter_of_other_dimensions_is_read_by_each_rank(saved, mine):
+    """One element, () in the network and (1,) in the checkpoint: its layout says nothing of the region that is read."""
+    layouts = {"scale": (TensorLayout((2, 2), (-1,) * len(mine)), mine), "copied": (TensorLayout((2, 2), (-1,)), (5,))}
+    plans = [plan({"scale": whole(saved), "copied": whole((5,))}, layouts, {"scale": 4, "copied": 2}, rank) for rank in range(4)]
+    assert all("scale" in regions for regions, _ in plans)
+    assert sum("copied" in regions for regions, _ in plans) == 1
+    assert {tuple(exchanges) for _, exchanges in plans} == {tuple(plans[0][1])}

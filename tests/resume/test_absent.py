@@ -207,6 +207,20 @@ def test_of_mindformers_without_proof(tmp_path, strategy, said):
     assert choice.chosen.step == 5 and said in choice.refused[0].reason
 
 
+@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("matrix, cut", [((8, 1), -1), ((2, 4), 1)])
+def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
+    """Of as many ranks, and it covers everything: but what it takes for copies is not the same on the ranks that wrote."""
+    cuts = {name: (cut, -1) if len(SHAPES[name]) == 2 else (-1,) for name in SHAPES}
+    alien = Strategy(({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy")
+    foreign(tmp_path, 5, range(WORLD), fmt)
+    foreign(tmp_path, 7, COVERING, fmt)
+    for ranks in (lambda c: range(c.world_size), lambda c: [3]):
+        choice = select(STORAGE, str(tmp_path), Solo(), WORLD, ranks=ranks, strategy_of=lambda root, candidate: alien)
+        assert choice.chosen.step == 5
+        assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
+
+
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
     from mindresume.reshard.strategies import strategies
     foreign(tmp_path / "checkpoint", 7, COVERING)

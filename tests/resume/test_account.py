@@ -1,4 +1,4 @@
-"""What a resume says: every item restored, recomputed or absent, and one warning for what is worth one."""
+"""What a resume says: every item restored, recomputed, absent or changed, and one warning for what is worth one."""
 import pytest
 
 from mindresume.data import DataPosition, DataWish
@@ -49,7 +49,7 @@ def test_another_data_set_and_a_checkpoint_that_does_not_say():
     lines = told(state(), Setting(8, 10, None, {"files": "b"}, DataWish(False, 2)))
     assert ("  data           recomputed  as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are "
             "skipped") in lines
-    assert "  data set       absent      changed: files: a, now b" in lines
+    assert "  data set       changed     files: a, now b" in lines
     assert "  data set       absent      not in the checkpoint: taken for the same" in told(state(data=None), Setting(8, 10))
 
 
@@ -82,3 +82,12 @@ def test_a_change_that_nobody_declared():
                                "if it were. If it is a new one, set ignore_data_skip: True")
     with pytest.raises(ProgressError, match="nobody said so .mindresume.on_dataset_change: error.*ignore_data_skip: True"):
         warnings(state(), new, "error")
+
+
+def test_words_that_are_still_there_when_the_data_set_changes_again():
+    """``ignore_data_skip: True`` was left in the configuration: what it does is said; without a change it does nothing."""
+    wish, stood = DataWish(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
+    (sentence,) = warnings(state(data=stood), Setting(8, 10, None, {"files": "b"}, wish), "error")
+    assert sentence.startswith("ignore_data_skip: True is still set, and the data set is not that of the checkpoint (files: a, "
+                               "now b): it begins anew.")
+    assert warnings(state(data=stood), Setting(8, 10, None, OURS, wish)) == []

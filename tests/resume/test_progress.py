@@ -1,11 +1,11 @@
 """Where a resumed run goes on: exact where it can be, rounded down as documented and said where it cannot."""
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.data import DataPosition, DataWish
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.resume.progress import Setting, check_skip, data_wish, progress_of
+from mindresume.resume.progress import Setting, check_skip, data_wish, fresh, progress_of
 from mindresume.state import TrainingState
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
@@ -48,8 +48,11 @@ def test_less_than_a_step_is_refused():
 
 
 def test_a_sink_is_not_cut():
-    with pytest.raises(ProgressError, match="step 15 is no multiple of sink_size 2"):
+    with pytest.raises(ProgressError, match="the data of step 15: it begins behind 15 steps of the data set, no multiple"):
         progress_of(state(15), Setting(8, 10, 2))
+    for run in (progress_of, lambda saved, new: fresh(new)):
+        with pytest.raises(ProgressError, match="data_skip_steps: it begins behind 3 steps of the data set, no multiple"):
+            run(state(10), Setting(8, 10, 2, wish=DataWish(False, 3), epochs=4))
 
 
 def test_a_pass_of_another_length_moves_nothing_else():
@@ -147,16 +150,140 @@ def test_what_cannot_be_meant(ignore, skip, match):
         data_wish(ignore, skip)
 
 
-@pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins in pass 2, behind 0 steps"), (23, "begins in pass 3, behind 3")])
+@pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins behind 0 steps"), (23, "begins behind 3 steps of a pass")])
 def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
-    found = check_skip(DataWish(False, skip), 10, 3)
+    found = check_skip(Setting(8, 10, wish=DataWish(False, skip), epochs=3))
     assert said in found and bool(found) is bool(said)
-    assert check_skip(DataWish(True, skip), 10, 3) == ""                        # ignore_data_skip
+    assert check_skip(Setting(8, 10, wish=DataWish(True, skip), epochs=3)) == ""                # ignore_data_skip
 
 
 def test_a_skip_beyond_the_data_is_an_error():
-    with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: n"):
-        check_skip(DataWish(False, 30), 10, 3)
-    assert "pass 10001" in check_skip(DataWish(False, 100_000), 10, None)
+    with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: noth"):
+        check_skip(Setting(8, 10, wish=DataWish(False, 30), epochs=3))
+    with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
+        check_skip(Setting(8, 10, 4, wish=DataWish(False, 28), epochs=3))
+    assert "behind 0 steps" in check_skip(Setting(8, 10, wish=DataWish(False, 100_000)))
     with pytest.raises(ProgressError, match="nothing of it would be left"):
         progress_of(state(20), Setting(8, 10, wish=DataWish(False, 30), epochs=3))
+
+
+# ---- how much is trained, with and without sinks -----------------------------------------------------------------------
+
+def trained(skip, epoch, new):
+    """Steps of the data set, counted from its beginning, that MindSpore trains on: (the first, one behind the last). mindformers
+    trainer/utils.py, check_runner_config; mindspore train/model.py, _train_process and _train_dataset_sink_process."""
+    assert skip < new.size * new.epochs                             # or MindSpore refuses
+    if not new.sink_size:
+        passes = new.epochs - epoch
+        stop = (skip // new.size + passes) * new.size
+        assert skip // new.size + passes <= new.epochs              # or the data ends before the training
+        return skip, stop
+    sinks = int(new.size / new.sink_size * new.epochs)
+    assert skip % new.sink_size == 0 and epoch < sinks
+    stop = skip + (sinks - epoch) * new.sink_size
+    assert stop <= -(-sinks * new.sink_size // new.size) * new.size
+    return skip, stop
+
+
+def resumed(saved, new):
+    progress = progress_of(saved, new)
+    return trained(progress.data_skip, progress.initial_epoch, new)
+
+
+@pytest.mark.parametrize("sink", [None, 1, 2, 4, 5, -1])
+@pytest.mark.parametrize("stood, size, epochs, steps", [
+    (DataPosition(2, 0, identity=OURS), 5, 6, 20),                  # a smaller data set: sink mode trained 10 of its 20 steps
+    (DataPosition(3, 0, identity=OURS), 200, 5, 400),               # a larger one: 700 instead of 400
+    (DataPosition(4, 0, identity=OURS), 5, 5, 5),                   # none at all, and status 0
+    (DataPosition(3, 40, identity=OURS), 15, 6, 45),                # the epoch that was cut is trained as a whole
+    (DataPosition(3, 72, identity=OURS), 8, 6, 24),                 # by a smaller one, too
+    (DataPosition(0, 40, identity=OURS), 20, 1, 20), (DataPosition(5, 8, 2, identity=OURS), 30, 9, 60)])
+def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, steps, sink):
+    """Of sinks as many as fit."""
+    sink = size if sink == -1 else sink
+    saved = on(stood.steps(10, 8) + stood.first_epoch * 10, stood)
+    first, stop = resumed(saved, Setting(8, size, sink, OTHER, DataWish(True), epochs))
+    assert first == 0 and stop == steps // (sink or 1) * (sink or 1)
+
+
+@pytest.mark.parametrize("sink, steps", [(None, 43), (1, 43), (2, 42), (4, None)])
+def test_and_behind_steps_of_it(sink, steps):
+    saved, new = on(30, DataPosition(3, 0, identity=OURS)), Setting(8, 15, sink, OTHER, DataWish(False, 2), 6)
+    if steps is None:
+        with pytest.raises(ProgressError, match="behind 2 steps"):
+            progress_of(saved, new)
+    else:
+        assert resumed(saved, new) == (2, 2 + steps)
+
+
+@pytest.mark.parametrize("sink", [None, 1, 2, 5])
+@pytest.mark.parametrize("skip, first, stop", [(None, 0, 30), (0, 0, 30), (10, 0, 30), (20, 0, 30)])
+def test_a_run_from_its_beginning(sink, skip, first, stop):
+    """Whole passes that are left out are no part of what MindSpore makes."""
+    new = Setting(8, 10, sink, OURS, DataWish(False, skip), 3)
+    position, skipped, epoch = fresh(new)
+    assert trained(skipped, epoch, new) == (first, stop) and position.identity == OURS
+    assert position.declared == (f"data_skip_steps: {skip}" if skip else "")
+
+
+@pytest.mark.parametrize("sink, stop", [(None, 30), (1, 30), (2, 30), (4, 28)])
+def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
+    for skip in (4, 14):
+        new = Setting(8, 10, sink, wish=DataWish(False, skip), epochs=3)
+        position, skipped, epoch = fresh(new)
+        assert trained(skipped, epoch, new) == (4, stop) and (position.passes, position.samples) == (0, 32)
+
+
+@pytest.mark.parametrize("before, after", [((10, 10), (15, 15)), ((15, 4), (20, 2)), ((15, 5), (10, 4)), ((15, 2), (9, 4)),
+                                           ((7, -1), (10, -1)), ((15, 1), (10, 4)), ((10, 4), (10, 4))])
+def test_a_new_data_set_each_round(before, after):
+    """In sink mode, and nothing is said: what is less than a sink at the end of a round is no reason to skip anything of the next
+    data set, or to refuse it."""
+    (old, sink), (size, next_sink) = before, after
+    sink, next_sink = (old if sink == -1 else sink), (size if next_sink == -1 else next_sink)
+    step = old // sink * sink
+    saved = TrainingState(step, sink, step, 8, sink_size=sink, dataset_size=old,
+                          data=DataPosition(identity=OURS).after(step, old, 8))
+    new = Setting(8, size, next_sink, OTHER, epochs=2)
+    progress = progress_of(saved, new)
+    assert (progress.position.samples, progress.position.first_epoch + progress.position.passes) == (0, 1)
+    first, stop = trained(progress.data_skip, progress.initial_epoch, new)
+    assert first % size == 0 and stop - first in (size // next_sink * next_sink, 2 * size // next_sink * next_sink - size)
+
+
+def test_between_two_passes_of_the_same_data_another_sink_begins_at_a_pass_that_it_can():
+    progress = progress_of(on(30, DataPosition(3, 0, identity=OURS)), Setting(8, 10, 4, OURS, epochs=6))
+    assert (progress.data_skip, progress.position.passes, progress.position.first_epoch, progress.moved) == (20, 2, 1, -1)
+    assert trained(progress.data_skip, progress.initial_epoch, Setting(8, 10, 4, OURS, epochs=6)) == (20, 48)     # 28 of 30 steps
+    for sink in (None, 1, 2, 5, 10):
+        assert progress_of(on(30, DataPosition(3, 0, identity=OURS)), Setting(8, 10, sink, OURS, epochs=6)).moved == 0
+
+
+@given(size=st.integers(1, 40), sink=st.integers(1, 12), epochs=st.integers(1, 9), cut=st.integers(1, 400))
+def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink, epochs, cut):
+    """The same steps as without an interruption, whatever sink divides what."""
+    new = Setting(8, size, sink, OURS, epochs=epochs)
+    cut = min(cut, int(size / sink * epochs) - 1)
+    assume(cut > 0)
+    position = DataPosition(identity=OURS).after(cut * sink, size, 8)
+    progress = progress_of(TrainingState(cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position), new)
+    assert (progress.initial_step, progress.initial_epoch, progress.data_skip, progress.moved) == (cut * sink, cut, cut * sink, 0)
+
+
+@given(old=st.integers(1, 30), size=st.integers(8, 40), sink=st.sampled_from([1, 2, 4, 8]), batch=st.sampled_from([4, 8, 16]),
+       more=st.integers(1, 8), step=st.integers(8, 200), lives=st.lists(st.integers(1, 5), max_size=4))
+def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more, step, lives):
+    """With another batch size, too: all lives together train as many whole sinks of it as fit into the epochs that are left."""
+    position = DataPosition(identity=OURS).after(step, old, 8)
+    epochs = position.passes + more
+    new = Setting(batch, size, sink, OTHER, DataWish(True), epochs)
+    progress, wanted = progress_of(on(step, position, old), new), more * size // sink
+    total, left = int(size / sink * epochs), wanted
+    assert total - progress.initial_epoch == left
+    for sinks in lives:
+        if sinks >= left:
+            break
+        stands, at = progress.position.after(sinks * sink, size, batch), progress.initial_step + sinks * sink
+        progress = progress_of(TrainingState(at, sink, at, batch, sink_size=sink, dataset_size=size, data=stands), new)
+        left -= sinks
+        assert total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink and not progress.begins
