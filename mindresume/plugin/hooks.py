@@ -20,7 +20,7 @@ import os
 from inspect import signature
 from typing import Any
 
-from mindresume.agree import agreed, decide, report
+from mindresume.agree import Waiting, agreed, decide, report
 from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
@@ -308,7 +308,8 @@ def _load_online(original: Any) -> Any:
 def identity(config: Any, current: session.Session) -> dict[str, str]:
     """Of the data set, before mindformers takes its configuration apart. As rank 0 sees it."""
     try:
-        return decide(current.group, lambda: identity_of(PosixStorage(), config.get("train_dataset"), config.get("seed")))
+        return decide(current.group, lambda: identity_of(PosixStorage(), config.get("train_dataset"), config.get("seed")),
+                      Waiting("looking at the data set"))
     except AgreementError as error:
         adapter.logger().warning("mindresume: a change of the data set cannot be noticed: %s", error)
         return {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mindresume.agree import Waiting, agreed, watched
 from mindresume.errors import LoadError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
@@ -109,15 +111,18 @@ def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session,
 
 
 def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None) -> None:
-    """Loads what this rank proved into ``network``. ``early``: reads it already. LoadError if it does not fit."""
-    log, choice = adapter.logger(), current.choice
-    arrays, deduplicated = early.result() if early else read_shard(storage, choice.root, current.shard, telling.gauge("loading"))
+    """Loads what this rank proved into ``network``. ``early``: reads it already. AgreementError on all ranks if it does not fit
+    on one."""
+    log, choice, gauge = adapter.logger(), current.choice, telling.gauge("loading")
+    read = early.result if early else partial(read_shard, storage, choice.root, current.shard, gauge)
+    arrays, deduplicated = agreed(current.group, read, Waiting("loading", watched if early else lambda: gauge.done))
     files = choice.chosen.files.get(current.group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
     if any(source.file.path != own for source in current.shard.sources):
         log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven by records or layouts: %s",
                     own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
-    check_fit(arrays, adapter.wanted_of(network, arrays), (lambda name: True) if deduplicated else is_transient)
+    agreed(current.group, lambda: check_fit(arrays, adapter.wanted_of(network, arrays),
+                                            (lambda name: True) if deduplicated else is_transient))
     put(network, arrays, deduplicated, current)
 
 

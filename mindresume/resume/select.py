@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mindresume.agree import Group, decide, report
+from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
@@ -154,7 +154,7 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     chooser = _Chooser(storage, path, world_size, named, strategy_of, sick, poison_limit) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
-        message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts))
+        message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts), Waiting("looking at the checkpoints"))
         if message["end"]:
             return _conclude(message, (), complete)
         candidate, root = candidate_from_json(message["candidate"]), message["root"]
@@ -172,24 +172,30 @@ def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequ
     """What was found wrong on any rank of the job, the same on all; what this process proved, ``ranks`` of the checkpoint; and
     (rank, path) of files that are missing and that others stand in for, the same on all."""
     shards: list[ProvenShard] = []
-    layouts = Layouts(storage, root, candidate)
+    layouts, read = Layouts(storage, root, candidate), [0]
+
+    def counted(count: int) -> None:
+        read[0] += count
+        if progress:
+            progress(count)
 
     def check() -> Any:
         for rank in ranks:
             strategy = strategy_of(root, candidate) if candidate.absent and candidate.attempt is None else None
-            result = prove(storage, root, candidate, rank, progress, complete, strategy, layouts)
+            result = prove(storage, root, candidate, rank, counted, complete, strategy, layouts)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
             shards.append(result)
         return {"lost": [row for shard in shards for row in shard.lost(candidate)]}
-    rows = report(group, check)
+    rows = report(group, check, Waiting(f"checking step {candidate.step}", lambda: read[0]))
     return ([Refusal(**row["refusal"]) for row in rows if "refusal" in row], tuple(shards),
             sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())}))
 
 
 def remarks_of(storage: Storage, root: str, candidate: Candidate, lost: list[tuple[int, str]], group: Group) -> tuple[str, ...]:
     """What all ranks are to say of the chosen one. ``lost``: as of ``proven_by_all``."""
-    beside = decide(group, lambda: [refusal.reason for refusal in damaged_beside(storage, root, candidate)])
+    beside = decide(group, lambda: [refusal.reason for refusal in damaged_beside(storage, root, candidate)],
+                    Waiting("looking at the files beside the weights"))
     return (*stand_in_text(lost), *beside)
 
 

@@ -19,8 +19,8 @@ from mindspore import nn  # noqa: E402
 import mindresume.plugin  # noqa: E402
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import (  # noqa: E402
+    AgreementError,
     ConfigError,
-    DamagedFileError,
     LoadError,
     MissingCheckpointError,
     NoUsableCheckpointError,
@@ -508,7 +508,7 @@ def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path,
     saved_network(tmp_path, network(1.0))
     hooks.choose_checkpoint(config_of(tmp_path), current)
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
-    with pytest.raises(LoadError, match="changed after it was checked"):
+    with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked"):
         loading.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
                           SimpleNamespace(_train_network=network(5.0)), None, current, STORAGE)
 
@@ -532,7 +532,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
     saved_network(tmp_path, network(1.0), drop=(name,))
     hooks.choose_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
-    with pytest.raises(LoadError, match=rf"\(1 tensors\): {name} is not in the checkpoint"):
+    with pytest.raises(AgreementError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
         loading.load_shard(net, current, STORAGE)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
 
@@ -542,10 +542,10 @@ def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, curr
     hooks.choose_checkpoint(config_of(tmp_path), current)
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
-    with pytest.raises(LoadError, match="changed after it was checked; start the job again"):
+    with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
         loading.load_shard(network(5.0), current, STORAGE)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(AgreementError, match="DamagedFileError"):
         loading.load_shard(network(5.0), current, STORAGE)
 
 
