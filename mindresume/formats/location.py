@@ -58,7 +58,7 @@ def below(storage: Storage, path: str) -> str:
     for inner in _FIRST:
         if _holds(storage, os.path.join(path, inner)):
             return os.path.join(path, inner)
-    found = [folder for folder in _folders(storage, path) if _holds(storage, folder)]
+    found = [folder for folder in _folders(storage, path, []) if _holds(storage, folder)]
     if len(found) > 1:
         raise MissingCheckpointError(f"{path} holds no checkpoints itself, and several folders below do: {listed(found)}. "
                                      f"Which one is meant is not known; give one of them")
@@ -74,7 +74,15 @@ def strange(storage: Storage, path: str, debris: bool) -> str:
                 f"were moved or removed. Bring them back, or to start afresh remove that file")
     if debris:
         return ""
-    weights = [folder for folder in (path, *_folders(storage, path)) if any(map(_is_tensor_file, storage.list(folder)))]
+    unseen: list[str] = []
+    weights = [folder for folder in (path, *_folders(storage, path, unseen))
+               if any(map(_is_tensor_file, _names(storage, folder, unseen)))]
+    if unseen:
+        return (f"{path} holds no checkpoint that can be seen, and {listed(unseen, 3)}, so whether there is one is not known. "
+                f"Make it readable, or give another folder")
+    if weights == [path]:
+        return (f"{path} holds weights alone, no checkpoint that a training could be resumed from; to start afresh give a folder "
+                f"that is empty or does not exist")
     if weights:
         return (f"{path} holds no checkpoint that a training could be resumed from; weights lie in {listed(weights, 3)}. To load "
                 f"them give that folder; to start afresh give a folder that is empty or does not exist")
@@ -117,23 +125,39 @@ def _holds(storage: Storage, path: str) -> bool:
     names = storage.list(path)
     ranks = [name for name in names if folder_rank(name) is not None]
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
-        return any(any(map(_is_tensor_file, storage.list(os.path.join(path, name)))) for name in ranks)  # no record denies it
+        unseen: list[str] = []                              # what cannot be seen may be one, too; no record denies it
+        return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unseen))) or unseen for name in ranks)
     return any(candidate.existed for candidate in scan(storage, path).candidates)
 
 
-def _folders(storage: Storage, path: str) -> Iterator[str]:
-    """Folders below in which checkpoints may lie, those of a level before those below them; of a large tree a part."""
+def _folders(storage: Storage, path: str, unseen: list[str]) -> Iterator[str]:
+    """Folders below in which checkpoints may lie, those of a level before those below them; of a large tree a part. ``unseen``
+    gets a phrase on each that cannot be listed."""
     level, left = [path], _MOST
     for _ in range(_DEPTH):
         found = []
         for folder in level:
-            names = [name for name in storage.list(folder) if not _is_system(name) and folder_rank(name) is None and
+            names = [name for name in _names(storage, folder, []) if not _is_system(name) and folder_rank(name) is None and
                      parse_iteration(name) is None and not _OF_A_JOB.fullmatch(name) and not _is_tensor_file(name)]
             names = names[:min(_WIDTH, left)]
             left -= len(names)
-            found += [inner for name in names if _is_folder(storage, inner := os.path.join(folder, name))]
+            for inner in (os.path.join(folder, name) for name in names):
+                trouble: list[str] = []
+                _names(storage, inner, trouble)
+                if trouble:
+                    unseen += trouble
+                elif _is_folder(storage, inner):
+                    found.append(inner)
         yield from found
         level = [folder for folder in found if not _is_one(storage, folder) and not is_root(storage, folder)]
+
+
+def _names(storage: Storage, folder: str, unseen: list[str]) -> list[str]:
+    try:
+        return storage.list(folder)
+    except OSError as error:
+        unseen.append(f"{folder} cannot be listed: {error.strerror or error}")
+        return []
 
 
 def _is_folder(storage: Storage, path: str) -> bool:

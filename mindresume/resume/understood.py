@@ -48,12 +48,14 @@ class Layouts:
 
     def _open(self) -> Refusal | None:
         folder, path = os.path.join(self.root, self.candidate.base), f"{self.candidate.base}/{METADATA}"
-        if self.storage.status(os.path.join(folder, METADATA)) is None:
-            return None                                                 # of one rank there need be none, others are refused
         try:
+            if self.storage.status(os.path.join(folder, METADATA)) is None:
+                return None                                             # of one rank there need be none, others are refused
             self._rows = metadata_of(self.storage, folder)
         except DamagedFileError as error:
             return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
+        except OSError as error:
+            return self.candidate.refuse(f"{METADATA}: it cannot be looked at: {error.strerror or error}", path)
         there = {os.path.basename(file.path) for file in self.candidate.every_file}
         for row in self._rows.values():
             for number, copies in row.stored.items():

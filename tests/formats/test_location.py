@@ -1,4 +1,5 @@
 """Where the checkpoints lie that a path means, and which folders are those of a first start."""
+import errno
 import os
 import re
 import shutil
@@ -88,6 +89,33 @@ def test_a_tree_that_is_large_or_leads_to_itself_is_looked_at_in_part(tmp_path):
     assert find(STORAGE, str(tmp_path)) == str(tmp_path / "0003")
 
 
+class Locked:
+    """``folder`` cannot be listed: a mount in trouble, or somebody else's."""
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __getattr__(self, name):
+        return getattr(STORAGE, name)
+
+    def list(self, folder):
+        if folder == self.folder:
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return STORAGE.list(folder)
+
+
+def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(tmp_path):
+    make(tmp_path, "checkpoint/", "locked/")
+    disk = Locked(tmp_path / "locked")
+    assert find(disk, str(tmp_path)) is None
+    assert "locked cannot be listed: Permission denied, so whether there is one" in strange(disk, str(tmp_path), False)
+    folders.save(tmp_path / "other", 5, world=1)
+    assert find(disk, str(tmp_path)) == str(tmp_path / "other")
+    folders.write_foreign(tmp_path / "checkpoint", 5, world=2)
+    assert find(Locked(tmp_path / "checkpoint" / "rank_0"), str(tmp_path)) == str(tmp_path / "checkpoint")
+    with pytest.raises(PermissionError):
+        find(Locked(tmp_path / "checkpoint"), str(tmp_path))
+
+
 # ---- where a training may begin ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("names", [
@@ -109,7 +137,7 @@ def test_what_a_first_start_finds_or_leaves(tmp_path, names):
     (("checkpoint/epoch_5.pt",), "found checkpoint"), (("checkpoint",), "found checkpoint"),
     (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
     (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
-    (("model.safetensors",), "weights lie in "), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them give")])
+    (("model.safetensors",), "holds weights alone"), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them")])
 def test_a_folder_of_something_else(tmp_path, names, found):
     make(tmp_path, *names)
     assert re.search(found, why(tmp_path))

@@ -75,7 +75,7 @@ def test_modelarts_without_moxing(monkeypatch):
 
 @pytest.mark.parametrize("directory, path, looked_at", [
     (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
-    (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
+    (None, "output", True), (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
     ("other", "output/checkpoint", False)])
 def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_path, said, directory, path, looked_at):
     monkeypatch.chdir(tmp_path)
