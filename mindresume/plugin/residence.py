@@ -128,7 +128,7 @@ def _occupy(storage: Storage, root: str, world_size: int, run: str, iterations: 
     modelarts.number_runs(session.current().remote, storage, root)
     claim = occupy(storage, root, replace(owner_of_this_process(SAVING, world_size), run=run), beat,
                    lambda text: adapter.logger().info("mindresume: %s", text), traced=iterations)
-    _CLAIMS[root] = claim.start(beat) if beat else claim
+    _CLAIMS[root] = claim.start()
     return _CLAIMS[root]
 
 
