@@ -19,7 +19,7 @@ from mindresume.formats.records import listed, scan_records
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.common import committed, forget, newest_common, note
-from mindresume.store.islands import Islands, find, next_common_run
+from mindresume.store.islands import Islands, check_alone, find, next_common_run
 from mindresume.store.probe import examine
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage
@@ -99,6 +99,8 @@ def move_in(storage: Storage, root: str, prefix: str, current: session.Session, 
         claims.append(_occupy(storage, root, group.size, run, iterations))
         return claims[0].run, _unused_suffix(storage, root, prefix)
     rows = report(group, claim)
+    if islands.apart:                                   # if they are not after all, two of them have now claimed one folder
+        report(group, lambda: [check_alone(own) for own in claims] and None)
     folder = os.path.join(root, folder_name(group.rank))
     suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
     part = islands.ranks(group.rank) if islands.apart else ()
