@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mindresume.agree import Group, decide, report
-from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate
 from mindresume.formats.location import find as find_checkpoints
 from mindresume.manifest import FOLDER
@@ -42,9 +42,11 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     path = located(storage, path, group)
     one = converts or any(report(group, lambda: os.path.isfile(path)))      # asked of all alike, or some would wait for ever
     islands = together(group.size) if one else islands_of(storage, path, current)
-    waited = 0.0 if islands.apart else settle(storage, path, group)
-    if waited >= 1:
-        log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
+    settled = settle(storage, path, group, islands)
+    if settled.seconds and not settled.unseen:
+        log.info("mindresume: waited %d s until this host lists what the others see", settled.seconds)
+    for sentence in settled.unseen:
+        log.warning("mindresume: %s: the choice is made without it", sentence)
     sick, remote = _sick(config, storage, group.rank) if healthy else None, current.remote if resume else None
     if islands.apart:
         log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked for", path)
@@ -63,6 +65,10 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:
         log.info("mindresume: %s", note)
+    if choice.chosen is None and settled.unseen:
+        raise NoUsableCheckpointError(
+            f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
+            f"whether all hosts have mounted the same folder, and start again")
     if choice.chosen is None:
         known = storage.status(path) is not None
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
