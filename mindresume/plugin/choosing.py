@@ -11,7 +11,6 @@ from mindresume.agree import Group, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate
 from mindresume.formats.location import find as find_checkpoints
-from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import strategies
@@ -20,11 +19,11 @@ from mindresume.resume.health import sick_files
 from mindresume.resume.lost import lost_by_death
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import Choice, describe, select
-from mindresume.resume.trials import Trial
 from mindresume.resume.witness import settle
 from mindresume.store.claim import hold
 from mindresume.store.islands import Islands, find, together
 from mindresume.store.storage import Storage
+from mindresume.store.trials import Trial
 
 
 def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
@@ -82,8 +81,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         with suppress(OSError):
             current.lost = lost_by_death(storage, choice.root, choice.chosen)
     hold_chosen(current, storage)
-    if resume and group.rank == 0 and current.settings.poison_limit and _has_monitor(config):
-        put_on_trial(current, storage)
+    if resume and current.settings.poison_limit and _has_monitor(config):
+        current.trial = Trial(storage, choice.root, choice.chosen, os.path.realpath(adapter.output_root()), group.rank)
     step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
     for remark in choice.remarks:
@@ -160,17 +159,6 @@ def _sick(config: Any, storage: Storage, rank: int) -> frozenset[str]:
 def _has_monitor(config: Any) -> bool:
     """Whether somebody will say that a step is done."""
     return any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])
-
-
-def put_on_trial(current: session.Session, storage: Storage) -> None:
-    """Until the first step is done, or the job ends for another reason. In a folder that is not ours to write to there are no
-    trials."""
-    if storage.status(os.path.join(current.choice.root, FOLDER)) is None:
-        return
-    try:
-        current.trial = Trial.begin(storage, current.choice.root, current.choice.chosen, os.path.realpath(adapter.output_root()))
-    except OSError as error:
-        adapter.logger().info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
 
 
 def _share(group: Group, candidate: Candidate) -> list[int]:

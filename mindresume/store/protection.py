@@ -17,6 +17,7 @@ from mindresume.formats.iterations import tracked
 from mindresume.formats.records import whole
 from mindresume.store.common import spared
 from mindresume.store.storage import Storage
+from mindresume.store.trials import trials
 
 Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
 
@@ -59,7 +60,15 @@ def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate])
             yield candidate, names[candidate.name]
 
 
-RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes)
+def on_trial(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """A suspicion may be wrong, and a person has to look at it first."""
+    rows = trials(storage, root)
+    for candidate in found:
+        if rows.get(candidate.name, ()) != ():
+            yield candidate, "a job died right after it had loaded it"
+
+
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes, on_trial)
 
 
 def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Mapping[str, list[str]]:

@@ -319,6 +319,18 @@ def test_a_training_that_failed_settles_what_it_saves():
     assert stopped == [True] and session.current().monitor is None
 
 
+@pytest.mark.parametrize("error", [RuntimeError("loss is nan"), LoadError("changed"), KeyboardInterrupt(), SystemExit(143)])
+def test_how_a_training_ends_is_told_to_the_trial(error):
+    told = []
+
+    def train(self):
+        session.current().trial = SimpleNamespace(failed=told.append)
+        raise error
+    with pytest.raises(type(error)):
+        hooks._training(train)(FakeTrainer())
+    assert told == [error] and session.current().trial is None
+
+
 def test_a_complete_training_ends_quietly_and_other_errors_do_not():
     def done(self):
         raise TrainingCompleteError("the training is complete: step 40")
