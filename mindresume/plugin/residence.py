@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.agree import decide, report
+from mindresume.agree import Waiting, decide, report, watched
 from mindresume.errors import ConfigError
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
@@ -98,7 +98,8 @@ def move_in(storage: Storage, root: str, prefix: str, current: session.Session, 
             examine(storage, root)
         claims.append(_occupy(storage, root, group.size, run, iterations))
         return claims[0].run, _unused_suffix(storage, root, prefix)
-    rows = report(group, claim)
+    # Rank 0 may have to watch the claim of another job for some minutes.
+    rows = report(group, claim, Waiting("claiming the folder", watched))
     if islands.apart:                                   # if they are not after all, two of them have now claimed one folder
         report(group, lambda: [check_alone(own) for own in claims] and None)
     folder = os.path.join(root, folder_name(group.rank))
