@@ -12,6 +12,8 @@
 #     workers have MSRUN_LEAVE seconds to save and to leave, and their scheduler stays as long.
 #   - A process that writes a checkpoint behind a training (async_save: process) is not ended with it: it has MSRUN_LEAVE
 #     seconds to finish what it has begun.
+#   - A process that does not even end after SIGKILL (state D: it waits in the kernel for a device or a disk) is named and left
+#     behind after MSRUN_STUCK seconds.
 #   - CMD is split into words as a shell does it with quotes, but nothing in it is expanded or run as a shell command.
 
 usage() {
@@ -38,6 +40,7 @@ environment:
                                may go on after a worker has failed (10)
   MSRUN_LEAVE=S                seconds that the workers get after SIGTERM to save and to leave (MSRUN_GRACE if that is
                                given, else 60)
+  MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
   LOG_MF_PATH=DIR              logs of mindformers (output/log)
@@ -99,6 +102,8 @@ MSRUN_LEAVE=${MSRUN_LEAVE:-${MSRUN_GRACE:-60}}
 [[ $MSRUN_LEAVE =~ ^[0-9]+$ ]] || refuse "MSRUN_LEAVE must be a number of seconds, got '$MSRUN_LEAVE'"
 MSRUN_GRACE=${MSRUN_GRACE:-10}
 [[ $MSRUN_GRACE =~ ^[0-9]+$ ]] || refuse "MSRUN_GRACE must be a number of seconds, got '$MSRUN_GRACE'"
+MSRUN_STUCK=${MSRUN_STUCK:-60}
+[[ $MSRUN_STUCK =~ ^[0-9]+$ ]] || refuse "MSRUN_STUCK must be a number of seconds, got '$MSRUN_STUCK'"
 
 # ---------------------------------------------------------------------------------------------------- environment
 if [[ -n ${PYTHON:-} ]]; then
@@ -142,19 +147,20 @@ MARK=MSRUN_LAUNCHER_JOB=$$.$RANDOM$RANDOM
 # Those that write checkpoints behind a training have this one instead (mindresume/store/background.py).
 WRITER_MARK=${MARK/JOB/WRITER}
 
-SUPERVISOR='' WATCHER='' DEADLINE=0 AT_ONCE=0
+SUPERVISOR='' WATCHER='' DEADLINE=0 AT_ONCE=0 STUCK=' '
 
 # Sleeps without a process of its own, so that none is left behind: nothing ever arrives on this pipe.
 pause() {
   read -rt "$1" -u "$NOTHING"
 }
 
-# Living processes with the mark $1. The environment of a zombie reads as empty, so zombies are left out.
+# Living processes with the mark $1 but those that were left behind. The environment of a zombie reads as empty, so zombies are
+# none.
 marked() {
   local file
   for file in $(grep -lsaF -- "$1" /proc/[0-9]*/environ 2>/dev/null); do
     file=${file#/proc/}
-    echo "${file%/environ}"
+    [[ $STUCK == *" ${file%/environ} "* ]] || echo "${file%/environ}"
   done
 }
 
@@ -170,21 +176,40 @@ workers() {
   done
 }
 
-# SIGTERM to the workers, $1 seconds, SIGKILL; then the same for the scheduler, which they need as long as they are there. msrun
-# goes first: it would kill all other workers as soon as one ends.
+# Says which processes stay, in which state the kernel has them, and counts on them no more.
+leave_behind() {
+  local pid state
+  for pid in "$@"; do
+    state=$(sed -nE 's/^State:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
+    echo "msrun_launcher.sh: process $pid (state ${state:-not known}) does not end after SIGKILL and is left behind: it waits for" \
+         "a device or a disk that does not answer. Look after it before the job is started again here" >&2
+    STUCK+="$pid "
+  done
+}
+
+# SIGTERM to the workers, $1 seconds, SIGKILL, MSRUN_STUCK seconds; then the same for the scheduler, which they need as long as
+# they are there. msrun goes first: it would kill all other workers as soon as one ends.
 end_job() {
-  if [[ -n $SUPERVISOR ]]; then
-    kill -KILL "$SUPERVISOR" 2>/dev/null
-    wait "$SUPERVISOR" 2>/dev/null      # keeps bash from printing that it was killed
-  fi
+  local left who killed
   [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
-  local left who
+  if [[ -n $SUPERVISOR ]]; then
+    disown "$SUPERVISOR" 2>/dev/null    # keeps bash from printing that it was killed
+    kill -KILL "$SUPERVISOR" 2>/dev/null
+    for (( killed = SECONDS; SECONDS - killed <= MSRUN_STUCK; )); do
+      kill -0 "$SUPERVISOR" 2>/dev/null || break
+      pause 0.02
+    done
+  fi
   DEADLINE=$((SECONDS + $1))
   for who in workers members; do
-    left=$($who)
+    left=$($who) killed=''
     [[ -n $left ]] && kill -TERM $left 2>/dev/null
     while left=$($who) && [[ -n $left ]]; do
-      (( SECONDS < DEADLINE )) || kill -KILL $left 2>/dev/null
+      if (( SECONDS >= DEADLINE )); then
+        kill -KILL $left 2>/dev/null
+        killed=${killed:-$SECONDS}
+        (( SECONDS - killed <= MSRUN_STUCK )) || leave_behind $left
+      fi
       pause 0.05
     done
     (( DEADLINE <= SECONDS + MSRUN_GRACE )) || DEADLINE=$((SECONDS + MSRUN_GRACE))
@@ -203,13 +228,15 @@ end_writers() {
   done
 }
 
-# Ends msrun MSRUN_GRACE seconds after it has reported a failed worker; what is left then is ended by run_job.
+# Ends msrun MSRUN_GRACE seconds after it has reported a failed worker; what is left then is ended by run_job, which SIGUSR1 ends
+# to wait for an msrun that does not end.
 watch_scheduler() {
   local seconds=-1      # since the report
   while kill -0 "$SUPERVISOR"; do
     pause 1
     if (( seconds >= 0 )) || grep -qE "$FAILED_WORKER" "$1"; then
       (( ++seconds <= MSRUN_GRACE )) || kill -KILL "$SUPERVISOR"
+      (( seconds <= MSRUN_GRACE + MSRUN_STUCK )) || kill -USR1 $$
     fi
   done
 }
@@ -233,6 +260,7 @@ run_job() {
   trap 'on_signal INT 130 "$MSRUN_GRACE"' INT
   trap 'on_signal TERM 143 "$MSRUN_LEAVE"' TERM
   trap '' HUP
+  trap ':' USR1
   exec {NOTHING}<> <(:)
   set -m
   if (( stream == 1 )); then

@@ -28,15 +28,21 @@ POISON = "RECOVERY_POISON"
 
 
 def train_and_die() -> None:
+    """In the first step behind that of the environment: the network is compiled, its first computation kills."""
     import mindspore as ms
-    train, poisoned = ms.Model._train, int(os.environ[POISON])
+    from mindspore.graph.api import _CellGraphExecutor
+    train, compute, poisoned, armed = ms.Model._train, _CellGraphExecutor.__call__, int(os.environ[POISON]), []
 
-    def die_or_train(self, *args, **kwargs):
+    def arm_and_train(self, *args, **kwargs):
         counters = {parameter.name: parameter for parameter in self._train_network.get_parameters()}
-        if int(counters["global_step"].asnumpy().reshape(-1)[0]) == poisoned:
-            os.kill(os.getpid(), signal.SIGKILL)
+        armed.append(int(counters["global_step"].asnumpy().reshape(-1)[0]) == poisoned)
         return train(self, *args, **kwargs)
-    ms.Model._train = die_or_train
+
+    def die_or_compute(self, *args, **kwargs):
+        if armed and armed[-1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return compute(self, *args, **kwargs)
+    ms.Model._train, _CellGraphExecutor.__call__ = arm_and_train, die_or_compute
     runpy.run_path(os.path.join(sys.path[0], "run_mindformer.py"), run_name="__main__")
 
 

@@ -60,11 +60,11 @@ def test_what_was_written_behind_the_training_is_what_a_synchronous_save_writes(
 
 def test_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_on(whole_single, tmp_path):
     run = beside(whole_single, tmp_path / "run", copied=False)
-    run.start("--callbacks.1.save_checkpoint_steps 5")
+    run.start("--callbacks.1.save_checkpoint_steps 5", MINDRESUME_HEARTBEAT="2")
     run.until(6)
     run.signal_all(signal.SIGSTOP)                              # it lives, and it must still be there in a minute
     second = beside(run, tmp_path / "second", copied=False)
-    second.start(f"--output_dir {run.folder}/output", MINDRESUME_HEARTBEAT="2")
+    second.start(f"--output_dir {run.folder}/output")
     try:
         status = second.wait(LIMIT)
     finally:

@@ -333,6 +333,22 @@ def test_second_signal_does_not_wait(job):
     assert job.processes() == []
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_process_that_does_not_end_after_sigkill_is_named_and_left(job, workers):
+    """Nobody can be put into state D here: ``grep``, by which the launcher finds its processes, always finds one more."""
+    stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()              # no process has this number
+    (job.folder / "bin" / "grep").write_text(f"#!/bin/bash\n"
+                                             f"[[ $1 == -lsaF ]] && echo /proc/{stuck}/environ\nexec /usr/bin/grep \"$@\"\n")
+    (job.folder / "bin" / "grep").chmod(0o755)
+    job.program("print('up', flush=True); time.sleep(60)")
+    process = job.start("train.py", workers, "8118", "logs", "True", "60", MSRUN_GRACE="0", MSRUN_STUCK="1")
+    job.wait_for(lambda: "up" in "".join(log.read_text() for log in job.folder.glob("logs/worker_*.log")))
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 143 and f"process {stuck} (state not known) does not end after SIGKILL and is left" in err
+    assert err.count("left behind") == 1 and job.processes() == []
+
+
 def test_real_msrun(job):
     """The real msrun reports a worker that exits with 3 as 1; the launcher finds the 3 in its message."""
     if not REAL_MSRUN.exists():

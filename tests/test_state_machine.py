@@ -96,9 +96,13 @@ class Training(RuleBasedStateMachine):
         self.entries: list[Entry] = []
         self.run: Run | None = None
         self.world, self.lives, self.copies, self.ticks = 2, 0, 0, 0
+        self.now = 0.0
 
     def teardown(self):
         shutil.rmtree(self.base)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
@@ -220,7 +224,7 @@ class Training(RuleBasedStateMachine):
     def _start(self, step: int, fmt: str) -> None:
         """As ``CheckpointMonitor`` does: claim, suffix, clean up, commit what was complete."""
         owner = Owner("saving", "", "simulated", "", 1, 1, 0.0, self.world)
-        run = occupy(STORAGE, self.root, owner, 0.0).run
+        run = occupy(STORAGE, self.root, owner, 1.0, clock=lambda: self.now, sleep=self._sleep).run
         known = [parse_name(os.path.basename(path)) for path in scan_records(STORAGE, self.root)[1]]
         suffix = max([name.suffix + 1 for name in known if name] +
                      [free_suffix(STORAGE.list(os.path.join(self.root, folder_name(rank))), "net", rank)

@@ -168,7 +168,8 @@ def _next_life(world: World, storage: Storage, found: Verdict) -> Verdict:
     places = [world.place(rank, run, storage) for rank in range(world.ranks)]
     try:
         owner = Owner("saving", RUNS[run], "drill", "", 1, 1, 0.0, world.ranks)
-        claim = occupy(storage, world.root, owner, 0.0, traced=world.format == ITERATION)
+        claim = occupy(storage, world.root, owner, 1.0, clock=world.machine.clock, sleep=world.machine.sleep,
+                       traced=world.format == ITERATION)
         for place in places:
             clean_own_folder(place)
         Committer(places[0]).adopt()

@@ -210,6 +210,22 @@ def compile_for_load(config: Any, model: Any, dataset: Any) -> None:
     barrier()
 
 
+def when_compiled(network: Any, work: Callable[[], None]) -> None:
+    """Calls ``work`` once, as soon as the next call of ``network`` has compiled it and is about to compute; at once where nothing
+    is compiled. mindspore nn/cell.py, compile_and_run."""
+    from mindspore import context
+    if context.get_context("mode") != context.GRAPH_MODE:
+        work()
+        return
+
+    def compile_once(*args: Any, **kwargs: Any) -> Any:
+        network.__dict__.pop("compile", None)
+        compiled = network.compile(*args, **kwargs)
+        work()
+        return compiled
+    object.__setattr__(network, "compile", compile_once)
+
+
 def core_network(network: Any) -> Any:
     """The model itself, within the cells that a trainer puts around it."""
     from mindformers.checkpoint.utils import get_core_network

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from mindresume.agree import Group, decide, report
-from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate
 from mindresume.formats.location import find as find_checkpoints
-from mindresume.manifest import FOLDER
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import strategies
@@ -20,11 +19,11 @@ from mindresume.resume.health import sick_files
 from mindresume.resume.lost import lost_by_death
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import Choice, describe, select
-from mindresume.resume.trials import Trial
 from mindresume.resume.witness import settle
 from mindresume.store.claim import hold
 from mindresume.store.islands import Islands, find, together
 from mindresume.store.storage import Storage
+from mindresume.store.trials import Trial
 
 
 def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
@@ -42,9 +41,11 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     path = located(storage, path, group)
     one = converts or any(report(group, lambda: os.path.isfile(path)))      # asked of all alike, or some would wait for ever
     islands = together(group.size) if one else islands_of(storage, path, current)
-    waited = 0.0 if islands.apart else settle(storage, path, group)
-    if waited >= 1:
-        log.info("mindresume: waited %.0f s until this host lists what the others have saved", waited)
+    settled = settle(storage, path, group, islands)
+    if settled.seconds and not settled.unseen:
+        log.info("mindresume: waited %d s until this host lists what the others see", settled.seconds)
+    for sentence in settled.unseen:
+        log.warning("mindresume: %s: the choice is made without it", sentence)
     sick, remote = _sick(config, storage, group.rank) if healthy else None, current.remote if resume else None
     if islands.apart:
         log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked for", path)
@@ -63,6 +64,10 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         log.warning("mindresume: not resuming from %s", refusal)
     for note in choice.notes:
         log.info("mindresume: %s", note)
+    if choice.chosen is None and settled.unseen:
+        raise NoUsableCheckpointError(
+            f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
+            f"whether all hosts have mounted the same folder, and start again")
     if choice.chosen is None:
         known = storage.status(path) is not None
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
@@ -76,8 +81,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         with suppress(OSError):
             current.lost = lost_by_death(storage, choice.root, choice.chosen)
     hold_chosen(current, storage)
-    if resume and group.rank == 0 and current.settings.poison_limit and _has_monitor(config):
-        put_on_trial(current, storage)
+    if resume and current.settings.poison_limit and _has_monitor(config):
+        current.trial = Trial(storage, choice.root, choice.chosen, os.path.realpath(adapter.output_root()), group.rank)
     step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
     for remark in choice.remarks:
@@ -154,17 +159,6 @@ def _sick(config: Any, storage: Storage, rank: int) -> frozenset[str]:
 def _has_monitor(config: Any) -> bool:
     """Whether somebody will say that a step is done."""
     return any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])
-
-
-def put_on_trial(current: session.Session, storage: Storage) -> None:
-    """Until the first step is done, or the job ends for another reason. In a folder that is not ours to write to there are no
-    trials."""
-    if storage.status(os.path.join(current.choice.root, FOLDER)) is None:
-        return
-    try:
-        current.trial = Trial.begin(storage, current.choice.root, current.choice.chosen, os.path.realpath(adapter.output_root()))
-    except OSError as error:
-        adapter.logger().info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
 
 
 def _share(group: Group, candidate: Candidate) -> list[int]:

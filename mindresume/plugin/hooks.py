@@ -21,7 +21,7 @@ from inspect import signature
 from typing import Any
 
 from mindresume.agree import Waiting, agreed, decide, report
-from mindresume.errors import AgreementError, ConfigError, MindResumeError, TrainingCompleteError
+from mindresume.errors import AgreementError, ConfigError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session, streaming
@@ -75,11 +75,10 @@ def _training(original: Any) -> Any:
                 _leave(started)
             return result
         except TrainingCompleteError as error:
-            started.end_trial(passed=True)
             adapter.logger().info("mindresume: %s", error)
             return None
-        except (MindResumeError, KeyboardInterrupt):        # a contradiction, a disk, a person: not the checkpoint
-            started.end_trial(passed=False)
+        except BaseException as error:
+            started.end_trial(error)
             raise
         finally:
             started.release()

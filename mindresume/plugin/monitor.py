@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import time
 from typing import Any
 
@@ -97,7 +98,7 @@ class CheckpointMonitor(BuiltIn):
     def step_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().step_end(run_context)
-        session.current().end_trial(passed=True)
+        session.current().end_trial()
         if self._saver is not None:
             self._learn(self._saver.poll())
         if self._home is not None:
@@ -148,7 +149,21 @@ class CheckpointMonitor(BuiltIn):
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        return super(BuiltIn, self).on_train_step_begin(run_context)    # the built-in polls its own writer here
+        trial = session.current().trial
+        if trial is not None and not trial.begun:
+            adapter.when_compiled(run_context.original_args().train_network, self._begin_trial)
+        return super(BuiltIn, self).on_train_step_begin(run_context)        # the built-in polls its own writer here
+
+    def _begin_trial(self) -> None:
+        """The first step is about to be computed. A job that was asked to leave before, and is killed because that takes too
+        long, does not die of the checkpoint."""
+        trial = session.current().trial
+        if trial is None or trial.begun or (self._leaving is not None and self._leaving.signalled):
+            return
+        try:
+            trial.begin()
+        except OSError as error:
+            adapter.logger().info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
 
     def on_train_end(self, run_context: Any) -> None:
         if not self._ours:
@@ -249,6 +264,9 @@ class CheckpointMonitor(BuiltIn):
         self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
         atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
         current.monitor = self
+        hosts = len(set(report(group, socket.gethostname)))
+        if current.trial is not None:
+            current.trial.run, current.trial.hosts = home.place.run, hosts
         if current.resumes:
             details = current.shard.details if current.shard else None
             restored = live.restore_random(details.random) if details and details.random else []

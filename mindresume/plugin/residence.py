@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.agree import decide, report
+from mindresume.agree import Waiting, decide, report, watched
 from mindresume.errors import ConfigError
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.common import committed, forget, newest_common, note
-from mindresume.store.islands import Islands, find, next_common_run
+from mindresume.store.islands import Islands, check_alone, find, next_common_run
 from mindresume.store.probe import examine
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage
@@ -98,7 +98,10 @@ def move_in(storage: Storage, root: str, prefix: str, current: session.Session, 
             examine(storage, root)
         claims.append(_occupy(storage, root, group.size, run, iterations))
         return claims[0].run, _unused_suffix(storage, root, prefix)
-    rows = report(group, claim)
+    # Rank 0 may have to watch the claim of another job for some minutes.
+    rows = report(group, claim, Waiting("claiming the folder", watched))
+    if islands.apart:                                   # if they are not after all, two of them have now claimed one folder
+        report(group, lambda: [check_alone(own) for own in claims] and None)
     folder = os.path.join(root, folder_name(group.rank))
     suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
     part = islands.ranks(group.rank) if islands.apart else ()
@@ -128,7 +131,7 @@ def _occupy(storage: Storage, root: str, world_size: int, run: str, iterations: 
     modelarts.number_runs(session.current().remote, storage, root)
     claim = occupy(storage, root, replace(owner_of_this_process(SAVING, world_size), run=run), beat,
                    lambda text: adapter.logger().info("mindresume: %s", text), traced=iterations)
-    _CLAIMS[root] = claim.start(beat) if beat else claim
+    _CLAIMS[root] = claim.start()
     return _CLAIMS[root]
 
 

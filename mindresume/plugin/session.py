@@ -22,11 +22,11 @@ from mindresume.resume.lost import Lost
 from mindresume.resume.progress import Progress
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import Choice
-from mindresume.resume.trials import Trial
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
 from mindresume.store.islands import Islands
 from mindresume.store.remote import Remote
+from mindresume.store.trials import Trial
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Session:
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
     hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
-    trial: Trial | None = None               # of the chosen checkpoint, on rank 0, until a step is done
+    trial: Trial | None = None               # of the chosen checkpoint, until a step is done
     open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
     online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
     remote: Remote | None = None             # ModelArts: where checkpoints are kept when the disks are gone
@@ -109,12 +109,12 @@ class Session:
             self.hold.leave()
             self.hold = None
 
-    def end_trial(self, passed: bool) -> None:
-        """A step is done; or the job ends for a reason that is not the checkpoint's."""
+    def end_trial(self, error: BaseException | None = None) -> None:
+        """A step is done; or this rank ends with ``error``."""
         trial, self.trial = self.trial, None
         if trial is not None:
             with suppress(OSError):                 # the next job looks again
-                trial.passed() if passed else trial.withdraw()
+                trial.failed(error) if error is not None else trial.passed()
 
     @property
     def resumes(self) -> bool:

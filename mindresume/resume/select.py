@@ -28,10 +28,10 @@ from mindresume.resume.absent import StrategyOf, filled, nobody_knows
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.remarks import damaged_beside, stand_in_text
-from mindresume.resume.trials import key_of, trials
 from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
+from mindresume.store.trials import Death, key_of, suspicion, trials, warning
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
     ``sick``: names of files that mindformers' health monitor called unhealthy (``health``); these, and what says so itself, are
     not taken unless they are named. None: health does not matter.
-    ``poison_limit``: one on which so many jobs died in a row (``trials``) is taken last, unless it is named; 0: never suspected.
+    ``poison_limit``: one on which so many jobs died in a row (``store.trials``) is taken last, unless it is named; 0: never.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks, or ``path`` is a folder of something else),
     NoUsableCheckpointError (there are checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
@@ -207,7 +207,8 @@ class _Chooser:
                  sick: Collection[str] | None = None, poison_limit: int = 0):
         self.storage, self.path, self.world_size, self.named, self.strategy_of = storage, path, world_size, named, strategy_of
         self.sick, self.poison_limit = sick, poison_limit
-        self.deaths: Mapping[str, int] = {}
+        self.deaths: Mapping[str, tuple[Death, ...] | None] = {}
+        self.said: list[str] = []
         self.suspected: list[Candidate] = []
         self.unhealthy = False                                  # one of those refused is
         self.refused: list[Refusal] = []
@@ -235,15 +236,15 @@ class _Chooser:
             if not (self.insists and len(candidate.files) == 1):
                 candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
                                           self.found.expected_ranks)
-            if (died := self.deaths.get(key_of(candidate), 0)) >= max(self.poison_limit, 1):
+            died = self.deaths.get(key_of(candidate)) or ()
+            if reason := suspicion(died, self.poison_limit):
                 self.suspected.append(candidate)
-                self.refused.append(candidate.refuse(
-                    f"it is suspected: {died} jobs in a row loaded it and died before their first step was done "
-                    f"(mindresume.poison_limit: {self.poison_limit}); name it to take it all the same"))
+                self.refused.append(candidate.refuse(reason))
                 continue
             refusal = quick(self.storage, self.found.root, candidate, self.world_size if self.insists else ranks,
                             not candidate.committed) or self._sick(candidate)
             if refusal is None:
+                self.said += [f"step {candidate.step}: {text}" for text in [warning(died, self.poison_limit)] if text]
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
                         "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
             self.refused.append(refusal)
@@ -261,7 +262,7 @@ class _Chooser:
                                 f"all the same")
 
     def _notes(self) -> list[str]:
-        return [*self.found.notes, *assumption(self.found, self.world_size)] if self.found else []
+        return [*self.found.notes, *assumption(self.found, self.world_size), *self.said] if self.found else []
 
     def _text(self, end: str, root: str) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)

@@ -7,7 +7,9 @@
 
 A claim is a small sealed file ``.mindresume/claim-{run}.json`` that says who and where, and counts up while its owner lives.
 Whether an owner lives is never guessed from age: on the same machine its process is looked up; of one elsewhere the count is
-watched for some beats. A job that was taken for dead and wakes up again finds the claim of its successor and stops saving.
+watched for some of its own beats. What cannot be known (a claim that cannot be read, an owner elsewhere that does not beat) is
+taken for alive, and a person decides. A job that was taken for dead and wakes up again finds the claim of its successor and stops
+saving.
 """
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from mindresume.errors import FolderInUseError, RecordError
 from mindresume.formats.iteration_files import parse_iteration
 from mindresume.manifest import FOLDER, TRASH, attempts, field_errors, run_name, run_sequence, seal, unseal
 from mindresume.state import is_count, is_number
-from mindresume.store.common import spared
 from mindresume.store.storage import TEMPORARY, Storage, publish
 
 BEAT = 15.0                     # seconds between two beats
 PATIENCE = 3                    # beats that an owner elsewhere is watched before it counts as dead
+LONGEST = 600.0                 # seconds that anybody is watched; whose beats are too rare for that is not taken for dead
 GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
 SAVING, LOADING = "saving", "loading"
 _READER = 0                     # number in the run of a reader: never later than any job
@@ -44,7 +46,7 @@ class Owner:
     """A process, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid`` means something
     there only. ``started``: of the process, in the kernel's own ticks, so that a number used again is not taken for it.
     ``holds``: names of attempt folders. ``since``: seconds since 1970, for people. ``step``: that the training had reached at
-    this beat, 0: not known."""
+    this beat, 0: not known. ``every``: seconds between two beats, 0: there are none."""
     purpose: str
     run: str
     host: str
@@ -56,6 +58,7 @@ class Owner:
     holds: tuple[str, ...] = ()
     beat: int = 0
     step: int = 0
+    every: float = BEAT
 
     @property
     def order(self) -> tuple[int, str]:
@@ -70,20 +73,23 @@ class Owner:
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> Owner:
-        """RecordError if it is torn, altered or of another kind; OSError if it is gone."""
+        """RecordError if it is torn, altered, of another kind or of a later version; FileNotFoundError if it is gone, OSError if
+        it cannot be read."""
         with storage.open(path) as file:
             head, _ = unseal(file, "claim")
         with field_errors("claim"):
             run_sequence(head["run"])
             texts = [head[name] for name in ("purpose", "run", "host", "machine")]
             counts = [*(head[name] for name in ("pid", "started", "world_size", "beat")), head.get("step", 0)]
-            names, since = tuple(head["holds"]), head["since"]
+            names, since, every = tuple(head["holds"]), head["since"], head.get("every", BEAT)
             if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names)):
                 raise RecordError("claim: purpose, run, host, machine and holds are texts")
             if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
                 raise RecordError("claim: pid, started, world_size, beat and step are counts, since is a time")
+            if not is_number(every) or every < 0:
+                raise RecordError("claim: every is a number of seconds")
             pid, started, world_size, beat, step = counts
-            return cls(*texts, pid, started, float(since), world_size, names, beat, step)
+            return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every))
 
 
 def owner_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> Owner:
@@ -137,12 +143,27 @@ def _claimed(names: Iterable[str], prefix: str = _PREFIX) -> list[str]:
 
 
 def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[Owner]:
-    """Every readable claim. One that cannot be read says nothing: claims appear whole, so it is damaged, or just gone."""
-    found = []
+    """Every claim that can be read, for people."""
+    return look(storage, root, names)[0]
+
+
+def look(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[Owner], dict[str, str]]:
+    """Every claim that can be read, and {run: why not} of the others. Those are there all the same: another host has just
+    replaced the file (ESTALE), a later version wrote it, or it is damaged. So who decides by claims takes them for alive."""
+    found, unreadable = [], {}
     for run in _claimed(storage.list(os.path.join(root, FOLDER)) if names is None else names):
-        with suppress(RecordError, OSError):
+        try:
             found.append(Owner.read(storage, _path(root, run)))
-    return found
+        except FileNotFoundError:               # its owner has just ended
+            continue
+        except (RecordError, OSError) as error:
+            unreadable[run] = str(error)
+    return found, unreadable
+
+
+def _saves(run: str) -> bool:
+    """Whether a claim is of a job that saves, by its name alone."""
+    return run_sequence(run) != _READER
 
 
 def next_run(names: Iterable[str]) -> str:
@@ -198,12 +219,13 @@ class Claim:
                 self.owner = replace(self.owner, beat=self.owner.beat + 1, step=self.step)
                 self.publish()
 
-    def start(self, every: float = BEAT) -> Claim:
+    def start(self) -> Claim:
         def work() -> None:
-            while not self._stop.wait(every):
+            while not self._stop.wait(self.owner.every):
                 with suppress(OSError):
                     self.beat()
-        threading.Thread(target=work, name="mindresume-claim", daemon=True).start()
+        if self.owner.every:
+            threading.Thread(target=work, name="mindresume-claim", daemon=True).start()
         return self
 
     def leave(self) -> None:
@@ -228,25 +250,25 @@ class Claim:
 def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: Text = lambda text: None,
            clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
            traced: bool = False) -> Claim:
-    """Claims ``root`` for a job that saves there, as a run later than all before. FolderInUseError if another one lives.
-    ``traced``: see ``Claim``.
+    """Claims ``root`` for a job that saves there, as a run later than all before. FolderInUseError if another one lives, or if
+    nothing can tell whether it does. ``beat``: seconds between two beats of this job. ``traced``: see ``Claim``.
 
-    Waits at most ``PATIENCE`` beats, and only if another claim is there whose owner was not seen dead."""
+    Waits only if another claim is there whose owner was not seen dead: ``PATIENCE`` beats of that owner, at most ``LONGEST``."""
     folder = os.path.join(root, FOLDER)
     storage.make_folder(folder)
-    living, dead = _watch(storage, root, beat * PATIENCE, log, clock, sleep)
-    if living:
-        raise FolderInUseError(_in_use(root, living[0], owner))
+    dead = _watch(storage, root, owner, log, clock, sleep)
     names = storage.list(folder)
     visible = [base for base in storage.list(root) if parse_iteration(base) is not None]        # also if copied from elsewhere
     traces = [name for base in visible for name in storage.list(os.path.join(root, base, FOLDER))]
-    claim = Claim(storage, root, replace(owner, run=owner.run or next_run([*names, *traces])), traced)
+    claim = Claim(storage, root, replace(owner, run=owner.run or next_run([*names, *traces]), every=beat), traced)
     claim.publish()
     known = {other.run for other in dead}
-    for other in claims(storage, root):             # two jobs that start at the same moment: the later name stays
-        if other.purpose == SAVING and other.run not in known and other.order > claim.owner.order:
-            claim.leave()
-            raise FolderInUseError(_in_use(root, other, owner))
+    later = [run for run in _claimed(storage.list(folder))     # two jobs that start at the same moment: the later name stays
+             if run not in known and (run_sequence(run), run) > claim.owner.order]
+    if later:
+        claim.leave()
+        found = [other for other in claims(storage, root) if other.run in later]
+        raise FolderInUseError(_in_use(root, str(found[0]) if found else f"run {later[0]}", owner))
     for other in dead:
         log(f"{other} ended without a word")
         storage.remove(_path(root, other.run))
@@ -260,29 +282,65 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     return claim
 
 
-def _in_use(root: str, other: Owner, me: Owner) -> str:
-    return (f"{root} is in use: {other} is saving there. This job (host {me.host}, process {me.pid}, {me.world_size} rank(s)) "
-            f"does not start, or their checkpoints would mix: wait for the other to end, or set another output_dir")
+def _in_use(root: str, other: str, me: Owner) -> str:
+    return f"{root} is in use: {other} is saving there. {_refused(me)}: wait for the other to end, or set another output_dir"
 
 
-def _watch(storage: Storage, root: str, patience: float, log: Text, clock: Callable[[], float],
-           sleep: Callable[[float], None]) -> tuple[list[Owner], list[Owner]]:
-    """Those that save into ``root``: (living, dead). Of an owner elsewhere every beat is a sign of life, and silence for all of
-    ``patience`` none; a process of this machine may use that time to end."""
-    until, first, said = clock() + patience, {}, False
+def _not_known(root: str, path: str, why: str, me: Owner) -> str:
+    return (f"{root} may be in use: {why}, so whether that job still saves there cannot be told. {_refused(me)}. If the other "
+            f"has ended for certain, remove {path} and start again; or set another output_dir")
+
+
+def _refused(me: Owner) -> str:
+    return f"This job (host {me.host}, process {me.pid}, {me.world_size} rank(s)) does not start, or their checkpoints would mix"
+
+
+def _is_told_by_beats(owner: Owner) -> bool:
+    return 0 < owner.every * PATIENCE <= LONGEST
+
+
+def _watch(storage: Storage, root: str, me: Owner, log: Text, clock: Callable[[], float], sleep: Callable[[float], None]
+           ) -> list[Owner]:
+    """Those that saved into ``root`` and are dead. Of an owner elsewhere every beat is a sign of life, and silence for
+    ``PATIENCE`` of its own beats is none; a process of this machine may use that time to end, and a claim that cannot be read to
+    become readable. FolderInUseError if one lives, or may live."""
+    beats: dict[str, int] = {}                      # of each claim when it was first read
+    since: dict[tuple[str, bool], float] = {}       # when each was first read (True), or could first not be read (False)
+    said = False
     while True:
-        found = [owner for owner in claims(storage, root) if owner.purpose == SAVING]
-        states = {owner.run: lives(owner) for owner in found}
-        beating = [owner for owner in found if states[owner.run] is None and
-                   first.setdefault(owner.run, owner.beat) != owner.beat]
-        open_ones = [owner for owner in found if states[owner.run] is not False]
-        if beating or not open_ones or clock() >= until:
-            living = beating or [owner for owner in found if states[owner.run]]
-            return living, [owner for owner in found if owner not in living]
+        now, (found, unreadable) = clock(), look(storage, root)
+        owners = [owner for owner in found if owner.purpose == SAVING]
+        unreadable = {run: why for run, why in unreadable.items() if _saves(run)}
+        states = {owner.run: lives(owner) for owner in owners}
+        beating = [owner for owner in owners if states[owner.run] is None and
+                   beats.setdefault(owner.run, owner.beat) != owner.beat]
+        if beating:
+            raise FolderInUseError(_in_use(root, str(beating[0]), me))
+        alive = [owner for owner in owners if states[owner.run] is not False]
+        waits = {run: PATIENCE * BEAT - (now - since.setdefault((run, False), now)) for run in unreadable}
+        waits |= {owner.run: PATIENCE * (owner.every if _is_told_by_beats(owner) else BEAT) -
+                  (now - since.setdefault((owner.run, True), now)) for owner in alive}
+        left = max(waits.values(), default=0.0)
+        if left <= 0:
+            break
         if not said:
-            log(f"{open_ones[0]} did not say that it ended; watching for {patience:.0f} s whether it lives")
+            who = f"{alive[0]} did not say that it ended" if alive else f"{_path(root, next(iter(unreadable)))} cannot be read"
+            log(f"{who}; watching for {left:.0f} s whether it lives")
             said = True
-        sleep(min(1.0, max(0.01, patience / 10)))
+        sleep(min(1.0, max(0.01, left)))
+    for owner in alive:
+        path = _path(root, owner.run)
+        if states[owner.run]:
+            raise FolderInUseError(_in_use(root, str(owner), me))
+        if not _is_told_by_beats(owner):
+            rare = f"only every {owner.every:g} s" if owner.every else "none"
+            raise FolderInUseError(_not_known(root, path, f"{owner} did not say that it ended, and of its signs of life "
+                                              f"(mindresume.heartbeat) there are {rare}", me))
+    for run, why in unreadable.items():
+        path = _path(root, run)
+        raise FolderInUseError(_not_known(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
+                                          f"({why})", me))
+    return owners
 
 
 # ---- readers -------------------------------------------------------------------------------------------------------
@@ -292,41 +350,56 @@ def hold(storage: Storage, root: str, attempt: str, box: str, beat: float = BEAT
     renaming would remove it. None if it is gone: choose again.
 
     OSError if nothing can be written there."""
-    owner = replace(owner_of_this_process(LOADING, holds=(attempt,)), run=run_name(_READER, secrets.token_hex(4)))
+    owner = replace(owner_of_this_process(LOADING, holds=(attempt,)), run=run_name(_READER, secrets.token_hex(4)), every=beat)
     claim = Claim(storage, root, owner)
     claim.publish()
     if storage.status(box) is None:       # retention was faster; it looks for claims after its rename
         claim.leave()
         return None
-    return claim.start(beat)
+    return claim.start()
 
 
 class Holds:
-    """What is held, for who removes: {name of an attempt folder: who holds it}; by readers, or for nodes that share no disk
-    (``common``). Call it each time; it remembers the beats it saw, so that a reader elsewhere that died in silence does not hold
-    its checkpoint for ever."""
+    """What readers hold, for who removes: {name of an attempt folder: who holds it}. Call it each time; it remembers the beats it
+    saw, so that a reader elsewhere that died in silence does not hold its checkpoint for ever. A claim that cannot be read may
+    hold any of them, for as long."""
 
-    def __init__(self, storage: Storage, root: str, beat: float = BEAT, clock: Callable[[], float] = time.monotonic):
-        self.storage, self.root, self.limit, self.clock = storage, root, beat * GIVEN_UP, clock
-        self._seen: dict[str, tuple[int, float]] = {}
+    def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = time.monotonic):
+        self.storage, self.root, self.clock = storage, root, clock
+        self._seen: dict[str, tuple[int | None, float]] = {}
 
     def __call__(self) -> Mapping[str, str]:
-        held = dict(spared(self.storage, self.root))
-        for owner in claims(self.storage, self.root):
+        held: dict[str, str] = {}
+        found, unreadable = look(self.storage, self.root)
+        for run, why in unreadable.items():
+            if not _saves(run) and not self._silent(run, None, BEAT):
+                held.update({name: f"perhaps, by a reader: {_path(self.root, run)} cannot be read ({why})"
+                             for name in self._all_attempts()})
+        for owner in found:
             if owner.holds and self._counts(owner):
                 held.update({name: f"{owner.purpose} by process {owner.pid} on host {owner.host}" for name in owner.holds})
         return held
 
     def _counts(self, owner: Owner) -> bool:
-        beat, since = self._seen.get(owner.run, (-1, 0.0))
-        if beat != owner.beat:
-            beat, since = self._seen[owner.run] = owner.beat, self.clock()
-        state = lives(owner)
-        if state is False or (state is None and self.clock() - since > self.limit):
+        silent, state = self._silent(owner.run, owner.beat, max(owner.every, BEAT)), lives(owner)
+        if state is False or (state is None and silent):
             with suppress(OSError):
                 self.storage.remove(_path(self.root, owner.run))
             return False
         return True
+
+    def _silent(self, run: str, beat: int | None, every: float) -> bool:
+        """Whether it has stood still for long. ``beat``: None while it cannot be read."""
+        before, since = self._seen.get(run, (-1, 0.0))
+        if before != beat:
+            since = self.clock()
+            self._seen[run] = beat, since
+        return self.clock() - since > every * GIVEN_UP
+
+    def _all_attempts(self) -> set[str]:
+        bases = [base for base in self.storage.list(self.root) if parse_iteration(base) is not None]
+        names = [name for base in ("", *bases) for name in self.storage.list(os.path.join(self.root, base, FOLDER))]
+        return {name for name, _, _ in attempts([name.removeprefix(TRASH) for name in names])}
 
 
 def holds(storage: Storage, root: str) -> Mapping[str, str]:
@@ -336,6 +409,6 @@ def holds(storage: Storage, root: str) -> Mapping[str, str]:
 
 def ended(storage: Storage, root: str) -> Callable[[str], bool]:
     """Whether a run is over for certain: it left no claim, or its process is seen to be gone."""
-    living = {owner.run for owner in claims(storage, root) if owner.purpose == SAVING and lives(owner) is not False}
+    found, unreadable = look(storage, root)
+    living = {owner.run for owner in found if owner.purpose == SAVING and lives(owner) is not False} | set(unreadable)
     return lambda run: run not in living
-

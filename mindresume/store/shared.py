@@ -16,6 +16,7 @@ SHARED_KINDS = frozenset((
     "nfs", "nfs4", "dpc", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cephfs", "ceph-fuse", "glusterfs", "sshfs", "juicefs",
     "cifs", "smb3", "smbfs", "ocfs2", "gfs2", "orangefs", "pvfs2", "panfs", "wekafs", "quobyte", "mfs", "afs", "curvefs",
     "cubefs", "alluxio-fuse", "obsfs", "s3fs"))
+LOCAL_KINDS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay"))
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -41,14 +42,23 @@ def within(path: str, folder: str) -> bool:
 
 
 def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None = None) -> bool:
-    """``shared_paths``: the value of SHARED_PATHS, folders separated by commas. Relative and linked paths are resolved. Of mounts
-    the deepest that holds ``path`` decides."""
+    """``shared_paths``: the value of SHARED_PATHS, folders separated by commas. Relative and linked paths are resolved."""
     path = os.path.realpath(path)
     named = [os.path.realpath(folder.strip()) for folder in shared_paths.split(",") if folder.strip()]
     if any(within(path, folder) for folder in named):
         return True
+    return kind_of(path, mounted) in SHARED_KINDS
+
+
+def kind_of(path: str, mounted: Iterable[Mount] | None = None) -> str:
+    """Of the file system that holds ``path``, which is absolute and no link: of mounts the deepest decides. Empty: not known."""
     holding = [mount for mount in (mounts() if mounted is None else mounted) if os.path.isabs(mount.point) and
                within(path, os.path.normpath(mount.point))]
     deepest = max((len(os.path.normpath(mount.point)) for mount in holding), default=0)
     kind = next((mount.kind for mount in reversed(holding) if len(os.path.normpath(mount.point)) == deepest), "")
-    return kind.lower().removeprefix("fuse.") in SHARED_KINDS
+    return kind.lower().removeprefix("fuse.")
+
+
+def is_local(path: str, mounted: Iterable[Mount] | None = None) -> bool:
+    """Whether ``path`` is certain to lie on a disk or in memory of this host: what is written there is seen at once or never."""
+    return kind_of(os.path.realpath(path), mounted) in LOCAL_KINDS

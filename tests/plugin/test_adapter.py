@@ -142,3 +142,44 @@ def test_which_collecting_is_an_exchange(stages, monkeypatch):
     assert not adapter.collecting_exchanges(network, True)
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
     assert adapter.collecting_exchanges(network, True)
+
+
+# ---- between compiling and computing ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+def test_what_is_to_be_done_between_compiling_and_computing(mode):
+    done = []
+
+    class Network(Holder):
+        def compile(self, *args, **kwargs):
+            done.append(("compiled", args, kwargs))
+            return "phase"
+    network, before = Network({}), ms.get_context("mode")
+    ms.set_context(mode=mode)
+    try:
+        for _ in range(2):                              # asked again before anything was compiled: still once
+            adapter.when_compiled(network, lambda: done.append("work"))
+        if mode == ms.PYNATIVE_MODE:                    # nothing will ever be compiled
+            assert done == ["work", "work"]
+            return
+        assert done == [] and network.compile(1, a=2) == "phase"
+        assert done == [("compiled", (1,), {"a": 2}), "work"] and "compile" not in network.__dict__
+        network.compile()
+        assert done[2:] == [("compiled", (), {})]
+    finally:
+        ms.set_context(mode=before)
+
+
+def test_a_compilation_that_fails_is_followed_by_nothing():
+    class Network(Holder):
+        def compile(self, *args, **kwargs):
+            raise ValueError("For primitive[Add]")
+    network, done, before = Network({}), [], ms.get_context("mode")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        adapter.when_compiled(network, lambda: done.append("work"))
+        with pytest.raises(ValueError, match="primitive"):
+            network.compile()
+    finally:
+        ms.set_context(mode=before)
+    assert done == []

@@ -33,6 +33,7 @@ from mindresume.network import snapshot  # noqa: E402
 from mindresume.plugin import adapter, choosing, convert, hooks, loading, online, session  # noqa: E402
 from mindresume.resume import account  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
+from mindresume.resume.witness import Settled  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
 from mindresume.store.shard import rank_shard, write_shard  # noqa: E402
 
@@ -247,6 +248,20 @@ def test_all_ranks_look_in_one_place(tmp_path):
     assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkeypatch, there):
+    """An older one may be taken, said aloud; but never none."""
+    late = Settled(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
+    monkeypatch.setattr(choosing, "settle", lambda *_: late)
+    if there:
+        save(tmp_path, 5, world=1)
+        hooks.choose_checkpoint(config_of(tmp_path), current)
+        assert current.choice.chosen.step == 5
+    else:
+        with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
+            hooks.choose_checkpoint(config_of(tmp_path), current)
+
+
 def test_only_damaged_ones_are_an_error(tmp_path, current):
     save(tmp_path, 5, world=1)
     flip_bit(path_of(tmp_path, 5, 0))
@@ -302,6 +317,18 @@ def test_a_training_that_failed_settles_what_it_saves():
     with pytest.raises(RuntimeError, match="out of memory"):
         hooks._training(train)(FakeTrainer())
     assert stopped == [True] and session.current().monitor is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("loss is nan"), LoadError("changed"), KeyboardInterrupt(), SystemExit(143)])
+def test_how_a_training_ends_is_told_to_the_trial(error):
+    told = []
+
+    def train(self):
+        session.current().trial = SimpleNamespace(failed=told.append)
+        raise error
+    with pytest.raises(type(error)):
+        hooks._training(train)(FakeTrainer())
+    assert told == [error] and session.current().trial is None
 
 
 def test_a_complete_training_ends_quietly_and_other_errors_do_not():

@@ -111,6 +111,38 @@ def own_session():
     session.begin(before)
 
 
+# ---- a checkpoint on trial -------------------------------------------------------------------------------------------
+
+class FakeTrial:
+    def __init__(self):
+        self.told, self.begun = [], False
+
+    def begin(self):
+        self.told.append(f"begins, run {self.run[:4]}, {self.hosts} host")
+        self.begun = True
+
+    def passed(self):
+        self.told.append("passed")
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_trial_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, monkeypatch, signalled):
+    trial, compiled = FakeTrial(), []
+    session.current().trial = trial
+    monkeypatch.setattr(module.adapter, "when_compiled", lambda network, work: compiled.append((network, work)))
+    job = Job(build(tmp_path))
+    job.monitor.on_train_step_begin(job.context)
+    assert trial.told == [] and compiled[0][0] is job.train
+    job.monitor._leaving.signalled = signalled                  # while it was compiled
+    compiled[0][1]()
+    assert trial.told == ([] if signalled else ["begins, run 0001, 1 host"])
+    job.monitor._leaving.signalled = False
+    job.steps(2)
+    job.monitor.on_train_step_begin(job.context)
+    assert trial.told[-1:] == ["passed"] and trial.told.count("passed") == 1 and len(compiled) == 1
+    job.end()
+
+
 # ---- registry and arguments ------------------------------------------------------------------------------------------
 
 def test_the_registry_gives_ours_and_it_is_a_subclass_of_the_built_in():

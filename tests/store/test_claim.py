@@ -1,4 +1,6 @@
 """One job a folder; nobody is taken for dead by age; a reader's checkpoint stays."""
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +10,8 @@ from dataclasses import replace
 import pytest
 from folders import STORAGE, save
 
-from mindresume.errors import FolderInUseError
-from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence
+from mindresume.errors import FolderInUseError, RecordError
+from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence, seal, unseal
 from mindresume.store.claim import (
     BEAT,
     GIVEN_UP,
@@ -17,6 +19,7 @@ from mindresume.store.claim import (
     SAVING,
     Claim,
     Holds,
+    Owner,
     claims,
     ended,
     fence,
@@ -190,12 +193,104 @@ def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
     assert len(claims(STORAGE, str(tmp_path))) == 1
 
 
-def test_damaged_claims_say_nothing(tmp_path):
+class Stale(PosixStorage):
+    """A claim that is just being replaced by its owner on another host: so many times the old file is what this one has."""
+
+    def __init__(self, times):
+        self.left = times
+
+    def open(self, path):
+        if "claim-" in path and self.left:
+            self.left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return super().open(path)
+
+
+def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
+    """The living job was thrown out: the second one did not even see it."""
     left_by(tmp_path, ME)
-    for path in (tmp_path / FOLDER).iterdir():
-        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(FolderInUseError, match="is in use: run 0001"):
+        occupy(Stale(1), str(tmp_path), ME, clock=(time := Time()).clock, sleep=time.sleep)
+    left_by(tmp_path, ELSEWHERE)
+    time = Time()
+    claim = occupy(Stale(5), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)         # silent since it could be read
+    assert run_sequence(claim.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
+def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
+    """Damaged, or of a later version: nobody is thrown out, and the file is named."""
+    claim = left_by(tmp_path, dead_process())
+    path = tmp_path / FOLDER / f"claim-{claim.run}.json"
+    path.write_bytes(damage(path.read_bytes()) if damage else seal({"version": 2, "kind": "claim"}))
+    time = Time()
+    with pytest.raises(FolderInUseError) as error:
+        start(tmp_path, time=time)
+    assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
+    assert os.listdir(tmp_path / FOLDER) == [path.name]
+    assert not ended(STORAGE, str(tmp_path))(claim.run)             # what it is saving is no debris
+    path.unlink()
+    assert run_sequence(start(tmp_path).run) == 1
+
+
+def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
+    rival = Claim(STORAGE, str(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
+
+    class Late(Stale):
+        def rename(self, old, new):
+            rival.publish()
+            self.left = 99
+            super().rename(old, new)
+    with pytest.raises(FolderInUseError, match="run 0001-ffffffff is saving"):
+        occupy(Late(0), str(tmp_path), ME)
+
+
+# ---- how long an owner elsewhere is watched ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mine", [0.0, 0.1, BEAT, 200.0])
+@pytest.mark.parametrize("theirs", [2.0, BEAT, 100.0])
+def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
+    left_by(tmp_path, replace(ELSEWHERE, every=theirs))
+    time = Time()
+    claim = occupy(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
+    assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
+    assert claims(STORAGE, str(tmp_path))[0].every == mine and claim.run == claims(STORAGE, str(tmp_path))[0].run
+
+
+@pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
+def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tmp_path, every, said):
+    claim, time = left_by(tmp_path, replace(ELSEWHERE, every=every)), Time()
+    with pytest.raises(FolderInUseError) as error:
+        start(tmp_path, time=time)
+    path = tmp_path / FOLDER / f"claim-{claim.run}.json"
+    assert said in str(error.value) and f"remove {path} and start again" in str(error.value) and "node7" in str(error.value)
+    assert time.now == BEAT * PATIENCE
+
+
+def test_without_beats_a_dead_process_of_this_machine_is_known_all_the_same(tmp_path):
+    left_by(tmp_path, replace(dead_process(), every=0.0))
     time = Time()
     assert run_sequence(start(tmp_path, time=time).run) == 2 and time.now == 0
+
+
+def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
+    claim = left_by(tmp_path, replace(ELSEWHERE, every=100.0))
+    path = tmp_path / FOLDER / f"claim-{claim.run}.json"
+    with open(path, "rb") as file:
+        head, _ = unseal(file, "claim")
+    del head["every"]
+    path.write_bytes(seal(head))
+    time = Time()
+    assert run_sequence(start(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
+
+
+@pytest.mark.parametrize("every", [-1, "15", None, True, float("nan")])
+def test_an_impossible_interval(tmp_path, every):
+    path = tmp_path / "claim"
+    head = json.loads(replace(ELSEWHERE, run=run_name(1, "0000aaaa")).encode().split(b"\n")[1])
+    path.write_bytes(seal({**head, "every": every}))
+    with pytest.raises(RecordError):
+        Owner.read(STORAGE, str(path))
 
 
 def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
@@ -242,6 +337,36 @@ def test_a_reader_elsewhere_holds_until_it_was_silent_for_long(tmp_path):
     assert seen() == {}
 
 
+def test_a_readers_claim_that_cannot_be_read_may_hold_any_of_them(tmp_path):
+    save(tmp_path, 5, 1)
+    save(tmp_path, 10, 1)
+    names = {name for name in os.listdir(tmp_path / FOLDER)}
+    reader = left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
+    path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
+    seen, content = Holds(STORAGE, str(tmp_path), clock=lambda: now[0]), path.read_bytes()
+    path.write_bytes(b"x")
+    assert set(seen()) == names and "cannot be read" in seen()[min(names)]
+    start(tmp_path, time=(time := Time()))                          # it saves nothing, so it stops nobody from it
+    assert time.now == 0
+    now[0] = BEAT * GIVEN_UP
+    assert set(seen()) == names
+    now[0] += 1
+    assert seen() == {} and path.exists()
+    path.write_bytes(content)
+    assert set(seen()) == {min(names)}
+
+
+def test_a_reader_that_beats_rarely_is_given_time(tmp_path):
+    left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
+    now = [0.0]
+    seen = Holds(STORAGE, str(tmp_path), clock=lambda: now[0])
+    assert set(seen()) == {"step-x"}
+    now[0] = BEAT * GIVEN_UP + 1
+    assert set(seen()) == {"step-x"}
+    now[0] = 2 * BEAT * GIVEN_UP + 1
+    assert seen() == {}
+
+
 def test_which_runs_have_ended(tmp_path):
     living, dead, far = left_by(tmp_path, ME, 1), left_by(tmp_path, dead_process(), 2), left_by(tmp_path, ELSEWHERE, 3)
     over = ended(STORAGE, str(tmp_path))
@@ -250,7 +375,7 @@ def test_which_runs_have_ended(tmp_path):
 
 
 def test_a_claim_beats_by_itself(tmp_path):
-    claim = start(tmp_path).start(every=0.01)
+    claim = occupy(STORAGE, str(tmp_path), ME, 0.01).start()
     for _ in range(500):
         if claims(STORAGE, str(tmp_path))[0].beat >= 2:
             break

@@ -1,27 +1,30 @@
 """Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders, ranks are threads."""
 import os
+import threading
+from dataclasses import replace
 
 import pytest
 from folders import STORAGE, Ranks, place_of, save, write_rank
 
 from mindresume.agree import Solo
-from mindresume.errors import AgreementError, RecordError
+from mindresume.errors import AgreementError, FolderInUseError, RecordError
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, Manifest, attempt_name, run_name
 from mindresume.resume.prove import quick
-from mindresume.store import claim
+from mindresume.store import claim, islands
 from mindresume.store.commit import Committer
 from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
-from mindresume.store.islands import Islands, find, next_common_run, together
+from mindresume.store.islands import LOOKS, PATIENCE, Islands, check_alone, find, next_common_run, together
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KeepLast
 from mindresume.store.shard import Place
+from mindresume.store.storage import PosixStorage
 
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 
 
 def fast(storage, root, group):
-    return find(storage, root, group, tries=2, pause=0.01)
+    return find(storage, root, group, sleep=lambda seconds: None)
 
 
 def seen(tmp_path, nodes):
@@ -56,6 +59,78 @@ def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
     assert found == [together(4)] * 4 and os.listdir(tmp_path / "shared") == []
 
 
+class Late(PosixStorage):
+    """A host that lists what the others made only ``seconds`` after it began to look, and finds it by name just as late if
+    ``by_name``. ``now`` moves when its ranks sleep."""
+
+    def __init__(self, seconds, by_name=True):
+        self.now, self.seconds, self.by_name, self.mine = 0.0, seconds, by_name, set()
+
+    def sleep(self, seconds):
+        self.now += seconds / 2                 # two ranks of this host do
+
+    def rename(self, old, new):
+        self.mine.add(os.path.basename(new))
+        super().rename(old, new)
+
+    def _hidden(self, name):
+        return name.startswith("probe-") and name not in self.mine and self.now < self.seconds
+
+    def list(self, folder):
+        return [name for name in super().list(folder) if not self._hidden(name)]
+
+    def status(self, path):
+        return None if self.by_name and self._hidden(os.path.basename(path)) else super().status(path)
+
+
+def looked_from(tmp_path, hosts, monkeypatch, local=False):
+    """Two ranks on each host; one folder."""
+    monkeypatch.setattr(islands, "owner_of_this_process", lambda purpose: replace(
+        claim.owner_of_this_process(purpose), host=threading.current_thread().name))
+
+    def work(group):
+        host = group.rank // 2
+        threading.current_thread().name = f"node{host}"
+        return find(hosts[host], str(tmp_path), group, hosts[host].sleep, lambda path: local)
+    found = Ranks(2 * len(hosts)).run(work)
+    assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
+    return found[0].leaders
+
+
+@pytest.mark.parametrize("seconds, by_name", [(30, True), (60, True), (1e9, False)])
+def test_a_shared_folder_that_a_host_lists_late(tmp_path, monkeypatch, seconds, by_name):
+    """It was taken for a disk of its own, and two leaders wrote one manifest."""
+    hosts = [Late(seconds, by_name), Late(seconds, by_name)]
+    assert looked_from(tmp_path, hosts, monkeypatch) == (0, 0, 0, 0)
+    assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
+
+
+def test_that_one_sees_the_other_is_enough(tmp_path, monkeypatch):
+    hosts = [Late(1e9), Late(0), Late(1e9)]
+    assert looked_from(tmp_path, hosts, monkeypatch) == (0,) * 6 and not any(host.now for host in hosts)
+
+
+@pytest.mark.parametrize("local, looks", [(False, PATIENCE), (True, LOOKS)])
+def test_how_long_nodes_that_share_no_disk_wait(tmp_path, monkeypatch, local, looks):
+    hosts = [Late(1e9), Late(1e9)]
+    assert looked_from(tmp_path, hosts, monkeypatch, local) == (0, 0, 2, 2)
+    assert [host.now for host in hosts] == [looks - 1] * 2
+
+
+def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
+    class Broken(PosixStorage):
+        def list(self, folder):
+            if folder.endswith(FOLDER) and not self.failed:
+                self.failed = True
+                raise OSError(5, "Input/output error", folder)
+            return super().list(folder)
+        failed = False
+    broken = Broken()
+    found = Ranks(2).run(lambda group: fast(broken if group.rank else STORAGE, str(tmp_path), group))
+    assert all(isinstance(error, AgreementError) and "rank 1: OSError" in str(error) for error in found)
+    assert os.listdir(tmp_path) == []
+
+
 def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
     assert find(STORAGE, str(tmp_path / "nowhere"), Solo()) == together(1)
     (tmp_path / "file").write_text("x")
@@ -68,6 +143,20 @@ def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
         (tmp_path / name / FOLDER / attempt_name(5, run)).mkdir(parents=True)
     found = Ranks(4).run(lambda group: next_common_run(STORAGE, str(tmp_path / "aabb"[group.rank]), group))
     assert len(set(found)) == 1 and found[0].startswith("0008-")
+
+
+def test_two_leaders_of_one_folder_find_each_other(tmp_path):
+    """Whatever was wrong with what they saw: before the first step one of them reads the claim of the other."""
+    mine = claim.Claim(STORAGE, str(tmp_path), replace(claim.owner_of_this_process("saving", 4), run=RUN))
+    theirs = claim.Claim(STORAGE, str(tmp_path), replace(mine.owner, host="node7", pid=7))
+    (tmp_path / FOLDER).mkdir()
+    for one in (mine, theirs):
+        one.publish()
+    check_alone(theirs)
+    with pytest.raises(FolderInUseError, match="host node7 and host .* find each other"):
+        check_alone(mine)
+    mine.publish()
+    check_alone(mine)
 
 
 # ---- a node commits its part ---------------------------------------------------------------------------------------------
@@ -153,8 +242,8 @@ def test_where_nothing_is_known_nothing_goes(tmp_path, content):
         save_part(tmp_path, step)
     (tmp_path / FOLDER / COMMON).write_bytes(content)
     assert set(spared(STORAGE, str(tmp_path))) == set(names(5, 10))
-    made = plan(STORAGE, str(tmp_path), KeepLast(1), claim.holds(STORAGE, str(tmp_path)))
-    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in next(iter(made.held.values()))
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].box]
 
 
 def test_a_folder_that_all_see_has_no_such_note(tmp_path):

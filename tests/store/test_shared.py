@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from mindresume.store.shared import Mount, is_shared, mounts, within
+from mindresume.store.shared import Mount, is_local, is_shared, mounts, within
 
 
 @pytest.mark.parametrize("path, named, shared", [
@@ -35,6 +35,14 @@ def test_kinds_of_file_systems(kind, shared):
     table = [Mount("/", "overlay"), Mount("/mnt/share", kind)]
     assert is_shared("/mnt/share/job", "", table) is shared
     assert not is_shared("/mnt/share01/job", "", table) and not is_shared("/mnt", "", table)
+
+
+@pytest.mark.parametrize("kind, local", [
+    ("ext4", True), ("overlay", True), ("tmpfs", True), ("nfs4", False), ("fuse.juicefs", False), ("9p", False),
+    ("virtiofs", False), ("fuse", False)])
+def test_what_is_certain_to_be_a_disk_of_this_host(kind, local):
+    assert is_local("/mnt/disk/job", [Mount("/", "xfs"), Mount("/mnt/disk", kind)]) is local
+    assert not is_local("/mnt/disk", [])
 
 
 def test_the_deepest_mount_decides_and_of_two_at_one_place_the_later():
