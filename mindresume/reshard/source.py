@@ -22,6 +22,7 @@ from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
 from mindresume.formats.records import no_step, ranks_count, state_of_counters
+from mindresume.reshard.copies import check_copies
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration import of_iteration
 from mindresume.reshard.made import checksums
@@ -100,6 +101,7 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
             raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
     source = source_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
     cover(source.weights)
+    check_copies(source.weights)
     return source
 
 
