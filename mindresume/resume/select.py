@@ -16,7 +16,7 @@ from typing import Any
 from mindresume.agree import Group, decide, report
 from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import FORMATS, format_of
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.location import below, strange
@@ -55,6 +55,8 @@ def describe(candidate: Candidate, complete: bool = True) -> str:
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
     checked = "every byte" if complete else "sizes and headers"
+    if candidate.origin == MERGED:
+        return f"{first}, complete weights that mindresume wrote, {checked} of the tensors checked"
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"
 
 
