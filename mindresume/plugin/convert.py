@@ -53,12 +53,13 @@ def choose_complete(storage: Storage, path: str, current: session.Session, resum
     return choice
 
 
-def prepare(config: Any, current: session.Session, storage: Storage) -> None:
-    """After the choice, on all ranks: the source's strategy to all of them, old strategy files aside. AgreementError."""
+def prepare(config: Any, current: session.Session, storage: Storage, aside: bool = True) -> None:
+    """After the choice, on all ranks: the source's strategy to all of them, with ``aside`` old strategy files aside.
+    AgreementError."""
     choice = current.choice
     given = config.get("src_strategy_path_or_dir") or None
-    told = decide(current.group, partial(_decide, storage, choice, given, os.path.join(config.output_dir, STRATEGY),
-                                         current.open_source is None))
+    folder = os.path.join(config.output_dir, STRATEGY) if aside else None
+    told = decide(current.group, partial(_decide, storage, choice, given, folder, current.open_source is None))
     for note in told["notes"]:
         _log(note)
     if current.open_source is None:
@@ -66,7 +67,7 @@ def prepare(config: Any, current: session.Session, storage: Storage) -> None:
         current.open_source = partial(_open, storage, choice, strategy, told["identity"])
 
 
-def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ranks: bool) -> dict[str, Any]:
+def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
     """Rank 0: the strategy of what was chosen. Records know their layouts. A strategy that is given besides must agree with them,
     unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in the folder."""
     candidate, notes, strategy, identity = choice.chosen, [], None, None
@@ -85,7 +86,7 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ra
                          f"saved by {candidate.world_size}; its own records are used")
             strategy = None
         counted(choice.root, candidate, strategy)
-    aside = set_aside(storage, folder, strategy, identity)
+    aside = set_aside(storage, folder, strategy, identity) if folder else ""
     if aside:
         notes.append(f"the strategy files of earlier jobs are kept in {aside}")
     return {"strategy": strategy.to_json() if strategy else None, "notes": notes, "identity": identity}

@@ -21,7 +21,7 @@ from mindresume.errors import (
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
-from mindresume.formats.records import no_step, ranks_count, state_of_counters
+from mindresume.formats.records import is_without_step, ranks_count, state_of_counters
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration import of_iteration
@@ -88,7 +88,7 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
 
 def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> Source:
     """One saved step of rank folders."""
-    if candidate.problem is not None and not _weights_only(candidate):
+    if candidate.problem is not None and not is_without_step(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
     identity = identity_of(storage, root, candidate)
     if candidate.base and strategy is not None:
@@ -146,11 +146,6 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> Sourc
     return Source(weights, state, None, [stamp(storage, p) for p in paths],
                   f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)
-
-
-def _weights_only(candidate: Candidate) -> bool:
-    """Nothing is wrong but that no step is in it: no training can be resumed from it, but it can be converted."""
-    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
 
 
 def cover(weights: Weights) -> None:
