@@ -36,17 +36,17 @@ CANDIDATES = ("copy", "direct", "transform", "unified")
 ROW, COLUMN, WHOLE = TensorLayout((2,), (0, -1)), TensorLayout((2,), (-1, 0)), TensorLayout((2,), (-1,))
 
 
-def model(size: float) -> dict[str, tuple[tuple[int, ...], TensorLayout, int | None]]:
-    """{name: (shape, how tensor parallelism cuts it, None)} of a decoder with Adam moments, about ``size`` GB of float32."""
+def model(size: float) -> dict[str, tuple[tuple[int, ...], TensorLayout, tuple[int, ...]]]:
+    """{name: (shape, how tensor parallelism cuts it, ())} of a decoder with Adam moments, about ``size`` GB of float32."""
     hidden, vocabulary = 1024, 16000
     layers = max(round((size * 1e9 / 12 - 2 * hidden * vocabulary) / (12 * hidden * hidden)), 2)
-    found: dict[str, Any] = {"embedding.weight": ((vocabulary, hidden), ROW, None)}
+    found: dict[str, Any] = {"embedding.weight": ((vocabulary, hidden), ROW, ())}
     for i in range(layers):
         for name, shape, layout in (("qkv", (3 * hidden, hidden), ROW), ("proj", (hidden, hidden), COLUMN),
                                     ("norm", (hidden,), WHOLE), ("up", (4 * hidden, hidden), ROW),
                                     ("down", (hidden, 4 * hidden), COLUMN)):
-            found[f"layers.{i}.{name}.weight"] = (shape, layout, None)
-    found["head.weight"] = ((vocabulary, hidden), ROW, None)
+            found[f"layers.{i}.{name}.weight"] = (shape, layout, ())
+    found["head.weight"] = ((vocabulary, hidden), ROW, ())
     return {prefix + name: row for prefix in ("", "adam_m.", "adam_v.") for name, row in found.items()}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from mindresume.errors import LoadError, SaveError
 from mindresume.files.model import DTYPES
 from mindresume.layout import TensorLayout
+from mindresume.settings import allow_text
 from mindresume.state import is_transient
 from mindresume.store.share import shares
 from mindresume.strategy_file import normal
@@ -169,16 +170,18 @@ def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayou
 
 
 def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
-              may_miss: Callable[[str], bool] = is_transient) -> None:
+              may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> None:
     """LoadError that names every tensor of the network that the checkpoint lacks or holds in another shape or dtype.
 
-    ``wanted``: {name: (shape, dtype)} of the network; transient parameters may be missing.
+    ``wanted``: {name: (shape, dtype)} of the network; transient parameters may be missing. ``allow``: the error says how to go on
+    without those that are.
     """
-    problems = []
+    problems, missing = [], []
     for name, (shape, dtype) in wanted.items():
         if name not in arrays:
             if not may_miss(name):
                 problems.append(f"{name} is not in the checkpoint")
+                missing.append(name)
         elif tuple(arrays[name].shape) != shape and not arrays[name].size == math.prod(shape) == 1:
             problems.append(f"{name} is {tuple(arrays[name].shape)} in the checkpoint, {shape} in the network")
         elif str(arrays[name].dtype) != dtype:
@@ -187,7 +190,7 @@ def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple
         raise LoadError(f"the checkpoint does not fit the network ({len(problems)} tensors): "
                         + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
                         + ". Was the model configuration or the parallel strategy changed? For another strategy set "
-                          "auto_trans_ckpt: True")
+                          "auto_trans_ckpt: True" + ("." + allow_text(missing) if allow and missing else ""))
 
 
 def capture_random() -> dict[str, Any]:

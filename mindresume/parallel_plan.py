@@ -1,7 +1,7 @@
 """A parallel configuration in one line, and the strategy of a model under it: how a checkpoint is to be cut.
 
     plan = ParallelPlan.parse("dp=2,tp=4,pp=2,opt=2")
-    strategy = strategy_of(plan, {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), 0), ...})
+    strategy = strategy_of(plan, {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), (0, 3)), ...}, stages=4)
 
 A plan says how many ranks, not what they cut: which dimension tensor parallelism cuts is taken from the layouts the checkpoint
 has now. Who needs anything else gives a strategy file.
@@ -16,8 +16,8 @@ from mindresume.errors import ConfigError
 from mindresume.layout import MAX_RANKS, TensorLayout
 from mindresume.strategy import Strategy
 
-# Global shape; layout and pipeline stage in the source, None if not known.
-Tensor3 = tuple[tuple[int, ...], TensorLayout | None, int | None]
+# Global shape; layout in the source, None if not known; the pipeline stages that hold it there, ascending, none if not known.
+Tensor3 = tuple[tuple[int, ...], TensorLayout | None, tuple[int, ...]]
 
 _KEYS = {"dp": "dp", "tp": "tp", "mp": "tp", "pp": "pp", "opt": "opt"}
 _PLAN = re.compile(rf"\s*(?:{'|'.join(_KEYS)})\s*=[^/\\]*|\w+=-?\d+(?:,\w+=-?\d+)*")
@@ -77,12 +77,13 @@ class ParallelPlan:
         return self.dp * self.tp * self.pp
 
 
-def strategy_of(plan: ParallelPlan, tensors: Mapping[str, Tensor3]) -> Strategy:
-    """The layouts and stages of these tensors under a plan. ConfigError where the plan does not fit, or the source says too
-    little.
+def strategy_of(plan: ParallelPlan, tensors: Mapping[str, Tensor3], stages: int = 1) -> Strategy:
+    """The layouts and stages of these tensors under a plan. ``stages``: how many the source has. ConfigError where the plan does
+    not fit, or the source says too little.
 
     Layouts are over the device matrix [dp, tp]. A tensor without a layout is not cut by tensor parallelism. Layers are spread
-    evenly: layer i of L is in stage i * pp // L.
+    evenly: layer i of L is in stage i * pp // L. A tensor that several stages of the source hold, such as an embedding that is
+    the head too, is in several stages of the target.
     """
     if not tensors:
         raise ConfigError(f"plan {plan}: there are no tensors to cut")
@@ -90,13 +91,15 @@ def strategy_of(plan: ParallelPlan, tensors: Mapping[str, Tensor3]) -> Strategy:
     if plan.tp > 1 and all(cut is None for cut in cuts.values()):
         raise ConfigError(f"plan {plan}: no tensor of the source is cut, so it does not say which dimension tensor parallelism "
                           f"cuts; {_GIVE}")
-    places = _stages(plan, tensors)
-    stages: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
+    places = _stages(plan, tensors, stages)
+    found: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
     for name, (shape, _, _) in tensors.items():
-        stages[places[name]][name] = _layout(plan, name, shape, cuts[name])
-    if not all(stages):
-        raise ConfigError(f"plan {plan}: pipeline stage {stages.index({})} would hold no tensor; take a smaller pp, or {_GIVE}")
-    return Strategy(tuple(stages), str(plan))
+        layout = _layout(plan, name, shape, cuts[name])
+        for stage in places[name]:
+            found[stage][name] = layout
+    if not all(found):
+        raise ConfigError(f"plan {plan}: pipeline stage {found.index({})} would hold no tensor; take a smaller pp, or {_GIVE}")
+    return Strategy(tuple(found), str(plan))
 
 
 def _cut(plan: ParallelPlan, name: str, shape: tuple[int, ...], layout: TensorLayout | None) -> int | None:
@@ -125,28 +128,48 @@ def _layout(plan: ParallelPlan, name: str, shape: tuple[int, ...], cut: int | No
     return TensorLayout(plain.device_matrix, plain.tensor_map, plan.opt)
 
 
-def _stages(plan: ParallelPlan, tensors: Mapping[str, Tensor3]) -> dict[str, int]:
-    """{tensor: pipeline stage}. Outside the layers: where the source has it, the first or the last stage; else by its name, and
-    what is not known to come before the first layer comes behind the last."""
+def _stages(plan: ParallelPlan, tensors: Mapping[str, Tensor3], stages: int) -> dict[str, tuple[int, ...]]:
+    """{tensor: pipeline stages}. Outside the layers: where the source has it, the first or the last stage; else by its name, and
+    what is not known to come before the first layer comes behind the last. ``stages``: of the source."""
     if plan.pp == 1:
-        return dict.fromkeys(tensors, 0)
+        return dict.fromkeys(tensors, (0,))
     layers = {name: _layer(name) for name in tensors}
     count = 1 + max((layer for layer in layers.values() if layer is not None), default=-1)
     if plan.pp > count:
         raise ConfigError(f"plan {plan}: {count} layers (names with layers.<i>, blocks.<i>, h.<i> or layer.<i>) do not fill "
                           f"{plan.pp} pipeline stages; take a smaller pp, or {_GIVE}")
-    known = {stage for _, _, stage in tensors.values() if stage is not None}
+    known = {stage for _, _, held in tensors.values() for stage in held}
     first, last = (min(known), max(known)) if len(known) > 1 else (None, None)
 
-    def place(name: str) -> int:
+    def place(name: str) -> tuple[int, ...]:
+        held = tensors[name][2]
+        if len(held) > 1:
+            return _shared(plan, name, held, layers[name] is not None, stages)
         if layers[name] is not None:
-            return layers[name] * plan.pp // count
-        stage = tensors[name][2]
-        if stage is not None and stage in (first, last):
-            return 0 if stage == first else plan.pp - 1
-        return 0 if any(word in name for word in _FIRST) and not _BEHIND.search(name) else plan.pp - 1
+            return (layers[name] * plan.pp // count,)
+        if held and held[0] in (first, last):
+            return (0,) if held[0] == first else (plan.pp - 1,)
+        return (0,) if _is_first(name) else (plan.pp - 1,)
 
     return {name: place(name) for name in tensors}
+
+
+def _shared(plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool, stages: int) -> tuple[int, ...]:
+    """Of a tensor that several stages of the source hold. ConfigError where these do not say which ones of the target need it: of
+    two stages both can mean all, or the ends; the ends it is for what is an embedding by its name."""
+    if not in_layer:
+        ends, everywhere = held == (0, stages - 1), len(held) == stages
+        if ends and (stages > 2 or plan.pp == 2 or _is_first(name)):
+            return 0, plan.pp - 1
+        if everywhere and stages > 2:
+            return tuple(range(plan.pp))
+    raise ConfigError(f"plan {plan}: {name} is held by the pipeline stages {', '.join(map(str, held))} of {stages} in the "
+                      f"source, which does not say which of {plan.pp} stages need it; {_GIVE}")
+
+
+def _is_first(name: str) -> bool:
+    """Whether it comes before the first layer, by its name."""
+    return any(word in name for word in _FIRST) and not _BEHIND.search(name)
 
 
 def _layer(name: str) -> int | None:

@@ -14,8 +14,8 @@
       keep_best_mode: min        # the smallest are the best; or max
       transform_engine: auto     # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
                                  # first), or auto: mindspore for ckpt, direct for safetensors
-      allow_missing: []          # Checkpoint 2.0: patterns (lora_*) of parameters that a checkpoint need not have; they stay
-                                 # as they are initialised. In the environment separated by commas
+      allow_missing: []          # patterns (lora_*) of parameters that a checkpoint need not have, of weights alone and in
+                                 # Checkpoint 2.0; they stay as they are initialised. In the environment separated by commas
       on_dataset_change: warn    # the data set is not that of the checkpoint, and nobody said so; or: error
       poison_limit: 2            # a checkpoint on which so many jobs in a row died right after loading is taken last; 0: never
       leave_check: 5             # about every so many seconds the ranks ask each other whether one of them was asked to leave
@@ -27,13 +27,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mindresume.errors import ConfigError
 
 ENVIRONMENT = "MINDRESUME_"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")             # between the dots of a name
 _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
             "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore"),
             "on_dataset_change": ("warn", "error")}
@@ -59,6 +62,10 @@ class Settings:
     poison_limit: int = 2
     leave_check: float = 5.0
 
+    def allows(self, name: str) -> bool:
+        """Whether a checkpoint need not have this parameter."""
+        return any(fnmatchcase(name, pattern) for pattern in self.allow_missing)
+
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
         """ConfigError for an unknown key or a value out of range."""
@@ -72,6 +79,13 @@ class Settings:
             if ENVIRONMENT + name.upper() in environment:
                 values[name] = environment[ENVIRONMENT + name.upper()]
         return cls(**{name: _value(name, types[name], value) for name, value in values.items()})
+
+
+def allow_text(missing: Iterable[str], most: int = 6) -> str:
+    """A sentence that says how to go on without these parameters; names that differ in numbers alone become one pattern."""
+    patterns = list(dict.fromkeys(_NUMBER.sub("*", name) for name in missing))
+    quoted = ", ".join(f'"{pattern}"' for pattern in patterns[:most]) + (", ..." if len(patterns) > most else "")
+    return f" To leave what is missing as it is initialised, set mindresume: {{allow_missing: [{quoted}]}}"
 
 
 def _value(name: str, kind: type, value: Any) -> Any:

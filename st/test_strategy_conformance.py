@@ -114,7 +114,7 @@ def test_a_plan_cuts_as_mindspore_compiles(name, text):
     """From the layouts of another job of the same model, one without pipeline stages: cuts, optimizer shards and stages."""
     of = read_strategy(str(FIXTURES / "strategy_dp2mp4" / "output" / "strategy"))
     known = json.loads((FIXTURES / name / "parameters.json").read_text(encoding="utf-8"))
-    tensors = {parameter: (tuple(known[parameter]["global_shape"]), layout, 0) for parameter, layout in of.stages[0].items()}
+    tensors = {parameter: (tuple(known[parameter]["global_shape"]), layout, (0,)) for parameter, layout in of.stages[0].items()}
     found, compiled = strategy_of(ParallelPlan.parse(text), tensors), read_strategy(str(FIXTURES / name / "output" / "strategy"))
     assert found.world_size == compiled.world_size
     for rank in range(found.world_size):

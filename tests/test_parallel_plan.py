@@ -29,7 +29,7 @@ def model(layers=2, hidden=8, vocabulary=16):
 
 def source(tensors, axis=0, matrix=(2, 2)):
     """As a job of one stage would have it."""
-    return {name: (shape, TensorLayout(matrix, [axis if dim == cut else -1 for dim in range(len(shape))]), 0)
+    return {name: (shape, TensorLayout(matrix, [axis if dim == cut else -1 for dim in range(len(shape))]), (0,))
             for name, (shape, cut, _) in tensors.items()}
 
 
@@ -144,26 +144,26 @@ def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
     (TensorLayout((4,), ()), (), ()), (None, (8, 8), (-1, -1)), (TensorLayout((2, 2), ((1, 0),)), (8,), (0,)),
 ])
 def test_the_dimension_that_the_source_cuts_is_cut(layout, shape, expected):
-    tensors = {"w": (shape, layout, 0), "cut": ((8, 8), ROWS, 0)}
+    tensors = {"w": (shape, layout, (0,)), "cut": ((8, 8), ROWS, (0,))}
     (stage,) = strategy_of(ParallelPlan(dp=1, tp=4), tensors).stages
     assert stage == {"w": TensorLayout((1, 4), expected), "cut": TensorLayout((1, 4), (0, -1))}
 
 
 def test_a_moment_has_its_own_layout():
-    tensors = {"w": ((8, 8), ROWS, 0), "adam_m.w": ((8, 8), COLUMNS, 0)}
+    tensors = {"w": ((8, 8), ROWS, (0,)), "adam_m.w": ((8, 8), COLUMNS, (0,))}
     (stage,) = strategy_of(ParallelPlan(dp=2, tp=2), tensors).stages
     assert (stage["w"].tensor_map, stage["adam_m.w"].tensor_map) == ((0, -1), (-1, 0))
 
 
 @pytest.mark.parametrize("tensors, plan, says", [
-    ({"w": ((8, 8), TensorLayout((2, 2), (1, 0)), 0)}, "tp=2",
+    ({"w": ((8, 8), TensorLayout((2, 2), (1, 0)), (0,))}, "tp=2",
      "the source cuts w of shape (8, 8) along dimensions 0 and 1, a plan can cut along one; give a strategy file"),
-    ({"w": ((8, 8), WHOLE, 0), "b": ((8,), PLAIN, 0), "s": ((), None, None)}, "tp=2",
+    ({"w": ((8, 8), WHOLE, (0,)), "b": ((8,), PLAIN, (0,)), "s": ((), None, ())}, "tp=2",
      "no tensor of the source is cut, so it does not say which dimension tensor parallelism cuts; give a strategy file"),
-    ({"w": ((6, 8), ROWS, 0)}, "tp=4",
+    ({"w": ((6, 8), ROWS, (0,))}, "tp=4",
      "w of shape (6, 8) has 6 elements in dimension 0, which tensor parallelism cuts and tp=4 does not divide"),
-    ({"w": ((8, 3), COLUMNS, 0)}, "dp=3,tp=2", "w of shape (8, 3) has 3 elements in dimension 1"),
-    ({"w": ((8,), ROWS, 0)}, "tp=2", "w has the shape (8,), its layout in the source is for 2 dimensions"),
+    ({"w": ((8, 3), COLUMNS, (0,))}, "dp=3,tp=2", "w of shape (8, 3) has 3 elements in dimension 1"),
+    ({"w": ((8,), ROWS, (0,))}, "tp=2", "w has the shape (8,), its layout in the source is for 2 dimensions"),
     ({}, "tp=2", "there are no tensors"),
 ])
 def test_what_a_plan_cannot_cut(tensors, plan, says):
@@ -172,7 +172,7 @@ def test_what_a_plan_cannot_cut(tensors, plan, says):
 
 
 def test_without_tensor_parallelism_nothing_need_be_known_of_cuts():
-    tensors = {"w": ((8, 8), TensorLayout((2, 2), (1, 0)), 0), "b": ((6,), None, None)}
+    tensors = {"w": ((8, 8), TensorLayout((2, 2), (1, 0)), (0,)), "b": ((6,), None, ())}
     (stage,) = strategy_of(ParallelPlan(dp=2, opt=-1), tensors).stages
     assert stage == {"w": TensorLayout((2, 1), (-1, -1), -1), "b": TensorLayout((2, 1), (-1,), -1)}
 
@@ -180,15 +180,36 @@ def test_without_tensor_parallelism_nothing_need_be_known_of_cuts():
 @pytest.mark.parametrize("shape, opt, shards", [((8, 3), 2, 2), ((8, 3), 4, 4), ((8, 3), 8, 0), ((8, 3), 3, 0), ((6, 3), 4, 0),
                                                 ((6, 3), -1, 0), ((6, 3), 2, 2), ((8, 3), -1, -1), ((8, 3), 1, 0), ((), -1, 0)])
 def test_no_optimizer_shard_where_the_pieces_do_not_divide(shape, opt, shards):
-    (stage,) = strategy_of(ParallelPlan(dp=4, opt=opt), {"w": (shape, None, None)}).stages
+    (stage,) = strategy_of(ParallelPlan(dp=4, opt=opt), {"w": (shape, None, ())}).stages
     assert stage["w"].optimizer_shards == shards
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 def places(pp, names, stages=None):
-    strategy = strategy_of(ParallelPlan(pp=pp), {name: ((4,), PLAIN, (stages or {}).get(name)) for name in names})
+    strategy = strategy_of(ParallelPlan(pp=pp), {name: ((4,), PLAIN, (stages[name],) if name in (stages or {}) else ())
+                                                 for name in names})
     return {name: strategy.stage_of(name) for name in names}
+
+
+@pytest.mark.parametrize("count, held, pp, expected", [
+    (2, (0, 1), 2, [0, 1]), (2, (0, 1), 3, [0, 2]), (2, (0, 1), 1, [0]), (3, (0, 2), 2, [0, 1]), (3, (0, 1, 2), 2, [0, 1]),
+    (3, (0, 1, 2), 3, [0, 1, 2]), (4, (0, 3), 3, [0, 2])])
+def test_what_several_stages_hold_is_in_several(count, held, pp, expected):
+    """A tied embedding: of two stages that is both ends."""
+    tensors = {**{name: ((4,), PLAIN, ()) for name in LAYERS}, "adam_m.tok_embeddings.weight": ((4,), PLAIN, held)}
+    stages = strategy_of(ParallelPlan(pp=pp), tensors, count).stages
+    assert [number for number, stage in enumerate(stages) if "adam_m.tok_embeddings.weight" in stage] == expected
+
+
+@pytest.mark.parametrize("name, count, held", [("table", 2, (0, 1)), ("embedding", 4, (0, 1)), ("embedding", 4, (1, 2, 3)),
+                                               ("layers.1.embedding", 4, (0, 3))])
+def test_where_the_source_does_not_say_which_stages_need_it(name, count, held):
+    tensors = {**{name: ((4,), PLAIN, ()) for name in LAYERS}, name: ((4,), PLAIN, held)}
+    says = f"{name} is held by the pipeline stages {', '.join(map(str, held))} of {count} in the source, .* give a strategy file"
+    with pytest.raises(ConfigError, match=says):
+        strategy_of(ParallelPlan(pp=3), tensors, count)
+    strategy_of(ParallelPlan(), tensors, count)
 
 
 @pytest.mark.parametrize("name", ["model.layers.{}.w", "transformer.h.{}.attn.bias", "adam_v.blocks.{}.w", "encoder.layer.{}.w",

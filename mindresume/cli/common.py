@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal
 from mindresume.formats.location import locate as locate_below
 from mindresume.gauge import Gauge
 from mindresume.store.storage import PosixStorage
@@ -44,7 +44,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def origin_text(candidate: Candidate) -> str:
-    return "mindformers" if candidate.origin == MINDFORMERS else f"run {candidate.run}"
+    return {MINDFORMERS: "mindformers", MERGED: "mindresume, complete weights"}.get(candidate.origin, f"run {candidate.run}")
 
 
 def refusal_json(root: str, refusal: Refusal) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import typer
 from mindresume.cli.common import locate, print_json, progress_bar
 from mindresume.errors import ConfigError, EngineError
 from mindresume.reshard.conversion import Conversion, Job
+from mindresume.reshard.copies import check_copies
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.source import Source, open_source
@@ -73,6 +74,7 @@ def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str 
     traffic = Traffic()
 
     def write() -> None:
+        check_copies(job.source.weights, read=True)
         try:
             conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
         except EngineError as error:

@@ -58,9 +58,7 @@ def target_of(to: str, source: Source) -> Strategy | None:
         return own_strategy(source.weights)
     if not is_plan(to):
         return read_strategy(to)
-    tensors = {}
-    for name, tensor in source.weights.tensors.items():
-        if not is_counter(tensor):
-            stage = None if tensor.layout is None else tensor.first // tensor.layout.stage_size
-            tensors[name] = (tensor.shape, tensor.layout, stage)
-    return strategy_of(ParallelPlan.parse(to), tensors)
+    tensors = {name: (tensor.shape, tensor.layout, tensor.stages) for name, tensor in source.weights.tensors.items()
+               if not is_counter(tensor)}
+    sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
+    return strategy_of(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))

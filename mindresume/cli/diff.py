@@ -16,6 +16,7 @@ from mindresume.cli.inspect import is_strategy, print_table
 from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
 from mindresume.reshard.compare import ONLY_A, ONLY_B, VALUES, Difference, by_size, comparable, compare
+from mindresume.reshard.copies import check_copies
 from mindresume.reshard.counters import with_counters
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.source import Source, open_source
@@ -54,6 +55,8 @@ def diff(a: A, b: B, json: AsJson = False, from_a: FromA = None, from_b: FromB =
     if sources[0].is_iteration != sources[1].is_iteration:      # one has as tensors what the other has in common.json
         sources = with_counters(sources[0]), with_counters(sources[1])
     mine, other = (source.weights for source in sources)
+    for weights in (mine, other):
+        check_copies(weights, read=True)
     names = {name for name in (*mine.tensors, *other.tensors) if pattern is None or fnmatchcase(name, pattern)}
     if pattern is not None and not names:
         raise ConfigError(f"neither {a} nor {b} has a tensor that is called like {pattern!r}")

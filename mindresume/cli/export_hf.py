@@ -11,6 +11,7 @@ from mindresume.cli.common import AsJson, print_json
 from mindresume.cli.conversions import DryRun, Dst, From, Memory, Src, Step, Workers, bytes_of, carry_out, numbers, opened
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
+from mindresume.reshard.copies import check_copies
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import tile_for, writer
 from mindresume.reshard.huggingface import DTYPES, KEEP, Export, read_config, to_huggingface, verify_woven
@@ -57,6 +58,7 @@ def export_hf(src: Src, dst: Dst,
     finished, traffic, plan = conversion.finished(), Traffic(), numbers(job)
     done = {"bytes_read": 0, "bytes_written": 0, "bytes_verified": 0, "seconds": 0.0}
     if not dry_run and not finished:
+        check_copies(source.weights, read=True)
         done = carry_out(conversion, "exporting", json, traffic,
                          lambda: conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append)),
                          check=lambda: verify_woven(job, traffic))

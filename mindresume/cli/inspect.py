@@ -49,8 +49,8 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
 
     Only headers and records are read. How to read a cut: "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2": the ranks of a
     stage are a matrix of 2 x 2, numbered row by row; dimension 0 is halved along its axis 0, the last one (axes count from the
-    right); each half is halved again, in dimension 0, among the ranks that would hold the same. stage: the first pipeline stage
-    that has it; copies: ranks of that stage that hold each element. Slices are written as in Python: [0:4, :].
+    right); each half is halved again, in dimension 0, among the ranks that would hold the same. stage: the pipeline stages that
+    have it; copies: ranks of one of them that hold each element. Slices are written as in Python: [0:4, :].
     """
     storage = PosixStorage()
     if not os.path.exists(path):
@@ -220,8 +220,7 @@ class _Checkpoint:
         if tensor.layout is None:
             file = os.path.basename(self.weights.found_in[tensor.name]) if self.weights.found_in is not None else None
             return Row(tensor.name, tensor.dtype, tensor.shape, None, (), self.world_size, file)
-        stage = tensor.first // tensor.layout.stage_size
-        return Row(tensor.name, tensor.dtype, tensor.shape, tensor.layout, (stage,), tensor.layout.copies)
+        return Row(tensor.name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies)
 
     def parts(self, row: Row, ranks: Sequence[int]) -> list[Part]:
         """Of these ranks: which slice each holds, as their files say it."""

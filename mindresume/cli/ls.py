@@ -7,7 +7,10 @@ from dataclasses import asdict
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, time_text
 from mindresume.errors import MissingCheckpointError
+from mindresume.formats import MERGED, MINDFORMERS
+from mindresume.formats.complete import is_complete
 from mindresume.manifest import run_sequence
+from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import Seen, size_of, survey
@@ -23,7 +26,9 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     Names, records and sizes are checked, contents are not (that is `verify`).
     """
     storage = PosixStorage()
-    found, rows = survey(storage, locate(folder), strategies(storage), world_size)
+    path = locate(folder)
+    found, rows = merged.survey(storage, path) if is_complete(storage, path) else survey(storage, path, strategies(storage),
+                                                                                         world_size)
     if found.strange:
         raise MissingCheckpointError(found.strange)
     users = claims(storage, found.root)
@@ -32,7 +37,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
                     "in_use_by": [{**asdict(owner), "alive": lives(owner)} for owner in users]})
         return
     _print(storage, found.root, rows)
-    foreign = any(row.candidate.run is None for row in rows)
+    foreign = any(row.candidate.origin == MINDFORMERS for row in rows)
     for note in (*found.notes, *(["run -: written by mindformers, without records"] if foreign else []),
                  *assumption(found, world_size)):
         print(note)
@@ -64,7 +69,7 @@ def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
         candidate = row.candidate
         table.add_row(_text(candidate.step), _text(candidate.epoch), str(candidate.world_size),
                       size_text(size_of(storage, root, candidate)), row.kind,
-                      str(run_sequence(candidate.run)) if candidate.run else "-",
+                      str(run_sequence(candidate.run)) if candidate.run else MERGED if candidate.origin == MERGED else "-",
                       time_text(candidate.saved_at), row.state + (", see below" if row.remarks else ""),
                       style="yellow" if row.problem or row.remarks else "")
     Console().print(table)

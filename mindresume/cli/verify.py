@@ -12,7 +12,9 @@ from mindresume.cli import app
 from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, progress_bar, refusal_json
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.complete import is_complete
 from mindresume.formats.records import absent_text, ranks_count
+from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import prove, read_size
 from mindresume.resume.remarks import damaged_beside, stand_in_text
@@ -32,7 +34,9 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Exit status: 0 all is as it was written, 1 something is damaged or missing.
     """
     storage = PosixStorage()
-    found, rows = survey(storage, locate(folder), strategies(storage), world_size)
+    path = locate(folder)
+    complete = is_complete(storage, path)
+    found, rows = merged.survey(storage, path) if complete else survey(storage, path, strategies(storage), world_size)
     if found.strange:
         raise MissingCheckpointError(found.strange)
     wanted = [row for row in rows if step is None or row.candidate.step == step]
@@ -48,6 +52,9 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             read += count
             meter.advance(count)
         for row in wanted:
+            if complete:
+                results.append(merged.verify(storage, path, progress))
+                continue
             candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
             layouts = Layouts(storage, found.root, candidate)
             proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress, layouts=layouts)

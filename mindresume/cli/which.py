@@ -9,13 +9,15 @@ import typer
 
 from mindresume.agree import Solo
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, print_json, progress_bar, refusal_json
-from mindresume.errors import UnusableError
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json
+from mindresume.errors import AgreementError, UnusableError
+from mindresume.formats.complete import is_complete
+from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import Choice, describe, select
 from mindresume.settings import Settings
-from mindresume.store.storage import PosixStorage
+from mindresume.store.storage import PosixStorage, Storage
 
 NOTHING = 3
 
@@ -36,10 +38,13 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     try:
         with progress_bar("checking", json) as meter:
             storage = PosixStorage()
-            choice = select(storage, folder, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
-                            strategy_of=strategies(storage),
-                            progress=meter.advance, complete=not quick, poison_limit=Settings.load().poison_limit,
-                            on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
+            if named is None and os.path.isdir(path := locate(folder, must_exist=False)) and is_complete(storage, path):
+                choice, error = _complete(storage, path, quick)
+            else:
+                choice = select(storage, folder, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
+                                strategy_of=strategies(storage),
+                                progress=meter.advance, complete=not quick, poison_limit=Settings.load().poison_limit,
+                                on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
     except UnusableError as failure:
         error = str(failure)
         choice = Choice(None, failure.refused, (), False, (), os.path.dirname(folder) if os.path.isfile(folder) else folder)
@@ -54,6 +59,14 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     else:
         _print(choice, error)
     sys.exit(0 if choice.chosen is not None else NOTHING)
+
+
+def _complete(storage: Storage, path: str, quick: bool) -> tuple[Choice, str | None]:
+    """Of complete weights, which are one step; damage is an error."""
+    try:
+        return merged.choose_complete(storage, path, Solo(), not quick, resume=True)[0], None
+    except AgreementError as failure:
+        return Choice(None, (), (), False, (), path), str(failure).removeprefix("rank 0: ")
 
 
 def _print(choice: Choice, error: str | None) -> None:

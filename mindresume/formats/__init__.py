@@ -12,7 +12,7 @@ from typing import Any
 from mindresume.manifest import FileRecord
 from mindresume.state import TrainingState
 
-OURS, MINDFORMERS = "mindresume", "mindformers"
+OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Refusal:
 class Candidate:
     """One saved step as a scan found it.
 
-    ``origin``: OURS or MINDFORMERS (written without records). ``run``: None for the latter. ``files``: those of each rank, paths
-    relative to the root of the scan. ``world_size``: ranks that saved it; for MINDFORMERS in rank folders the number of ranks
-    that have its file. ``attempt``: path of the folder of records. ``base``: the iteration folder relative to the root, empty
-    for rank folders; paths in records are relative to it. ``deduplicated``: by its records some rank wrote only its
-    share of what several hold. ``absent``: ranks without files, which were lost before the others saved for the last
-    time; what they held is proven to be with the others. ``part``: where nodes share no disk, the ranks of the node
-    whose files these are. ``small``: files beside the weights that the manifest names.
+    ``origin``: OURS, MINDFORMERS (written without records) or MERGED (complete weights that mindresume put together). ``run``:
+    None but for OURS. ``files``: those of each rank, paths relative to the root of the scan. ``world_size``: ranks that saved it;
+    for MINDFORMERS in rank folders the number of ranks that have its file. ``attempt``: path of the folder of records. ``base``:
+    the iteration folder relative to the root, empty for rank folders; paths in records are relative to it. ``deduplicated``: by
+    its records some rank wrote only its share of what several hold. ``absent``: ranks without files, which were
+    lost before the others saved for the last time; what they held is proven to be with the others. ``part``: where nodes share
+    no disk, the ranks of the node whose files these are. ``small``: files beside the weights that the manifest names.
     ``manifest_problem``: why the manifest that should be there cannot be used; then the records count, which are the commit.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.

@@ -116,8 +116,11 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
 
 
 def _template(name: str, rank: int) -> str:
-    """``name`` with its last number that is ``rank`` replaced: a prefix may hold the same number (``llama2_7b_2.ckpt``)."""
-    number = rf"(?<!\d){rank}(?!\d)"
+    """``name`` with its last number that is ``rank`` replaced, the one behind ``_rank_`` if there is one: a prefix may hold the
+    same number (``llama2_7b_2.ckpt``), and so may epoch and step (``net_rank_1-network-1_5.safetensors``)."""
+    number = rf"(?<=_rank_){rank}(?!\d)"
+    if not re.search(number, name):
+        number = rf"(?<!\d){rank}(?!\d)"
     return re.sub(rf"{number}(?!.*{number})", "{rank}", name)
 
 

@@ -264,6 +264,11 @@ def whole(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
     return all(size and file.size in (None, size) for file, size in zip(files, sizes(storage, root, files), strict=True))
 
 
+def is_without_step(candidate: Candidate) -> bool:
+    """Whether nothing is wrong but that no step is in it: no training can be resumed from it, but its weights can be loaded."""
+    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
+
+
 def no_step(path: str) -> Refusal:
     """For weights without the counters of a training, such as those of checkpoint_network."""
     return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)

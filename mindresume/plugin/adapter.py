@@ -5,7 +5,7 @@ training. Names are patched where they are used, in the modules that imported th
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from importlib import import_module, metadata
 from typing import Any
 
@@ -18,6 +18,7 @@ ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into
 TRAINER = "mindformers.trainer.trainer"
 BASE_TRAINER = "mindformers.trainer.base_trainer"
 TRAINER_UTILS = "mindformers.trainer.utils"
+CAUSAL_TRAINER = "mindformers.trainer.causal_language_modeling.causal_language_modeling"
 REGISTER = "mindformers.tools.register.register"
 SHARED_ASKED = (TRAINER, "mindformers.checkpoint.checkpoint", "mindformers.tools.resume_ckpt",      # is_publicly_accessible_path
                 "mindformers.utils.resume_ckpt_utils", "mindformers.utils.file_utils")
@@ -199,14 +200,14 @@ def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]
     return lambda name: name not in laid_out or name in mine
 
 
-def compile_for_load(config: Any, model: Any, dataset: Any) -> None:
+def compile_for_load(config: Any, model: Any, dataset: Any, do_eval: bool = False, do_predict: bool = False) -> None:
     """Compiles the network so that its parameters have their slices (and the strategy files are written); then waits for
-    the other ranks, as mindformers does before it loads."""
+    the other ranks, as mindformers does before it loads. ``do_eval``, ``do_predict``: it is not trained."""
     from mindspore.communication.comm_func import barrier
     utils = import_module(TRAINER_UTILS)
     runner = config.runner_config
     utils.compile_model(model=model, dataset=dataset, mode=config.context.mode, sink_mode=runner.sink_mode,
-                        epoch=runner.epochs, sink_size=runner.sink_size)
+                        epoch=runner.epochs, sink_size=runner.sink_size, do_eval=do_eval, do_predict=do_predict)
     barrier()
 
 
@@ -224,6 +225,39 @@ def when_compiled(network: Any, work: Callable[[], None]) -> None:
         work()
         return compiled
     object.__setattr__(network, "compile", compile_once)
+
+
+def pet_type(config: Any) -> str:
+    """Of ``pet_config``, for which mindformers adds parameters to the network, such as those of LoRA; empty without it."""
+    found: Any = config
+    for key in ("model", "model_config", "pet_config", "pet_type"):
+        found = found.get(key) if hasattr(found, "get") else getattr(found, key, None)
+    return str(found or "")
+
+
+def only_by_mindformers(network: Any, names: Iterable[str], known: bool) -> str:
+    """Why its own code must load these tensors into this network; empty if that is not so. ``known``: a folder of Hugging Face
+    that mindresume can take apart itself."""
+    if hasattr(network, "llm_boost"):
+        return "llm_boost takes the weights apart itself"
+    if known and getattr(core_network(network), "template", None) is not None or set(names) & set(network.parameters_dict()):
+        return ""
+    translate = _translation(network)
+    return "these are names of Hugging Face, which this network translates" if translate and any(
+        translate(name) != name for name in names) else ""
+
+
+def _translation(network: Any) -> Callable[[str], str] | None:
+    """Of names of Hugging Face to those of the network, as it says itself; None if it has none."""
+    from mindformers.utils.load_checkpoint_utils import _get_origin_network
+    origin, found = _get_origin_network(network)
+
+    def translate(name: str) -> str:
+        try:
+            return origin.convert_name(name)
+        except RuntimeError:                            # the base class: not implemented
+            return name
+    return translate if found else None
 
 
 def core_network(network: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mindresume.agree import Group, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.formats import Candidate
+from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.location import find as find_checkpoints
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
@@ -27,10 +27,12 @@ from mindresume.store.trials import Trial
 
 
 def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
-           resume: bool = True, healthy: bool = False, instead: str = "are initialised at random") -> Choice | None:
+           resume: bool = True, healthy: bool = False, as_it_is: bool = False, instead: str = "are initialised at random"
+           ) -> Choice | None:
     """None: a fresh start. ``converts``: the number of ranks may differ, so all files are proven by all ranks together, and
     ``current.open_source`` is set. ``resume`` False: weights alone are wanted, so there is no fresh start. ``healthy``:
-    what mindformers' health monitor found unhealthy is not taken, unless it is named. ``instead``: ends a sentence on the weights
+    what mindformers' health monitor found unhealthy is not taken, unless it is named. ``as_it_is``: what mindformers saved on as
+    many ranks as there are is not converted, so that it needs no layouts. ``instead``: ends a sentence on the weights
     of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
@@ -57,11 +59,12 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         gauge, ranks = telling.gauge("checking"), partial(_share, group) if converts else None
         pick = partial(select, storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
                        on_candidate=lambda candidate: gauge.expect(read_size(candidate, _share(group, candidate))),
-                       complete=current.settings.verify == "full", sick=sick, poison_limit=current.settings.poison_limit,
+                       complete=current.settings.verify == "full", sick=sick, counters=resume,
+                       poison_limit=current.settings.poison_limit,
                        strategy_of=strategies(storage, config.get("src_strategy_path_or_dir") or None))
         choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts) if remote else pick()
     for refusal in choice.refused:
-        log.warning("mindresume: not resuming from %s", refusal)
+        log.warning("mindresume: not %s %s", "resuming from" if resume else "taking the weights of", refusal)
     for note in choice.notes:
         log.info("mindresume: %s", note)
     if choice.chosen is None and settled.unseen:
@@ -73,7 +76,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
         if not resume:
             raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
-                                         f"resume_training: False). Give another load_path, or none for random weights")
+                                         f"resume_training: False). Give another load_checkpoint (load_path), or none for random "
+                                         f"weights")
         (log.info if known else log.warning)("mindresume: fresh start: %s %s; weights %s", path, reason, instead)
         return None
     current.choice = choice
@@ -87,8 +91,10 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
     for remark in choice.remarks:
         log.warning("mindresume: %s", remark)
+    if converts and as_it_is and group.size > 1 and choice.chosen.origin == MINDFORMERS and not choice.chosen.base:
+        converts = not all(report(group, lambda: current.shard is not None))
     if converts or choice.chosen.base:
-        prepare(config, current, storage)
+        prepare(config, current, storage, aside=resume or adapter.is_parallel())
     return choice
 
 

@@ -18,23 +18,21 @@ from functools import partial
 from typing import Any
 
 from mindresume.agree import agreed, decide, report
-from mindresume.errors import ConfigError, EngineError, MissingCheckpointError, StrategyError
-from mindresume.formats import MINDFORMERS, OURS, Candidate
+from mindresume.errors import ConfigError, EngineError, StrategyError
+from mindresume.formats import OURS
 from mindresume.formats.complete import MINDSPORE, is_complete
 from mindresume.formats.records import ranks_count
-from mindresume.manifest import FileRecord
 from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, session, telling
+from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
-from mindresume.reshard.load import bytes_of, check_tensors, read_regions, wanted_regions
-from mindresume.reshard.made import checksums
+from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.source import Source, counted, open_complete, source_of
 from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
 from mindresume.reshard.weights import Weights
 from mindresume.resume.select import Choice, select
-from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
@@ -49,34 +47,19 @@ def is_complete_resume(storage: Storage, path: str, converts: bool) -> bool:
 
 
 def choose_complete(storage: Storage, path: str, current: session.Session, resume: bool = True) -> Choice:
-    """Complete weights as the choice. Every rank reads its share of the bytes, where checksums were recorded. AgreementError on
-    all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the training was."""
-    source = open_complete(storage, path)
-
-    def check() -> Any:
-        mine = sorted(source.weights.tensors)[current.group.rank::current.group.size]
-        if current.settings.verify == "full" and checksums(storage, source.weights.name):
-            check_tensors(source.weights, mine)
-        return source.state.to_json() if source.state else None
-    told = report(current.group, check)[0]
-    if told is None and resume:
-        raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
-                                     f"With resume_training: False they are loaded as weights only")
-    state = TrainingState.from_json(told) if told else None
-    name, header = next(iter(source.weights.headers.items()))
-    chosen = Candidate(state.step if state else None, MINDFORMERS, header.format,
-                       {0: (FileRecord(os.path.basename(name), header.format),)}, 1, (0.0,), state,
-                       epoch=state.epoch if state else None)
+    """Complete weights as the choice. Errors as of ``merged.choose_complete``."""
+    choice, source = merged.choose_complete(storage, path, current.group, current.settings.verify == "full", resume)
     current.open_source = lambda: source
-    return Choice(chosen, (), source.notes, False, (), source.weights.name, current.settings.verify == "full")
+    return choice
 
 
-def prepare(config: Any, current: session.Session, storage: Storage) -> None:
-    """After the choice, on all ranks: the source's strategy to all of them, old strategy files aside. AgreementError."""
+def prepare(config: Any, current: session.Session, storage: Storage, aside: bool = True) -> None:
+    """After the choice, on all ranks: the source's strategy to all of them, with ``aside`` old strategy files aside.
+    AgreementError."""
     choice = current.choice
     given = config.get("src_strategy_path_or_dir") or None
-    told = decide(current.group, partial(_decide, storage, choice, given, os.path.join(config.output_dir, STRATEGY),
-                                         current.open_source is None))
+    folder = os.path.join(config.output_dir, STRATEGY) if aside else None
+    told = decide(current.group, partial(_decide, storage, choice, given, folder, current.open_source is None))
     for note in told["notes"]:
         _log(note)
     if current.open_source is None:
@@ -84,7 +67,7 @@ def prepare(config: Any, current: session.Session, storage: Storage) -> None:
         current.open_source = partial(_open, storage, choice, strategy, told["identity"])
 
 
-def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ranks: bool) -> dict[str, Any]:
+def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
     """Rank 0: the strategy of what was chosen. Records know their layouts. A strategy that is given besides must agree with them,
     unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in the folder."""
     candidate, notes, strategy, identity = choice.chosen, [], None, None
@@ -103,7 +86,7 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str, ra
                          f"saved by {candidate.world_size}; its own records are used")
             strategy = None
         counted(choice.root, candidate, strategy)
-    aside = set_aside(storage, folder, strategy, identity)
+    aside = set_aside(storage, folder, strategy, identity) if folder else ""
     if aside:
         notes.append(f"the strategy files of earlier jobs are kept in {aside}")
     return {"strategy": strategy.to_json() if strategy else None, "notes": notes, "identity": identity}

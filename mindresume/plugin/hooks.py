@@ -10,8 +10,8 @@
       transform_and_load_checkpoint   ─▶ load_shard: reads what this rank proved, verified again while it is read
 
 With ``auto_trans_ckpt`` and for complete weights the last one is ``mindresume.plugin.convert``. Checkpoint 2.0
-(``use_legacy_format: False``) has places of its own, and ``mindresume.plugin.online``. A training of Checkpoint 1.0 that does not
-resume passes through to mindformers.
+(``use_legacy_format: False``) has places of its own, and ``mindresume.plugin.online``. Weights alone, for a training of
+Checkpoint 1.0 that does not resume, an evaluation or a prediction, are ``mindresume.plugin.weights_alone``.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mindresume.agree import Waiting, agreed, decide, report
 from mindresume.errors import AgreementError, ConfigError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session, streaming
+from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session, streaming, weights_alone
 from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
@@ -38,6 +38,8 @@ def install() -> None:
     """Idempotent. ConfigError if a place to hook in is not there."""
     for method in ("train", "finetune"):
         adapter.replace(adapter.TRAINER, f"Trainer.{method}", _training)
+    for task in (weights_alone.EVALUATE, weights_alone.PREDICT):
+        adapter.replace(adapter.TRAINER, f"Trainer.{task}", functools.partial(_inference, task))
     adapter.replace(adapter.TRAINER, "Trainer._check_config_rules", _rules)
     adapter.replace(adapter.REGISTER, "MindFormerRegister.get_cls", _trainer_class)
     adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
@@ -50,7 +52,8 @@ def install() -> None:
     adapter.replace(adapter.BASE_TRAINER, "_resume_hf_iterable_dataset", _streaming)
     adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
     adapter.replace(adapter.BASE_TRAINER, "preload_ckpt", _preload)
-    adapter.replace(adapter.BASE_TRAINER, "transform_and_load_checkpoint", _load)
+    for module in (adapter.BASE_TRAINER, adapter.CAUSAL_TRAINER):
+        adapter.replace(module, "transform_and_load_checkpoint", _load)
     adapter.replace(adapter.TRAINER, "get_checkpoint_path", _folder)
     adapter.replace(adapter.BASE_TRAINER, "get_healthy_checkpoint_path", _healthy)
     adapter.replace(adapter.BASE_TRAINER, "BaseTrainer._train_dataset_postprocess", _dataset)
@@ -86,7 +89,20 @@ def _training(original: Any) -> Any:
                 started.monitor.settle()
                 started.monitor = None
             started.training = False
-            started.choice = started.online = None      # an evaluation or another training after this one loads its own
+            # an evaluation or another training after this one loads its own
+            started.choice = started.online = started.alone = None
+    return run
+
+
+def _inference(task: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job(), task=task))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            started.release()
+            started.task, started.choice, started.alone = "", None, None
     return run
 
 
@@ -109,6 +125,8 @@ def _rules(original: Any) -> Any:
             current.identity = identity(self.config, current)
             with current.loading():
                 choose_checkpoint(self.config, current)
+        elif current.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):    # else it is loaded already
+            weights_alone.choose(self.config, current.task, current, PosixStorage())
         return original(self)
     return check
 
@@ -205,7 +223,8 @@ def _runner_config(original: Any) -> Any:
 def _preload(original: Any) -> Any:
     @functools.wraps(original)
     def preload(config: Any) -> Any:
-        return None if session.current().resumes else original(config)
+        current = session.current()
+        return None if current.resumes or current.alone else original(config)
     return preload
 
 
@@ -213,6 +232,9 @@ def _load(original: Any) -> Any:
     @functools.wraps(original)
     def load(config: Any, model: Any, network: Any, dataset: Any, optimizer: Any = None, **kwargs: Any) -> Any:
         current = session.current()
+        if current.alone and weights_alone.load(config, model, network, dataset, current, PosixStorage(),
+                                                kwargs.get("do_eval", False), kwargs.get("do_predict", False)):
+            return None
         if not current.resumes or config.only_save_strategy:
             return original(config, model, network, dataset, optimizer=optimizer, **kwargs)
         return loading.load_chosen(config, model, dataset, current, PosixStorage())
@@ -322,7 +344,9 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
     storage = PosixStorage()
     if online.applies(config):
         return online.choose(config, current, storage)
-    if not config.resume_training or not config.load_checkpoint:
+    if not config.resume_training:
+        return weights_alone.choose(config, weights_alone.TRAIN, current, storage)
+    if not config.load_checkpoint:
         return None
     path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
     log = adapter.logger()

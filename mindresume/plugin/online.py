@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -159,7 +158,7 @@ def load(network: Any, optimizer: Any, current: session.Session) -> None:
     """Loads what was chosen: all parameters of the train network, or without resume those of ``network``. AgreementError on all
     ranks for whatever fails on one."""
     if current.online.pretrained:
-        return _load_pretrained(network, current)
+        return load_pretrained(current.online.model._train_network, network, current.online.folder, current)
     train, source = current.online.model._train_network, agreed(current.group, current.open_source)
     shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
@@ -169,9 +168,9 @@ def load(network: Any, optimizer: Any, current: session.Session) -> None:
     return loading.put(train, arrays, False, current, lambda name: name not in names or optional(name))
 
 
-def _load_pretrained(network: Any, current: session.Session) -> None:
-    """Weights of Hugging Face, of this rank's slices only."""
-    train, core, folder = current.online.model._train_network, adapter.core_network(network), current.online.folder
+def load_pretrained(train: Any, network: Any, folder: str, current: session.Session) -> None:
+    """Weights of Hugging Face, of this rank's slices only. ``train``: what was compiled, with ``network`` in it."""
+    core = adapter.core_network(network)
     template = getattr(core, "template", None)
     if template is None:
         raise ConfigError(f"{folder}: {type(core).__name__} has no conversion of Hugging Face weights in mindformers; there is "
@@ -235,15 +234,12 @@ def _regions(weights: Weights, shapes: Mapping[str, tuple[tuple[int, ...], str]]
     if absent and weights_alone and not any(name in of_model for name in absent):
         raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim (save_optimizer: False). To "
                         f"take the weights alone and start at step 0, set no_load_optim: True (resume_training: False)")
-    return wanted_regions(weights, shapes, layouts, rank, optional)
+    return wanted_regions(weights, shapes, layouts, rank, optional, allow=True)
 
 
 def _optional(current: session.Session, of_step: Collection[str]) -> Callable[[str], bool]:
     """Parameters that a checkpoint need not have: those that live within a step, those that the user allows, the optimizer's
     counter of steps, which is set anyway, and ``of_step``, those of the train step, which mindformers never saves."""
-    patterns = current.settings.allow_missing
-
     def optional(name: str) -> bool:
-        return is_transient(name) or name == "global_step" or name in of_step or any(
-            fnmatchcase(name, pattern) for pattern in patterns)
+        return is_transient(name) or name == "global_step" or name in of_step or current.settings.allows(name)
     return optional

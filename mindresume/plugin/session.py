@@ -45,6 +45,15 @@ class Online:
 
 
 @dataclass(frozen=True)
+class WeightsAlone:
+    """Loading of weights alone in Checkpoint 1.0. ``path``: what mindformers is shown. ``trains``: a training begins with them;
+    else they are evaluated, or predict. ``converts``: auto_trans_ckpt, as the user wrote it."""
+    path: str
+    trains: bool
+    converts: bool
+
+
+@dataclass(frozen=True)
 class Origin:
     """Where this run began: its first step follows ``step``; ``consumed``: samples seen before, None not known."""
     step: int = 0
@@ -77,6 +86,8 @@ class Session:
     trial: Trial | None = None               # of the chosen checkpoint, until a step is done
     open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
     online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
+    alone: WeightsAlone | None = None        # Checkpoint 1.0 without a resume
+    task: str = ""                           # outside of a training: what is done with the network, evaluate or predict
     remote: Remote | None = None             # ModelArts: where checkpoints are kept when the disks are gone
 
     @property
@@ -119,7 +130,8 @@ class Session:
     @property
     def resumes(self) -> bool:
         """Counters and optimizer too; weights alone are no resume."""
-        return self.choice is not None and self.choice.chosen is not None and (self.online is None or self.online.resume)
+        return self.choice is not None and self.choice.chosen is not None and self.alone is None and (
+            self.online is None or self.online.resume)
 
 
 _current = [Session()]

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from mindresume.errors import ConfigError, NoRoomError, RecordError, SaveError
+from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
 from mindresume.files.checksum import Checksums
 from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
@@ -31,7 +31,7 @@ from mindresume.manifest import Details, FileRecord, Record, TensorRecord, attem
 from mindresume.reshard.counters import with_counters
 from mindresume.reshard.direct import TargetFile
 from mindresume.reshard.geometry import shape_of
-from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion
+from mindresume.reshard.made import CONVERSION, LIMIT, read_made
 from mindresume.reshard.source import Source
 from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
 from mindresume.reshard.weights import Weights
@@ -187,15 +187,18 @@ class Conversion:
             if self.storage.status(self.target) is not None and not self.storage.status(self.target).is_folder:
                 raise ConfigError(f"{self.target} is a file; give a folder that does not exist")
             return False
-        made = read_conversion(self.storage, self.target)
-        if made is None or made["fingerprint"] != self.job.fingerprint:
-            raise ConfigError(f"{self.target} is not empty" + ("" if made is None else f": it was converted from {made['what']}")
+        try:
+            made = read_made(self.storage, self.target)
+        except DamagedFileError:
+            made = None
+        if made is None or made.fingerprint != self.job.fingerprint:
+            raise ConfigError(f"{self.target} is not empty" + ("" if made is None else f": it was converted from {made.what}")
                               + "; give a folder that does not exist. Nothing was changed")
-        for path, size, _ in made["files"]:
-            found = self.storage.status(os.path.join(self.target, path))
-            if found is None or found.size != size:
-                state = "is gone" if found is None else f"has {found.size} bytes instead of {size}"
-                raise ConfigError(f"{self.target} was converted from {made['what']}, but its file {path} {state}; remove the "
+        for file in made.files:
+            found = self.storage.status(os.path.join(self.target, file.path))
+            if found is None or found.size != file.size:
+                state = "is gone" if found is None else f"has {found.size} bytes instead of {file.size}"
+                raise ConfigError(f"{self.target} was converted from {made.what}, but its file {file.path} {state}; remove the "
                                   f"folder")
         if self._lock < 0 and self.storage.status(self.work + LOCK) is not None:
             with suppress(OSError):                 # of a process that died right after the rename

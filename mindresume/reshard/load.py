@@ -18,6 +18,7 @@ from mindresume.reshard.direct import TILE, Sources, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
 from mindresume.reshard.reading import OpenFiles, gather, plain
 from mindresume.reshard.weights import Place, Weights
+from mindresume.settings import allow_text
 from mindresume.state import is_transient
 
 WORKERS = 4                 # threads: reading is waiting
@@ -25,18 +26,20 @@ WORKERS = 4                 # threads: reading is waiting
 
 def wanted_regions(weights: Weights, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int,
-                   may_miss: Callable[[str], bool] = is_transient) -> dict[str, Region]:
+                   may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> dict[str, Region]:
     """Which region of which tensor this rank loads. ``wanted``: {name: (shape, dtype)} of its parameters; ``layouts``: {name:
     (layout, global shape)} of those that are cut. LoadError that names every parameter that the checkpoint lacks or holds in
-    another global shape or dtype. A counter may have another number of dimensions."""
+    another global shape or dtype; with ``allow`` it says how to go on without those that are lacking. A counter may have another
+    number of dimensions."""
     regions: dict[str, Region] = {}
-    problems = []
+    problems, missing = [], []
     for name, (shape, dtype) in wanted.items():
         tensor = weights.tensors.get(name)
         layout, full = layouts.get(name, (None, shape))
         if tensor is None:
             if not may_miss(name):
                 problems.append(f"{name} is not in the checkpoint")
+                missing.append(name)
         elif tensor.dtype != dtype:
             problems.append(f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network")
         elif tensor.shape != full and not elements(whole(tensor.shape)) == elements(whole(full)) == 1:
@@ -48,7 +51,8 @@ def wanted_regions(weights: Weights, wanted: Mapping[str, tuple[tuple[int, ...],
     if problems:
         raise LoadError(f"the checkpoint {weights.name} does not fit the network ({len(problems)} tensors): "
                         + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
-                        + ". All shapes are those of whole tensors. Was the model configuration changed?")
+                        + ". All shapes are those of whole tensors. Was the model configuration changed?"
+                        + (allow_text(missing) if allow and missing else ""))
     return regions
 
 

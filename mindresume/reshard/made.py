@@ -2,27 +2,84 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.errors import RecordError
-from mindresume.manifest import unseal
+from mindresume.errors import DamagedFileError, RecordError
+from mindresume.formats.records import listed
+from mindresume.manifest import FileRecord, unseal
+from mindresume.state import is_count
 from mindresume.store.storage import Storage
 
 CONVERSION = "conversion.json"
 LIMIT = 256 << 20                   # bytes of it: checksums of all tensors
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
-def read_conversion(storage: Storage, folder: str) -> dict[str, Any] | None:
-    """What a folder was converted from: fingerprint, what, files [path, size, checksum], of complete weights tensors {name:
-    checksum}. None if it was not, or the file is damaged."""
+@dataclass(frozen=True)
+class Made:
+    """``fingerprint`` of everything that decided the bytes; ``what`` it was made from; ``files`` with sizes and checksums, paths
+    relative to the folder. ``tensors``: {name: checksum}, of complete weights only."""
+    fingerprint: str
+    what: str
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, str]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Made:
+        """RecordError if a field is missing, or one cannot be."""
+        rows, tensors = value.get("files"), value.get("tensors", {})
+        if not isinstance(value.get("fingerprint"), str) or not isinstance(value.get("what"), str) or not isinstance(rows, list):
+            raise RecordError("conversion: expected fingerprint, what and files")
+        if not isinstance(tensors, dict) or not all(_is_checksum(checksum) for checksum in tensors.values()):
+            raise RecordError("conversion: expected a checksum of 32 hex digits of each tensor")
+        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors)
+
+
+def _file(row: Any) -> FileRecord:
+    path, size, checksum = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
+    file = FileRecord.from_json([path, path.rpartition(".")[2] if isinstance(path, str) else "", size, checksum])
+    if not is_count(size) or not _is_checksum(checksum):
+        raise RecordError(f"conversion: file {row!r}"[:200] + ", expected path, size and checksum")
+    return file
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, str) and _CHECKSUM.fullmatch(value) is not None
+
+
+def read_made(storage: Storage, folder: str) -> Made | None:
+    """None if mindresume did not convert it. DamagedFileError if what says so cannot be read: nobody knows then what the files
+    should be."""
+    path = os.path.join(folder, CONVERSION)
     try:
-        with storage.open(os.path.join(folder, CONVERSION)) as file:
-            return unseal(file, "conversion", LIMIT)[0]
-    except (OSError, RecordError):
+        with storage.open(path) as file:
+            return Made.from_json(unseal(file, "conversion", LIMIT)[0])
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, RecordError) as error:
+        raise DamagedFileError(path, f"it cannot be read, and nothing else says what the files of this folder should be: "
+                                     f"{error}. To go by their headers and sizes alone, remove it") from error
 
 
-def checksums(storage: Storage, folder: str) -> dict[str, str]:
-    """Of the tensors of complete weights that mindresume merged; empty for others."""
-    found = (read_conversion(storage, folder) or {}).get("tensors")
-    return found if isinstance(found, dict) else {}
+def made_of(storage: Storage, path: str) -> Made | None:
+    """Of complete weights, a folder or one file of it: what mindresume wrote there. Errors as of ``read_made``."""
+    status = storage.status(path)
+    if status is None or status.is_folder:
+        made = read_made(storage, path)
+        return made if made and made.tensors else None          # without: rank folders
+    folder, name = os.path.split(path)
+    made = read_made(storage, folder or ".")
+    files = tuple(file for file in made.files if file.path == name) if made and made.tensors else ()
+    return replace(made, files=files) if made and files else None
+
+
+def check_names(made: Made, folder: str, tensors: Mapping[str, Any]) -> None:
+    """DamagedFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
+    gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
+    if gone or more:
+        differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"
+        raise DamagedFileError(os.path.join(folder, CONVERSION), f"it names {len(made.tensors)} tensors, the files and the index "
+                                                                 f"{len(tensors)}: {differing}", tensor=(gone or more)[0])

@@ -21,10 +21,11 @@ from mindresume.errors import (
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
-from mindresume.formats.records import no_step, ranks_count, state_of_counters
+from mindresume.formats.records import is_without_step, ranks_count, state_of_counters
+from mindresume.reshard.copies import check_copies
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration import of_iteration
-from mindresume.reshard.made import checksums
+from mindresume.reshard.made import Made, check_names, made_of
 from mindresume.reshard.strategies import identity_of, stamp, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.resume.prove import prove
@@ -39,7 +40,8 @@ from mindresume.strategy import Strategy
 class Source:
     """``state`` None: nothing there says which step it is. ``name``: how its files are called, None for other names. ``folder``:
     into which nothing is written, None for a single file. ``identity``: a value for JSON; equal for equal bytes as far as can be
-    told without reading them. ``refused``: newer checkpoints that were not taken."""
+    told without reading them. ``refused``: newer checkpoints that were not taken. ``made``: of complete weights that mindresume
+    wrote, what it says of them."""
     weights: Weights
     state: TrainingState | None
     name: FileName | None
@@ -49,6 +51,7 @@ class Source:
     candidate: Candidate | None = None
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
+    made: Made | None = None
 
     @property
     def is_iteration(self) -> bool:
@@ -85,7 +88,7 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
 
 def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> Source:
     """One saved step of rank folders."""
-    if candidate.problem is not None and not _weights_only(candidate):
+    if candidate.problem is not None and not is_without_step(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
     identity = identity_of(storage, root, candidate)
     if candidate.base and strategy is not None:
@@ -100,6 +103,7 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
             raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
     source = source_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
     cover(source.weights)
+    check_copies(source.weights)
     return source
 
 
@@ -127,21 +131,21 @@ def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candi
 
 
 def open_complete(storage: Storage, path: str, step: int | None = None) -> Source:
-    """Merged weights, of MindSpore or Hugging Face."""
+    """Merged weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; DamagedFileError if they are ours, and have
+    other tensors than were written."""
     found = read_complete(storage, path)
     state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
-    weights, sums = of_complete(storage, found), checksums(storage, found.root) if found.kind != FILE else {}
-    return Source(replace(weights, checksum=lambda rank, name: sums.get(name)), state, None, [stamp(storage, p) for p in paths],
+    weights, made = of_complete(storage, found), made_of(storage, path)
+    if made is not None:
+        if found.kind != FILE:
+            check_names(made, found.root, found.tensors)
+        weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
+    return Source(weights, state, None, [stamp(storage, p) for p in paths],
                   f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
-                  None if found.kind == FILE else found.root, notes=found.notes)
-
-
-def _weights_only(candidate: Candidate) -> bool:
-    """Nothing is wrong but that no step is in it: no training can be resumed from it, but it can be converted."""
-    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
+                  None if found.kind == FILE else found.root, notes=found.notes, made=made)
 
 
 def cover(weights: Weights) -> None:

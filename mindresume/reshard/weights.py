@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +52,11 @@ class Tensor:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline stages that hold it, ascending; none if it is not cut."""
+        return () if self.layout is None else tuple(sorted(first // self.layout.stage_size for first in (self.first, *self.also)))
+
     def cuts(self, region: Region) -> tuple[Cut, ...]:
         found = cuts(self.layout, self.shape, region)
         return found if self.layout else tuple(cut._replace(holders=range(self.copies)) for cut in found)
@@ -86,13 +91,13 @@ class Weights:
         """Of its files."""
         return next(header.format for header in self.headers.values() if header)
 
-    def place(self, name: str, cut: Cut) -> Place:
-        """Where a piece lies. DamagedFileError if the file holds another dtype or shape than it should; LoadError if none of its
-        holders has it."""
+    def place(self, name: str, cut: Cut, first: int | None = None) -> Place:
+        """Where a piece lies; ``first``: in another pipeline stage that holds the tensor too, the one that begins with this rank.
+        DamagedFileError if the file holds another dtype or shape than it should; LoadError if none of its holders has it."""
         tensor = self.tensors[name]
         asked = []
         for holder in cut.holders:
-            rank = tensor.first + holder
+            rank = (tensor.first if first is None else first) + holder
             path = self.file_of(rank, name)
             header = self.header(path) if path is not None else None
             entry = header.tensors.get(name) if header else None
@@ -205,17 +210,17 @@ class _RankFolders:
         for stage, first in enumerate(stages):
             given = strategy.stages[stage] if strategy else None
             for name, (rank, dtype, shape) in held_by[stage].items():
-                if name in found:                   # shared by several stages, or a counter
-                    found[name] = replace(found[name], also=(*found[name].also, first))
-                    continue
-                recorded = self._recorded(rank, name)
-                layout = self._layout(name, shape, recorded, given, first, size)
-                ranks = range(first, first + size)
+                known, recorded = found.get(name), self._recorded(rank, name)
+                layout = self._layout(name, shape, recorded, given, first, size) or (known.layout if known else None)
+                ranks = (*([known.first] if known else []), *range(first, first + size))
                 if layout is None and self.candidate.world_size > 1 and not self._same_everywhere(name, shape, ranks):
                     lost.append(f"{name} {shape}")
                     continue
                 full = shape if layout is None else _global_shape(layout, shape, name)
-                found[name] = Tensor(name, dtype, full, layout, first, size)
+                if known is None:
+                    found[name] = Tensor(name, dtype, full, layout, first, size)
+                else:                               # shared by several stages, or a counter
+                    found[name] = _also(known, dtype, full, layout, first, self.root)
             self._check_lost(first, size, given, found)
         if lost:
             source = strategy.source if strategy else "the checkpoint records no layout for them, and no strategy is given " \
@@ -293,12 +298,21 @@ class _RankFolders:
                                         f"src_strategy_path_or_dir (--from) away: these records know their layouts")
         return known
 
-    def _same_everywhere(self, name: str, shape: tuple[int, ...], ranks: range) -> bool:
+    def _same_everywhere(self, name: str, shape: tuple[int, ...], ranks: Iterable[int]) -> bool:
         """Whether a tensor without a layout is the same on these ranks: a counter, or proven by the records (data parallel)."""
         if math.prod(shape) <= SCALAR_ELEMENTS:
             return True
         rows = [self._recorded(rank, name) for rank in ranks]
         return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
+
+
+def _also(known: Tensor, dtype: str, shape: tuple[int, ...], layout: TensorLayout | None, first: int, where: str) -> Tensor:
+    """Held by the stage that begins with rank ``first``, too. StrategyError if that has it in another form."""
+    if (known.dtype, known.shape, known.layout) != (dtype, shape, layout) and math.prod(shape) > SCALAR_ELEMENTS:
+        raise StrategyError(f"{where}: the pipeline stage of rank {known.first} holds {known.name} as {known.dtype} of whole "
+                            f"shape {known.shape}, cut as {known.layout}, that of rank {first} as {dtype} of {shape}, cut as "
+                            f"{layout}; expected the same on both")
+    return replace(known, also=(*known.also, first))
 
 
 def _global_shape(layout: TensorLayout, held: tuple[int, ...], name: str) -> tuple[int, ...]:

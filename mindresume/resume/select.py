@@ -16,12 +16,12 @@ from typing import Any
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import FORMATS, format_of
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.location import below, strange
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
-from mindresume.formats.records import absent_text, header_of, no_step, ranks_count, scalars_of
+from mindresume.formats.records import absent_text, header_of, is_without_step, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
 from mindresume.resume.absent import StrategyOf, filled, nobody_knows
@@ -55,6 +55,8 @@ def describe(candidate: Candidate, complete: bool = True) -> str:
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
     checked = "every byte" if complete else "sizes and headers"
+    if candidate.origin == MERGED:
+        return f"{first}, complete weights that mindresume wrote, {checked} of the tensors checked"
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"
 
 
@@ -136,7 +138,8 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
            ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
            complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
-           strategy_of: StrategyOf = nobody_knows, sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
+           strategy_of: StrategyOf = nobody_knows, sick: Collection[str] | None = None, poison_limit: int = 0,
+           counters: bool = True) -> Choice:
     """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
 
     ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
@@ -146,12 +149,13 @@ def select(storage: Storage, path: str, group: Group, world_size: int | None = N
     ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
     ``sick``: names of files that mindformers' health monitor called unhealthy (``health``); these, and what says so itself, are
     not taken unless they are named. None: health does not matter.
+    ``counters`` False: weights alone are wanted, so files without a step are taken, too.
     ``poison_limit``: one on which so many jobs died in a row (``store.trials``) is taken last, unless it is named; 0: never.
     Raises MissingCheckpointError (a named checkpoint is not there on all ranks, or ``path`` is a folder of something else),
     NoUsableCheckpointError (there are checkpoints, none can be used), AgreementError (a rank failed in another way).
     """
     ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, strategy_of, sick, poison_limit) if group.rank == 0 else None
+    chooser = _Chooser(storage, path, world_size, named, strategy_of, sick, poison_limit, counters) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts), Waiting("looking at the checkpoints"))
@@ -204,9 +208,9 @@ class _Chooser:
 
     def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
                  strategy_of: StrategyOf = nobody_knows,
-                 sick: Collection[str] | None = None, poison_limit: int = 0):
+                 sick: Collection[str] | None = None, poison_limit: int = 0, counters: bool = True):
         self.storage, self.path, self.world_size, self.named, self.strategy_of = storage, path, world_size, named, strategy_of
-        self.sick, self.poison_limit = sick, poison_limit
+        self.sick, self.poison_limit, self.counters = sick, poison_limit, counters
         self.deaths: Mapping[str, tuple[Death, ...] | None] = {}
         self.said: list[str] = []
         self.suspected: list[Candidate] = []
@@ -232,6 +236,8 @@ class _Chooser:
             if not self.queue:                                  # better one that is suspected than none
                 self.queue, self.suspected, self.deaths = self.suspected, [], {}
             candidate = self.queue.pop(0)
+            if not self.counters and is_without_step(candidate):
+                candidate = replace(candidate, problem=None)
             ranks = self.world_size
             if not (self.insists and len(candidate.files) == 1):
                 candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
@@ -272,8 +278,8 @@ class _Chooser:
             return f"the checkpoint that was asked for cannot be used:\n{table}"
         if end == "none":
             return (f"{NONE_HEALTHY + '. ' if self.unhealthy else ''}{root} holds checkpoints, but none can be used:\n{table}\n"
-                    f"Repair or restore one of them, give another load_checkpoint, or, to start afresh, set "
-                    f"resume_training: False")
+                    f"Repair or restore one of them, or give another load_checkpoint"
+                    + ("; or, to start afresh, set resume_training: False" if self.counters else ""))
         return ""
 
 

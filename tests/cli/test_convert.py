@@ -1,5 +1,6 @@
 """``mindresume convert``: what it makes and says, its exit status, and what is left when it is stopped."""
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -518,3 +519,45 @@ def test_no_framework_is_imported(source, tmp_path):
                           capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert "ENDED 0" in done.stdout and done.stdout.rstrip().endswith("LOADED []"), done.stdout + done.stderr
     shutil.rmtree(tmp_path / "new")
+
+
+# ---- what several pipeline stages hold -------------------------------------------------------------------------------
+
+TIED = {**LITTLE, "embedding.weight": Spec((8, 4), 0, "ends"), "adam_m.embedding.weight": Spec((8, 4), 0, "ends")}
+
+
+def tied(root, origin, spoil=False):
+    """Of 4 ranks in 2 stages. ``spoil``: the last rank has another embedding than the second one, and its record says so."""
+    plan, tensors = Plan.parse("tp2pp2", TIED), random_tensors(TIED)
+    other = {**tensors, "embedding.weight": tensors["embedding.weight"].copy()}
+    other["embedding.weight"].view(np.uint32)[7, 1] ^= 1
+    write = foreign if origin == "mindformers" else recorded
+    write(root / "checkpoint", plan, tensors, others={3: other} if spoil else {})
+    if origin == "mindformers":
+        write_strategy(plan.strategy(), str(root / "strategy"))
+    return root / "checkpoint", tensors
+
+
+@pytest.mark.parametrize("origin", ["mindresume", "mindformers", "iteration"])
+def test_a_tied_embedding_is_in_all_its_stages(tmp_path, origin, call, read):
+    source, tensors = tied(tmp_path / "run", "mindresume" if origin == "iteration" else origin)
+    if origin == "iteration":
+        assert call(source, tmp_path / "iterations", "--format", "iteration")[0] == 0
+        source = tmp_path / "iterations"
+    found = json.loads(call(source, "--json", command="inspect")[1])["tensors"]
+    assert {row["name"]: row["stages"] for row in found if row["name"] in TIED} == {
+        "embedding.weight": [0, 1], "adam_m.embedding.weight": [0, 1], "layers.0.weight": [0], "layers.1.weight": [1]}
+    for text, plan in (("dp=2,pp=2", "dp2pp2"), ("tp=2", "tp2"), ("same", "tp2pp2")):
+        assert call(source, tmp_path / text, "--to", text, "--format", "safetensors")[0] == 0
+        check(tmp_path / text, Plan.parse(plan, TIED), tensors)
+
+
+@pytest.mark.parametrize("origin", ["mindresume", "mindformers"])
+def test_copies_in_two_stages_that_differ_are_refused_by_name(tmp_path, origin, call):
+    source, _ = tied(tmp_path / "run", origin, spoil=True)
+    new = tmp_path / "new"
+    for command, arguments in (("convert", (new, "--to", "tp=2")), ("merge", (new,)), ("diff", (source,))):
+        status, out, err = call(source, *arguments, command=command)
+        assert (status, out) == (2, "") and err.count("\n") == 1, err
+        assert "embedding.weight is held by several pipeline stages, and not alike" in err and "rank 1" in err and "rank 3" in err
+        assert sorted(os.listdir(tmp_path)) == ["run"]

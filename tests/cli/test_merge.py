@@ -250,3 +250,35 @@ def test_a_flipped_bit_in_merged_weights_is_found_when_they_are_read_again(sourc
     assert status == 2 and f"{path}: " in err and "is not what was written: checksum" in err and not (tmp_path / "new").exists()
     (tmp_path / "merged" / CONVERSION).unlink()         # whoever changed it on purpose
     assert call(tmp_path / "merged", tmp_path / "new", "--to", "dp=2", command="convert")[0] == 0
+
+
+# ---- and then --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options, step", [([], STEP), (["--hf-index", "--drop", "adam_*", "--drop", "accu_grads.*"], None)])
+def test_what_was_merged_is_listed_verified_and_chosen(source, tmp_path, call, options, step):
+    folder = tmp_path / "merged"
+    assert call(source, folder, *options)[0] == 0
+
+    def ask(command):
+        status, out, _ = call(folder, "--json", command=command)
+        return status, json.loads(out)
+    status, found = ask("ls")
+    row, = found["checkpoints"]
+    assert (status, row["step"], row["origin"], row["usable"]) == (0, step, "merged", True)
+    assert sorted(row["files"]) == sorted(map(str, folder.glob("*.safetensors")))
+    status, found = ask("verify")
+    assert (status, found["damaged"], found["checkpoints"][0]["state"]) == (0, False, "verified")
+    assert found["bytes"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    status, found = ask("which")
+    assert (status, found["chosen"] and found["chosen"]["step"]) == ((0, step) if step else (3, None))
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    with open(path, "rb") as file:
+        name, entry = next((name, entry) for name, entry in read_header(file, str(path)).tensors.items() if entry.nbytes)
+    flip_bit(path, entry.ranges[0][0])
+    status, found = ask("verify")
+    problem, = found["checkpoints"][0]["problems"]
+    assert (status, found["damaged"], problem["file"]) == (1, True, str(path)) and f"damaged: {name} " in problem["reason"]
+    assert ask("which")[0] == 3
+    for command in ("ls", "verify", "which"):
+        assert "without records" not in call(folder, command=command)[1]
+    assert all(name in call(folder, command=command)[1] for command in ("verify", "which"))

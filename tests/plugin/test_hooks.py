@@ -45,7 +45,8 @@ PLACES = [(adapter.TRAINER, "Trainer.train"), (adapter.TRAINER, "Trainer.finetun
           (adapter.TRAINER, "get_checkpoint_path"), (adapter.BASE_TRAINER, "get_healthy_checkpoint_path"),
           (adapter.BASE_TRAINER, "BaseTrainer._train_dataset_postprocess"), (adapter.BASE_TRAINER, "CommonInfo.load_common"),
           (adapter.BASE_TRAINER, "Model"), (adapter.BASE_TRAINER, "compile_model"), (adapter.BASE_TRAINER, "load_checkpoint"),
-          (adapter.BASE_TRAINER, "load_hf_checkpoint")]
+          (adapter.BASE_TRAINER, "load_hf_checkpoint"), (adapter.TRAINER, "Trainer.evaluate"),
+          (adapter.TRAINER, "Trainer.predict"), (adapter.CAUSAL_TRAINER, "transform_and_load_checkpoint")]
 
 
 def place(module, name):
@@ -270,7 +271,7 @@ def test_only_damaged_ones_are_an_error(tmp_path, current):
     assert not current.resumes
 
 
-@pytest.mark.parametrize("values", [{"resume_training": False}, {"load_checkpoint": ""}])
+@pytest.mark.parametrize("values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}])
 def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
     save(tmp_path, 5, world=1)
     config = config_of(tmp_path, **values)

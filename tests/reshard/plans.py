@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import ml_dtypes
@@ -34,7 +35,8 @@ Tensors = Mapping[str, np.ndarray]
 
 
 class Spec(NamedTuple):
-    """``cut``: dimension cut by tensor parallelism, None = replicated. ``place``: layer, "first" or "last"."""
+    """``cut``: dimension cut by tensor parallelism, None = replicated. ``place``: layer, "first", "last" or "ends", which is
+    both."""
     shape: tuple[int, ...]
     cut: int | None
     place: int | str
@@ -139,8 +141,9 @@ class Plan:
         """{parameter: layout} of each stage."""
         specs = dict(self.model)
         layers = 1 + max((spec.place for spec in specs.values() if isinstance(spec.place, int)), default=0)
-        places = {"first": 0, "last": self.pp - 1, **{layer: layer * self.pp // layers for layer in range(layers)}}
-        return tuple({name: self._layout(spec) for name, spec in specs.items() if places[spec.place] == stage}
+        places = {"first": {0}, "last": {self.pp - 1}, "ends": {0, self.pp - 1},
+                  **{layer: {layer * self.pp // layers} for layer in range(layers)}}
+        return tuple({name: self._layout(spec) for name, spec in specs.items() if stage in places[spec.place]}
                      for stage in range(self.pp))
 
     def _layout(self, spec: Spec) -> TensorLayout:
@@ -197,22 +200,26 @@ def put(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None)
 
 
 def foreign(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False,
-            extra: Tensors = COUNTERS) -> Candidate:
-    """As mindformers writes it: no records; of ckpt no metadata either."""
+            extra: Tensors = COUNTERS, others: Mapping[int, Tensors] = MappingProxyType({})) -> Candidate:
+    """As mindformers writes it: no records; of ckpt no metadata either. ``others``: tensors of single ranks."""
     for rank in range(plan.world_size):
         metadata = {"format": "ms", "remove_redundancy": str(dedup)} if fmt == "safetensors" else {}
-        put(path_of(root, STEP, rank, 0, fmt), shard_file(plan, tensors, rank, dedup, extra), metadata)
+        put(path_of(root, STEP, rank, 0, fmt), shard_file(plan, others.get(rank, tensors), rank, dedup, extra),
+            metadata)
     return newest(root)
 
 
 def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False, layouts: bool = True,
-             extra: Tensors = COUNTERS, unnamed: Collection[str] = ()) -> Candidate:
-    """As our store writes it. ``layouts`` False: as of a data-parallel job, which has no strategy; ``unnamed``: without those."""
+             extra: Tensors = COUNTERS, unnamed: Collection[str] = (),
+             others: Mapping[int, Tensors] = MappingProxyType({})) -> Candidate:
+    """As our store writes it. ``layouts`` False: as of a data-parallel job, which has no strategy; ``unnamed``: without those.
+    ``others``: tensors of single ranks."""
     shapes = {name: array.shape for name, array in tensors.items()}
     for rank in range(plan.world_size):
         known = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items() if layouts and name not in unnamed}
-        shard = rank_shard(name_of(rank, STEP, 0, fmt), state_of(STEP), shard_file(plan, tensors, rank, dedup, extra), known,
-                      metadata={"format": "ms", "remove_redundancy": str(dedup)})
+        held = shard_file(plan, others.get(rank, tensors), rank, dedup, extra)
+        shard = rank_shard(name_of(rank, STEP, 0, fmt), state_of(STEP), held, known,
+                           metadata={"format": "ms", "remove_redundancy": str(dedup)})
         write_shard(place_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
     committer = Committer(place_of(root, 0, plan.world_size, RUN))
     committer.saved(STEP)

@@ -22,7 +22,7 @@ from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, foreign, put, rando
 from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine, View
 from mindresume.drill.ranks import Turns
-from mindresume.errors import ConfigError, NoRoomError, SaveError
+from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, SaveError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.formats.complete import HUGGINGFACE, MINDSPORE, read_complete
@@ -33,7 +33,7 @@ from mindresume.manifest import FOLDER, read_details, run_sequence
 from mindresume.reshard import conversion as module
 from mindresume.reshard.conversion import LOCK, Conversion, remove_tree, to_complete, to_ranks
 from mindresume.reshard.engine import writer
-from mindresume.reshard.made import CONVERSION, read_conversion
+from mindresume.reshard.made import CONVERSION, read_made
 from mindresume.reshard.source import open_source
 from mindresume.resume.select import select
 from mindresume.strategy import Strategy, write_strategy
@@ -804,16 +804,17 @@ def test_what_merged_weights_were_made_from(tmp_path):
     """Their checksums are recorded for whoever loads them."""
     recorded(tmp_path / "a", Plan.parse("tp2", TINY), TENSORS)
     merge(tmp_path / "a", tmp_path / "merged", part_bytes=32)
-    made = read_conversion(STORAGE, str(tmp_path / "merged"))
-    assert made["what"] == f"{tmp_path}/a, step 15, 2 ranks" and made["kind"] == "conversion"
-    assert [path for path, _, _ in made["files"]] == ["part0.safetensors", "part1.safetensors", "hyper_param.safetensors"]
-    assert made["tensors"] == {name: array_checksum(array) for name, array in {**TENSORS, **COUNTERS}.items()}
-    for path, size, checksum in made["files"]:
-        content = (tmp_path / "merged" / path).read_bytes()
-        assert (size, checksum) == (len(content), xxhash.xxh3_128_hexdigest(content))
+    made = read_made(STORAGE, str(tmp_path / "merged"))
+    assert made.what == f"{tmp_path}/a, step 15, 2 ranks"
+    assert [file.path for file in made.files] == ["part0.safetensors", "part1.safetensors", "hyper_param.safetensors"]
+    assert made.tensors == {name: array_checksum(array) for name, array in {**TENSORS, **COUNTERS}.items()}
+    for file in made.files:
+        content = (tmp_path / "merged" / file.path).read_bytes()
+        assert (file.size, file.checksum) == (len(content), xxhash.xxh3_128_hexdigest(content))
+    assert read_made(STORAGE, str(tmp_path / "a")) is None
     flip_bit(tmp_path / "merged" / CONVERSION)
-    assert read_conversion(STORAGE, str(tmp_path / "merged")) is None
-    assert read_conversion(STORAGE, str(tmp_path / "a")) is None
+    with pytest.raises(DamagedFileError, match="conversion.json: it cannot be read, and nothing else says .* remove it"):
+        read_made(STORAGE, str(tmp_path / "merged"))
 
 
 def test_weights_of_hugging_face(tmp_path):

@@ -1,0 +1,236 @@
+"""Weights alone in Checkpoint 1.0: a fine-tuning, an evaluation or a prediction begins with them, nothing of a training goes on.
+
+    at the start   the path, by whatever key it comes ─▶ the choice, proven and agreed by all ranks
+    at the load    the network, compiled where parameters are cut ─▶ its parameters in the checkpoint ─▶ byte ranges of this rank
+                   ─▶ read, verified, converted to the parameters' dtype, loaded; what is missing is an error by name
+
+What mindformers saved on as many ranks as the job has needs no layouts: each rank loads its own file. Names of Hugging Face that
+only mindformers can translate, and networks that take their weights apart themselves, are still loaded by its code.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mindresume.agree import agreed, report
+from mindresume.errors import LoadError
+from mindresume.files.model import DTYPES
+from mindresume.formats.complete import is_complete
+from mindresume.formats.records import header_of, listed
+from mindresume.formats.scan import is_root
+from mindresume.network import check_fit, job_layouts
+from mindresume.plugin import adapter, choosing, loading, online, session, telling
+from mindresume.reshard.huggingface import is_huggingface
+from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
+from mindresume.reshard.source import Source, open_complete
+from mindresume.resume.prove import Source as ShardSource
+from mindresume.state import is_transient
+from mindresume.store.storage import PosixStorage, Storage
+
+TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
+_FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")
+_ADAPTERS = ("lora", "mindpet_delta")           # in the names of what mindformers adds to a network for pet_config
+
+Wanted = Mapping[str, tuple[tuple[int, ...], str]]          # {parameter: (shape, dtype)}
+
+
+# ---- at the start ----------------------------------------------------------------------------------------------------
+
+def path_of(config: Any, task: str) -> str:
+    """Of the weights that are asked for; empty: none, or they are loaded by mindformers itself: for its inference models, and
+    with the adapters of slora, which lie elsewhere."""
+    if config.get("only_save_strategy") or adapter.pet_type(config) == "slora":
+        return ""
+    if task == PREDICT and not config.get("use_legacy") and config.get("run_mode") != "predict_with_train_model":
+        return ""
+    path = config.get("load_checkpoint") or (config.get("checkpoint") or {}).get("load_path")
+    if not path and (pretrained := config.get("pretrained_model_dir")) and is_complete(PosixStorage(), str(pretrained)):
+        path = pretrained                       # mindformers trainer.py:_try_use_pretrained_model_dir_as_ckpt
+    return str(path or "")
+
+
+def choose(config: Any, task: str, current: session.Session, storage: Storage) -> None:
+    """Sets the keys of ``config`` to what was chosen by all ranks. Errors as of ``choosing.choose``."""
+    path = path_of(config, task)
+    if not path:
+        return
+    group, asked = current.group, config.get("resume_training")
+    converts = bool(config.get("auto_trans_ckpt"))
+    apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
+        choosing.islands_of(storage, path, current).apart
+    choice = choosing.choose(config, path, asked if isinstance(asked, str) else None, current, storage, converts=not apart,
+                             resume=False, as_it_is=not converts)
+    chosen = choice.chosen
+    shown = path if os.path.isfile(path) else os.path.join(choice.root, chosen.base) if chosen.base else choice.root
+    current.alone = session.WeightsAlone(shown, task == TRAIN, converts)
+    config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
+    if config.get("checkpoint"):
+        config.checkpoint.load_path = shown
+    config.auto_trans_ckpt = False              # mindformers has nothing left to do, to require, or to clear
+
+
+# ---- at the load -----------------------------------------------------------------------------------------------------
+
+def load(config: Any, model: Any, network: Any, dataset: Any, current: session.Session, storage: Storage, do_eval: bool,
+         do_predict: bool) -> bool:
+    """Loads what was chosen into the parameters of ``network``. False: mindformers has to do it, and nothing was done.
+    AgreementError on all ranks for whatever fails on one."""
+    alone, log = current.alone, adapter.logger()
+    path = config.checkpoint.load_path
+    if os.path.realpath(path) != os.path.realpath(alone.path):                  # mindformers has translated names into new files
+        current.open_source = partial(open_complete, storage, path)
+    source = agreed(current.group, current.open_source) if current.open_source is not None else None
+    if not alone.trains:
+        network.set_train(False)
+    known = source is not None and source.candidate is None and is_huggingface(storage, source.weights.name)
+    if reason := adapter.only_by_mindformers(network, source.weights.tensors if source else (), known):
+        log.warning("mindresume: %s: %s; mindformers loads it, and its log says what got no value", alone.path, reason)
+        config.auto_trans_ckpt = alone.converts
+        return False
+    if config.use_parallel and adapter.is_parallel():
+        adapter.compile_for_load(config, model, dataset, do_eval, do_predict)
+    cell = model._train_network if alone.trains else network
+    with current.loading():
+        if source is None:
+            _load_own(config, cell, network, current, storage)
+        elif known and not set(network.parameters_dict()) & set(source.weights.tensors):
+            online.load_pretrained(cell, network, source.weights.name, current)
+        else:
+            _load(config, cell, network, source, current)
+    current.release()
+    return True
+
+
+def _load(config: Any, cell: Any, network: Any, source: Source, current: session.Session) -> None:
+    """By regions, from any layout into that of the job."""
+    log, group, tensors = adapter.logger(), current.group, source.weights.tensors
+    wanted = _wanted(cell, network, tensors)
+    optional = _optional(config, current, tensors)
+    origin = agreed(group, lambda: names_in(wanted, tensors, source.what, optional))
+    layouts = job_layouts(cell, {name: shape for name, (shape, _) in wanted.items()}, group.size,
+                          lambda text: log.warning("mindresume: %s", text))
+    stored = {origin.get(name, name): (shape, _read_as(tensors, origin.get(name, name), dtype))
+              for name, (shape, dtype) in wanted.items()}
+    backwards = {other: name for name, other in origin.items()}
+    regions = agreed(group, lambda: wanted_regions(
+        source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
+        lambda name: optional(backwards.get(name, name)), allow=True))
+    traffic = telling.traffic_of_load(bytes_of(source.weights, regions))
+    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic))
+    named = {backwards.get(name, name): array for name, array in arrays.items()}
+    del arrays
+    agreed(group, lambda: _convert(named, wanted))
+    log.info("mindresume: rank %d loads %d tensors, %.1f MiB, of %s: %.1f MiB read", group.rank, len(named),
+             sum(array.nbytes for array in named.values()) / 2**20, source.what, traffic.read / 2**20)
+    _put(network, named, False, wanted, optional, source.what, current)
+
+
+def _load_own(config: Any, cell: Any, network: Any, current: session.Session, storage: Storage) -> None:
+    """The file of this rank, of a job of as many ranks that left no layouts."""
+    what, held = current.alone.path, agreed(current.group, lambda: _held(storage, current))
+    there = {name for names in held.values() for name in names}
+    wanted, optional = _wanted(cell, network, there), _optional(config, current, there)
+
+    def read() -> tuple[dict[str, np.ndarray], bool]:
+        parts = {source: tuple(name for name in names if name in wanted) for source, names in held.items()}
+        if not any(parts.values()):
+            raise LoadError(_nothing(what, wanted, there))
+        shard = replace(current.shard, sources=tuple(replace(source, names=names) for source, names in parts.items() if names))
+        arrays, deduplicated = loading.read_shard(storage, current.choice.root, shard, telling.gauge("loading"))
+        _convert(arrays, wanted)
+        check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
+        return arrays, deduplicated
+    arrays, deduplicated = agreed(current.group, read)
+    _put(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, current)
+
+
+def _held(storage: Storage, current: session.Session) -> dict[ShardSource, tuple[str, ...]]:
+    """{what this rank proved: its tensors}."""
+    return {source: source.names or tuple(header_of(storage, current.choice.root, source.file).tensors)
+            for source in current.shard.sources}
+
+
+def _put(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: Wanted, optional: Callable[[str], bool], what: str,
+         current: session.Session) -> None:
+    absent = [name for name in wanted if name not in arrays and not is_transient(name)]
+    if absent and not deduplicated:
+        adapter.logger().warning("mindresume: not in %s, and left as they are initialised: %s", what, listed(absent))
+    loading.put(cell, arrays, deduplicated, current, lambda name: name not in wanted or optional(name))
+
+
+def _wanted(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
+    """The parameters of the network that this rank holds. LoadError if there are none."""
+    of_model = set(network.parameters_dict())
+    wanted = {name: row for name, row in adapter.wanted_of(cell, offered).items() if name in of_model}
+    if not wanted:
+        raise LoadError(f"none of the {len(of_model)} parameters of the network lies on this rank after the compilation; nothing "
+                        f"can be loaded")
+    return wanted
+
+
+# ---- names, dtypes, what may be missing ------------------------------------------------------------------------------
+
+def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool]) -> dict[str, str]:
+    """{parameter: its name in the checkpoint} where that is another one, as MindSpore and mindformers read them: tk_delta for
+    mindpet_delta, and one prefix before all that are not found. LoadError if none of the parameters is there."""
+    old = {name.replace("tk_delta", "mindpet_delta"): name for name in tensors if "tk_delta" in name}
+    found = {name: old[name] for name in wanted if name not in tensors and name in old}
+    left = [name for name in wanted if name not in tensors and name not in found and not optional(name)]
+    if left:
+        ends = (name for name in tensors if name.endswith(f".{left[0]}"))
+        prefixes = [prefix for prefix in (name.removesuffix(left[0]) for name in ends)
+                    if all(prefix + name in tensors for name in left)]
+        if len(prefixes) == 1:
+            adapter.logger().warning("mindresume: %s calls %d parameters by another name, with %s in front", what, len(left),
+                                     prefixes[0])
+            found |= {name: prefixes[0] + name for name in left}
+    if not found and not any(name in tensors for name in wanted):
+        raise LoadError(_nothing(what, wanted, tensors))
+    return found
+
+
+def _nothing(what: str, wanted: Collection[str], there: Collection[str]) -> str:
+    return (f"{what} holds none of the {len(wanted)} parameters of the network, which are called like "
+            f"{listed(sorted(wanted), 3)}; it holds {listed(sorted(there), 3) or 'nothing'}. Are they weights of another "
+            f"model, or in the names of another framework? Convert them first, or give another load_checkpoint")
+
+
+def _optional(config: Any, current: session.Session, tensors: Collection[str]) -> Callable[[str], bool]:
+    """Parameters that live within a step or a request, and those that the user allows to be missing. Where a training begins with
+    ``pet_config`` also what mindformers adds to the network for it, if the checkpoint, of the network alone, has nothing of that
+    kind."""
+    adapters = bool(adapter.pet_type(config)) and current.alone.trains and not any(map(_is_adapter, tensors))
+    return lambda name: is_transient(name) or current.settings.allows(name) or adapters and _is_adapter(name)
+
+
+def _is_adapter(name: str) -> bool:
+    return any(word in name for word in _ADAPTERS)
+
+
+def _read_as(tensors: Mapping[str, Any], name: str, dtype: str) -> str:
+    """The dtype in which a tensor is read: its own, if mindformers would convert it (mindspore _type_convert)."""
+    stored = tensors[name].dtype if name in tensors else dtype
+    return stored if any({stored, dtype} <= set(kind) for kind in (_FLOATS, _INTS)) else dtype
+
+
+def _convert(arrays: dict[str, np.ndarray], wanted: Wanted) -> None:
+    """To the dtypes of the parameters. LoadError if a value would become infinite, or a whole number another one."""
+    kinds: dict[str, int] = {}
+    for name, array in arrays.items():
+        dtype = wanted[name][1] if name in wanted else array.dtype.name
+        if array.dtype.name == dtype or not any({array.dtype.name, dtype} <= set(kind) for kind in (_FLOATS, _INTS)):
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = array.astype(DTYPES[dtype])
+        if not np.array_equal(found, array) if dtype in _INTS else np.any(np.isinf(found) & ~np.isinf(array)):
+            raise LoadError(f"{name} is {array.dtype.name} in the checkpoint and has values that {dtype}, the parameter's dtype, "
+                            f"cannot hold; set param_init_type of the model to {array.dtype.name}")
+        kinds[f"{array.dtype.name} to {dtype}"] = kinds.get(f"{array.dtype.name} to {dtype}", 0) + 1
+        arrays[name] = found
+    for kind, count in kinds.items():
+        adapter.logger().info("mindresume: %d tensors were converted from %s, as the network has them", count, kind)

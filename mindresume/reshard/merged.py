@@ -1,0 +1,115 @@
+"""Complete weights as a checkpoint: which ones a job, ``ls``, ``which`` and ``verify`` see in a folder or a file.
+
+    choice, source = choose_complete(storage, path, group, full=True, resume=True)
+    candidate, problem = look(storage, path)
+    candidate, problems = verify(storage, path)
+"""
+from __future__ import annotations
+
+import os
+
+from mindresume.agree import Group, report
+from mindresume.errors import DamagedFileError, MindResumeError, MissingCheckpointError
+from mindresume.files import read_header
+from mindresume.files.checksum import damaged_tensors, file_checksum
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.manifest import FileRecord
+from mindresume.reshard.load import check_tensors
+from mindresume.reshard.made import Made, made_of
+from mindresume.reshard.source import Source, open_complete
+from mindresume.resume.prove import Progress
+from mindresume.resume.select import Choice
+from mindresume.resume.survey import Seen
+from mindresume.state import TrainingState
+from mindresume.store.storage import Storage
+
+
+def candidate_of(source: Source, state: TrainingState | None) -> Candidate:
+    """As one saved step, of one rank that has it all."""
+    files = source.made.files if source.made else tuple(
+        FileRecord(os.path.basename(path), header.format) for path, header in source.weights.headers.items())
+    step, epoch = (state.step, state.epoch) if state else (None, None)
+    return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, (0.0,), state, epoch=epoch)
+
+
+def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, Source]:
+    """Complete weights as the choice. ``full``: every rank reads its share of the bytes, where checksums were recorded.
+    AgreementError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
+    training was."""
+    opened: list[Source] = []
+
+    def check() -> object:
+        source = open_complete(storage, path)
+        opened.append(source)
+        if full and source.made:
+            check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size])
+        return source.state.to_json() if source.state else None
+    told = report(group, check)[0]
+    if told is None and resume:
+        raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
+                                     f"With resume_training: False they are loaded as weights only")
+    source = opened[0]
+    chosen = candidate_of(source, TrainingState.from_json(told) if told else None)
+    return Choice(chosen, (), source.notes, False, (), source.weights.name, full), source
+
+
+def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
+    """Names, index, headers and sizes; nothing is read of the tensors."""
+    try:
+        source = open_complete(storage, path)
+        return candidate_of(source, source.state), None
+    except (MindResumeError, OSError) as error:
+        problem = _refusal(path, error)
+        return _unreadable(path, problem), problem
+
+
+def survey(storage: Storage, path: str) -> tuple[Scan, tuple[Seen, ...]]:
+    """What ``mindresume.resume.survey.survey`` gives of folders with several steps."""
+    candidate, problem = look(storage, path)
+    return Scan(_folder(path), (candidate,)), (Seen(candidate, problem),)
+
+
+def verify(storage: Storage, path: str, progress: Progress) -> tuple[Candidate, list[Refusal]]:
+    """Every byte of every file, where ``conversion.json`` has checksums; then what ``look`` looks at."""
+    candidate, problem = look(storage, path)
+    try:
+        made = made_of(storage, path)
+    except DamagedFileError:
+        made = None                                     # which is the problem
+    found = [bad for file in made.files if (bad := _file_problem(storage, _folder(path), made, file, progress))] if made else []
+    return candidate, found or ([problem] if problem else [])
+
+
+def _file_problem(storage: Storage, folder: str, made: Made, file: FileRecord, progress: Progress) -> Refusal | None:
+    path = os.path.join(folder, file.path)
+    try:
+        with storage.open(path) as opened:
+            checksum, size = file_checksum(opened, progress)
+            if (checksum, size) == (file.checksum, file.size):
+                return None
+            if size != file.size:
+                return Refusal(None, f"{file.path} has {size} bytes, {file.size} were written", file.path)
+            names = read_header(opened, path).tensors
+            wrong = damaged_tensors(opened, path, {name: made.tensors[name] for name in names if name in made.tensors})
+    except FileNotFoundError:
+        return Refusal(None, f"{file.path} is missing", file.path)
+    except (DamagedFileError, OSError) as error:
+        return Refusal(None, f"{file.path}: {error.reason if isinstance(error, DamagedFileError) else error}", file.path)
+    damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
+        "no tensor, but the header or its padding"
+    return Refusal(None, f"{file.path} is not what was written; damaged: {damaged} (checksum {checksum}, recorded "
+                         f"{file.checksum})", file.path)
+
+
+def _folder(path: str) -> str:
+    return os.path.dirname(path) or "." if os.path.isfile(path) else path
+
+
+def _refusal(path: str, error: Exception) -> Refusal:
+    if isinstance(error, DamagedFileError):
+        return Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)))
+    return Refusal(None, str(error))
+
+
+def _unreadable(path: str, problem: Refusal) -> Candidate:
+    return Candidate(None, MINDFORMERS, "safetensors", {}, 1, (0.0,), problem=problem)
