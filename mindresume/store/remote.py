@@ -106,7 +106,7 @@ class Remote:
         marks = []
         for name in self.store.list(self.url):
             box, _, path = name.partition("/")
-            if parse_attempt(box):
+            if path and parse_attempt(box):             # without a path: an object that stands for an empty folder
                 boxes.setdefault(box, set()).add(path)
             elif box.startswith(_MARK) and box.endswith(_SUFFIX):
                 with suppress(RecordError):

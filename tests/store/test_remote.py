@@ -250,6 +250,18 @@ def test_a_store_that_cannot_be_asked(world, monkeypatch):
         world.restore_all()
 
 
+def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world, monkeypatch):
+    world.mirror(5)
+    world.empty_disk()
+
+    def refuse(url, recursive=False):
+        raise RuntimeError("503 Slow Down")
+    monkeypatch.setattr(moxing.file, "list_directory", refuse)
+    monkeypatch.setattr(moxing.file, "exists", lambda url: False)
+    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*503 Slow Down"):
+        world.restore_all()
+
+
 def test_no_room_is_said_before_the_download(world, monkeypatch):
     world.mirror(5)
     world.empty_disk()
