@@ -78,6 +78,7 @@ class _Saved:
     step: int
     saved_at: float
     metrics: Mapping[str, float]
+    health: int | None
 
 
 def records_of(attempt: str, name: str) -> str:
@@ -98,6 +99,7 @@ class Remote:
     store: ObjectStore
     url: str
     _manifests: dict[str, Manifest] = field(default_factory=dict)       # read already; they never change
+    _unreadable: set[str] = field(default_factory=set)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class Remote:
         return Seen({box: frozenset(paths) for box, paths in boxes.items()}, tuple(marks))
 
     def manifest(self, attempt: str) -> tuple[Manifest, bytes]:
-        """RecordError if it is damaged, or not of this attempt."""
+        """RecordError if it is damaged, or not of this attempt; RemoteError if it cannot be read."""
         data = self.store.read(self._url(attempt, records_of(attempt, MANIFEST)))
         manifest = Manifest.read(io.BytesIO(data))
         if attempt_name(manifest.step, manifest.run) != attempt:
@@ -232,20 +234,17 @@ class Remote:
 
     def prune(self, policy: Policy, run: str, step: int, log: Callable[[str], None] = lambda text: None) -> list[int]:
         """After ``step`` of ``run`` was committed: removes what the policy does not keep, and what was never completed by earlier
-        runs, or by this one before ``step``. The newest never goes. Returns the steps of the former."""
+        runs, or by this one before ``step``. The newest never goes, nor the newest that is healthy. Returns the steps of the
+        former."""
         seen = self.look()
         newest_first, saved = [], []
         for name in seen.committed():
-            try:
-                if name not in self._manifests:
-                    self._manifests[name] = self.manifest(name)[0]
-            except RecordError as error:
-                log(f"{self.url}/{name} stays: {error}")        # of no use, and of a kind that nobody can judge
-                continue
-            manifest = self._manifests[name]
-            newest_first.append(name)
-            saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics)))
-        going = [newest_first[index] for index in surplus(policy, saved)]
+            manifest = self._known(name, log)
+            if manifest is not None:
+                newest_first.append(name)
+                saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics), manifest.state.health))
+        healthy = next((index for index, one in enumerate(saved) if not one.health), None)
+        going = [newest_first[index] for index in surplus(policy, saved) if index != healthy]
         mine = (run_sequence(run), step)
         debris = [name for name, number, of in attempts(list(seen.boxes)) if (run_sequence(of), number) < mine
                   and records_of(name, MANIFEST) not in seen.boxes[name]
@@ -256,6 +255,16 @@ class Remote:
             if run_sequence(other) < mine[0]:
                 self.store.delete(f"{self.url}/{_MARK}{other}{_SUFFIX}")
         return [saved[newest_first.index(name)].step for name in going]
+
+    def _known(self, attempt: str, log: Callable[[str], None]) -> Manifest | None:
+        """None if it cannot be read (damaged, archived, access denied): it stays, and counts as nothing. Each is read once."""
+        if attempt not in self._manifests and attempt not in self._unreadable:
+            try:
+                self._manifests[attempt] = self.manifest(attempt)[0]
+            except (RecordError, RemoteError) as error:
+                self._unreadable.add(attempt)
+                log(f"{self.url}/{attempt} stays, and is not counted: its manifest cannot be read: {error}")
+        return self._manifests.get(attempt)
 
     def _delete(self, attempt: str, names: Iterable[str]) -> None:
         """A reader that has begun to download finds objects missing, and takes another one."""

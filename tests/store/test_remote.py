@@ -4,6 +4,7 @@ import random
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,13 +87,13 @@ class World:
     def committed(self):
         return [int(name[5:15]) for name in self.remote.look().committed()]
 
-    def restore(self, group=None, converts=None, named=None):
+    def restore(self, group=None, converts=None, named=None, **judged):
         group = group or Solo()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         ranks = (lambda candidate: [rank for rank in candidate.files if rank % group.size == group.rank]) if converts else None
-        found = Restore(STORAGE, self.remote, str(self.disk), group, size, named, self.log.append, self.log.append)
-        return found.choose(lambda: select(STORAGE, str(self.disk), group, size, named, ranks))
+        found = Restore(STORAGE, self.remote, str(self.disk), group, size, named, self.log.append, self.log.append, **judged)
+        return found.choose(lambda: select(STORAGE, str(self.disk), group, size, named, ranks, **judged))
 
     def restore_all(self, size=None, **how):
         """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
@@ -124,6 +125,30 @@ def content(root):
         for name in names:
             if name not in ("meta.json", "latest_checkpointed_iteration.txt") and not name.startswith(("claim-", "ended-", ".")):
                 found[os.path.relpath(os.path.join(folder, name), root)] = Path(folder, name).read_bytes()
+    return found
+
+
+def unreadable(monkeypatch, *steps, run=RUN):
+    """Archived, or access denied. Returns the urls of their manifests that were read."""
+    urls = {f"{URL}/{name}/{records_of(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
+    asked = []
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "read") and url in urls:
+            asked.append(url)
+            raise RuntimeError("InvalidObjectState: the object is archived")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return asked
+
+
+def downloads(monkeypatch):
+    """Attempts of which something is downloaded from now on."""
+    found = []
+
+    def watch(moment, operation, url):
+        if moment == "half":
+            found.append(url.removeprefix(f"{URL}/").partition("/")[0])
+    monkeypatch.setattr(moxing.file, "watch", watch)
     return found
 
 
@@ -341,6 +366,81 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     assert [line[:7] for line in world.log if "fetched" in line] == ["step 10", "step 5 "]
 
 
+def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(world, monkeypatch):
+    world.mirror(5, 10)
+    world.empty_disk()
+    unreadable(monkeypatch, 10)
+    assert world.restore_all().chosen.step == 5
+    assert any("not fetching step 10: its manifest cannot be read" in line and "archived" in line for line in world.log)
+
+
+def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, monkeypatch):
+    world.mirror(5, 10)
+    world.empty_disk()
+    unreadable(monkeypatch, 5, 10)
+    with pytest.raises(NoUsableCheckpointError, match="step 10: .*archived(.|\n)*step 5: .*archived"):
+        world.restore_all()
+
+
+def sick_from(world, monkeypatch, first):
+    """The health monitor does not like what is saved from this step on. What a job that heeds it says to the choice."""
+    write = iterations.write_rank
+    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+        root, step, *more, **{**how, "health": int(step >= first)}))
+    return {"sick": () if world.fmt == "2.0" else {str(folders.name_of(0, step)) for step in (10, 15)}}
+
+
+def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
+    heeds = sick_from(world, monkeypatch, 10)
+    world.mirror(5, 10, 15)
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    assert world.restore_all(**heeds).chosen.step == 5
+    assert set(fetched) == {attempt_name(5, RUN)}
+    assert any("not fetching step 15: it was unhealthy when it was saved" in line for line in world.log)
+
+
+def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(world, monkeypatch):
+    heeds = sick_from(world, monkeypatch, 10)
+    world.mirror(10, 15)
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
+        world.restore_all(**heeds)
+    assert fetched == []
+    named = str(folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
+    assert world.restore_all(named=named, **heeds).chosen.step == 15
+
+
+def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
+    """As a person may have copied it there."""
+    world.mirror(5, 10)
+    name = attempt_name(10, RUN)
+    manifest, _ = world.remote.manifest(name)
+    part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], part=(1,), world=2)
+    world.remote.store.put(f"{URL}/{name}/{records_of(name, MANIFEST)}", part.encode())
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
+
+
+def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(world, monkeypatch):
+    world.mirror(5, 10)
+    note = (FOLDER, f"trial-{attempt_name(10, RUN)}")
+
+    def fetched_by(job):
+        world.empty_disk()
+        (world.disk / FOLDER).mkdir(parents=True)
+        world.disk.joinpath(*note).write_text("2 /output")
+        fetched = downloads(monkeypatch)
+        assert job().chosen.step == int(fetched[-1][5:15])
+        return set(fetched)
+    assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(5, RUN)}
+    assert fetched_by(lambda: world.restore_all(poison_limit=3)) == {attempt_name(10, RUN)}
+    world.remote._delete(attempt_name(5, RUN), world.remote.look().boxes[attempt_name(5, RUN)])
+    assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(10, RUN)}
+
+
 # ---- numbers of runs ---------------------------------------------------------------------------------------------------
 
 def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
@@ -396,6 +496,23 @@ def test_the_manifest_goes_first(world, monkeypatch):
     world.mirror(10, policy=KeepLast(1))
     gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
     assert gone[0].endswith(MANIFEST) and len(gone) > 3
+
+
+def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, monkeypatch):
+    world.mirror(5, 10)
+    asked = unreadable(monkeypatch, 10)
+    mirrors = world.mirror(15, 20, 25, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [25, 20, 10] and mirrors[0].poll() == []
+    assert sum("archived" in line for line in world.log) == 1 and len(set(asked)) == 1
+
+
+def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
+    plain, write = folders.state_of, iterations.write_rank
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
+    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+        root, step, *more, **{**how, "health": int(step > 10)}))
+    world.mirror(5, 10, 15, 20, policy=KeepLast(1))
+    assert world.committed() == [20, 10]
 
 
 def test_debris_goes_but_not_what_a_listing_shows_late(world):
