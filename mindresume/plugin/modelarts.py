@@ -88,9 +88,11 @@ def number_runs(remote: Remote | None, storage: Storage, root: str) -> None:
         adapter.logger().warning("mindresume: %s", error)
 
 
-def mirror_of(remote: Remote | None, place: Place, policy: Policy | None, patience: float) -> Mirror | None:
+def mirror_of(remote: Remote | None, place: Place, policy: Policy | None, patience: float, pledged: bool) -> Mirror | None:
+    """``pledged``: nodes share no disk, and exchange what they have. (Where they do not exchange it they remove nothing.)"""
     if remote is None:
         return None
-    mirror = Mirror(remote, place, policy, patience, lambda text: adapter.logger().info("mindresume: %s", text)).start()
+    mirror = Mirror(remote, place, policy, patience, lambda text: adapter.logger().info("mindresume: %s", text),
+                    pledged=pledged).start()
     atexit.register(mirror.settle, patience)        # a training that ends with an error: what it has saved still goes
     return mirror

@@ -67,11 +67,19 @@ class World:
         for other in self.others:
             other.work()
 
+    def wait(self, _, seconds):
+        """At the end: the workers of all ranks get their turns."""
+        self.now += min(seconds, 1.0)
+        for one in (self.first, *self.others):
+            if not one._over:
+                one.turn()
+
     def mirrors(self, run=RUN, policy=KEEP_ALL, patience=60.0):
         remotes = [Remote(self.remote.store, URL) for _ in range(self.size)]
         self.others = [Mirror(remotes[rank], self.place(rank, run), None, patience, self.log.append, lambda: self.now,
-                              lambda seconds: None) for rank in range(1, self.size)]
-        self.first = Mirror(remotes[0], self.place(0, run), policy, patience, self.log.append, lambda: self.now, self.sleep)
+                              lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
+        self.first = Mirror(remotes[0], self.place(0, run), policy, patience, self.log.append, lambda: self.now, self.sleep,
+                            wait=self.wait)
         return [self.first, *self.others]
 
     def mirror(self, *steps, run=RUN, policy=KEEP_ALL):
@@ -437,7 +445,7 @@ def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(
         return set(fetched)
     assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(5, RUN)}
     assert fetched_by(lambda: world.restore_all(poison_limit=3)) == {attempt_name(10, RUN)}
-    world.remote._delete(attempt_name(5, RUN), world.remote.look().boxes[attempt_name(5, RUN)])
+    world.remote._delete(attempt_name(5, RUN), world.remote.look(), [])
     assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(10, RUN)}
 
 
@@ -617,37 +625,201 @@ def test_an_upload_that_hangs_is_said_once(world):
     assert "step 5 is being uploaded" in str(mirror.poll()[0]) and mirror.poll() == []
 
 
-def test_the_end_waits_for_the_last_upload(world):
-    mirrors = world.mirrors()
-    for one in mirrors:
-        one.clock, one.sleep, one.pause = lambda: 0.0, lambda seconds: None, 0.01
-    for one in mirrors:
-        one.start()
-    for step in (5, 10):
-        world.save(step)
+def saved(world, mirrors, *steps, run=RUN):
+    for step in steps:
+        world.save(step, run)
         for one in mirrors:
             one.saved(step)
+
+
+def test_the_end_waits_for_the_last_upload(world):
+    mirrors = world.mirrors()
+    saved(world, mirrors, 5, 10)
     assert [one.finish(20) for one in mirrors] == [[], []]
+    assert world.committed() == [10] and world.remote.announced(RUN).ended
+
+
+def test_the_worker_is_a_thread_that_ends_with_the_training(world):
+    mirrors = world.mirrors(patience=600.0)
+    for one in mirrors:
+        one.clock, one.sleep, one.pause, one.wait = time.monotonic, lambda seconds: None, 0.01, threading.Condition.wait
+        one.start()
+    saved(world, mirrors, 5, 10)
+    assert [one.finish(600) for one in mirrors] == [[], []]
     assert world.committed()[0] == 10 and world.remote.announced(RUN).ended
 
 
 def test_the_end_names_what_is_missing(world):
     mirrors = world.mirrors()
-    first, second = mirrors
-    first.pause = 0.01
-    first.sleep = lambda seconds: time.sleep(0.01)
-    world.save(5)
-    first.saved(5)
-    second.saved(5)
-    second.start()
-    first.start()
-    second._over = True                             # it died
-    error = str(first.finish(0.2)[-1])
-    assert "step 5 is not in obs://bucket/job/checkpoint" in error and "rank 0 is still uploading step 5" in error
-    world.now, first._over = 1e9, True              # it gives up
-    for thread in threading.enumerate():
-        if thread.name == "mindresume-mirror":
-            thread.join(20)
+    saved(world, mirrors, 5)
+
+    def hang(_, seconds):
+        world.first._begin(5)
+        world.now += seconds
+    world.first.wait = hang
+    error = str(world.first.finish(2)[-1])
+    assert "step 5 is not in obs://bucket/job/checkpoint, not whole, within 2 s: rank 0 is still uploading step 5" in error
+
+
+def test_the_end_does_not_wait_longer_than_it_may(world):
+    """Rank 0 has died."""
+    mirrors = world.mirrors()
+    saved(world, mirrors, 5)
+    mirrors[0]._over = True
+    error = str(mirrors[1].finish(600)[-1])
+    assert "within 600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
+
+
+# ---- a later run at the same url -----------------------------------------------------------------------------------------
+
+def test_who_is_overtaken_tells_the_others_and_they_stop_at_once(world):
+    mirrors = world.mirror(5)
+    saved(world, mirrors, 10)
+    world.remote.announce(LATER, Mark())
+    for one in mirrors:
+        assert f"taken over by run {LATER}" in str(one.finish(600)[0])
+    assert world.now < 10 and world.committed() == [5]
+
+
+def test_during_the_training_they_hear_it_too(world):
+    mirrors = world.mirror(5)
+    world.remote.announce(LATER, Mark())
+    saved(world, mirrors, 10)
+    for one in mirrors * 2:
+        one.turn()
+    assert [len(one.poll()) for one in mirrors] == [1, 1] and all(one.turn() is None for one in mirrors)
+
+
+def test_overtaken_before_the_first_word(world):
+    mirrors = world.mirrors()
+    world.remote.announce(LATER, Mark())
+    saved(world, mirrors, 5)
+    assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in mirrors) and world.now < 10
+
+
+def test_the_word_of_the_one_that_was_overtaken_is_removed_by_the_later_run(world):
+    """Then the others look for themselves."""
+    old = world.mirror(5)
+    saved(world, old, 10)
+    world.mirror(15, run=LATER)
+    assert world.remote.announced(RUN) is None
+    world.first, world.others = old[0], old[1:]
+    old[0]._over = True                             # and it has died
+    errors = old[1].finish(600)
+    assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
+
+
+def test_the_word_is_tried_again(world, monkeypatch):
+    mirrors = world.mirror(5)
+    saved(world, mirrors, 10)
+    world.remote.announce(LATER, Mark())
+    write = moxing.file.write
+    monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
+    assert mirrors[0].turn() is False and mirrors[0].turn() is False and mirrors[0].turn() is False
+    monkeypatch.setattr(moxing.file, "write", write)
+    world.now += AGAIN
+    assert mirrors[0].turn() is None and LATER in world.remote.announced(RUN).reason
+
+
+def test_a_mark_of_an_older_version_has_no_reason(world):
+    world.remote.store.put(f"{URL}/run-{RUN}.json", b'{"step": 5, "ended": true}')
+    assert world.remote.announced(RUN) == Mark(5, True)
+    for damaged in (b"", b"[]", b"{}", b"\xff", b'{"step": 5}'):
+        world.remote.store.put(f"{URL}/run-{RUN}.json", damaged)
+        with pytest.raises(RemoteError, match="is not as mindresume writes it"):
+            world.remote.announced(RUN)
+
+
+def test_two_pods_with_one_url_at_the_same_moment(world):
+    """Both found the bucket empty, so both are run 1. What one of them is uploading is no debris to the other."""
+    twin = run_name(1, "0000cccc")
+    first, twins = world.mirrors(), world.mirrors(run=twin)
+    world.others = first[1:]
+    saved(world, first, 5)
+    url = f"{URL}/{attempt_name(5, RUN)}"
+    place = first[0].place
+    first[0].remote.put_share(place, 5, FORMATS[world.fmt].place_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
+                              os.path.join(place.root, "iteration_00000005"))
+    before = world.remote.store.list(url)
+    if world.fmt == "1.0":
+        folders.save(world.disk, 10, world.size, twin, suffix=1)
+    else:
+        iterations.save(world.disk, 10, world=world.size, run=twin)
+    world.others = twins[1:]
+    world.first = twins[0]
+    for one in twins:
+        one.saved(10)
+    twins[0].sleep = world.sleep
+    twins[0].work()
+    assert world.committed() == [10] and world.remote.store.list(url) == before != []
+    first[0].work()
+    assert f"taken over by run {twin}" in str(first[0].poll()[0]) and world.committed() == [10]
+
+
+# ---- errors that are no undo ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("operation, name", [
+    ("write", "manifest.json"), ("write", "rank_00000.json"), ("write", "rank_00001.json"), ("write", f"run-{RUN}.json"),
+    ("copy", "safetensors")])
+def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, operation, name):
+    mirrors = world.mirror(5, policy=KeepLast(2))
+    saved(world, mirrors, 10)
+
+    def watch(moment, done, url):
+        if (moment, done) == ("after", operation) and url.endswith(name):
+            raise RuntimeError("504 Gateway Timeout")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.first.work()
+    monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+    world.now += AGAIN
+    while world.first.work():
+        pass
+    assert world.committed() == [10, 5]
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 10
+
+
+def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkeypatch):
+    """It took this run for dead, and saw no manifest a moment before."""
+    mirrors = world.mirror(5)
+    saved(world, mirrors, 10)
+    box = f"{URL}/{attempt_name(10, RUN)}"
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "write") and url.endswith(MANIFEST):
+            for name in world.remote.store.list(box):
+                moxing.file.remove(f"{box}/{name}")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.first.work()
+    monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+    assert world.committed() == [5] and "were removed while the last ones came" in str(world.first.poll()[0])
+
+
+def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monkeypatch):
+    world.mirror(5)
+    name = attempt_name(10, RUN)
+    world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "remove") and url.endswith("torn.safetensors"):
+            world.remote.store.put(f"{URL}/{name}/{records_of(name, MANIFEST)}", b"of a run that was only slow")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.mirror(15, run=LATER)
+    assert world.committed() == [15, 5] and name not in world.remote.look().boxes
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
+    world.mirror(5, 10)
+    remove = moxing.file.remove
+
+    def refuse(url, recursive=False):
+        if attempt_name(5, RUN) in url:
+            raise RuntimeError("403 Forbidden")
+        remove(url, recursive)
+    monkeypatch.setattr(moxing.file, "remove", refuse)
+    mirrors = world.mirror(15, 20, run=LATER, policy=KeepLast(1))
+    assert world.committed() == [20, 5]
+    assert all("could not be cleared" in str(error) for error in mirrors[0].poll())
 
 
 # ---- death after every operation ---------------------------------------------------------------------------------------
