@@ -574,6 +574,26 @@ def test_what_is_not_committed_here_is_not_begun(world):
     assert world.first.work() is False and world.remote.look().boxes == {}
 
 
+def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(world):
+    """There a folder gets its name on another host."""
+    mirrors = world.mirrors(patience=600.0)
+    saved(world, mirrors, 5)
+    base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
+    record = base / records_of(attempt_name(5, RUN), "rank_00001.json")
+    hidden = record.rename(record.with_suffix(".late"))
+    mirrors[0].sleep = lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record))
+    mirrors[0].work()
+    assert world.committed() == [5] and 30 <= world.now < 60
+    saved(world, mirrors, 10)
+    before = world.now
+    base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000010"
+    (base / records_of(attempt_name(10, RUN), "rank_00001.json")).unlink()
+    mirrors[0].work()
+    assert world.committed() == [5] and 60 <= world.now - before < 70
+    for one in mirrors:
+        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.poll()[0])
+
+
 def test_a_rank_that_never_comes_is_named(world):
     mirrors = world.mirrors()
     world.others = []
