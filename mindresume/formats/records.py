@@ -28,6 +28,7 @@ from mindresume.manifest import (
     FileRecord,
     Manifest,
     Record,
+    attempt_name,
     attempts,
     read_details,
     read_record,
@@ -133,12 +134,18 @@ def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
     return candidate
 
 
-def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
-    candidate = Candidate(
+def candidate_of(manifest: Manifest, base: str = "", path: str | None = None) -> Candidate:
+    """What ``manifest`` says, wherever it lies. ``base``: of an iteration folder; ``path``: of its folder of records."""
+    path = attempt_name(manifest.step, manifest.run) if path is None else path
+    return Candidate(
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
-        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, small=manifest.small,
-        deduplicated=manifest.deduplicated, part=manifest.part)
+        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, base=base,
+        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part)
+
+
+def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
+    candidate = candidate_of(manifest, path=path)
     there = set(content)
     for rank in manifest.ranks:
         if record_name(rank) not in there:

@@ -52,7 +52,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if islands.apart:
         log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked for", path)
         pick = partial(select_apart, storage, path, group, named, current.settings.verify == "full", sick)
-        choice = modelarts.choose(pick, config, path, named, remote, group, storage, False, islands) if remote else pick()
+        choice = modelarts.choose(pick, config, path, named, remote, group, storage, False, islands, sick) if remote else pick()
     elif decide(group, lambda: is_complete_resume(storage, path, converts)):
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
@@ -62,7 +62,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
                        complete=current.settings.verify == "full", sick=sick, counters=resume,
                        poison_limit=current.settings.poison_limit,
                        strategy_of=strategies(storage, config.get("src_strategy_path_or_dir") or None))
-        choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts) if remote else pick()
+        choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts, None, sick,
+                                  current.settings.poison_limit) if remote else pick()
     for refusal in choice.refused:
         log.warning("mindresume: not %s %s", "resuming from" if resume else "taking the weights of", refusal)
     for note in choice.notes:

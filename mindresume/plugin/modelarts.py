@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,9 +54,9 @@ def remote_of(config: Any) -> Remote | None:
 
 
 def choose(pick: Callable[[], Choice], config: Any, path: str, named: str | None, remote: Remote, group: Group, storage: Storage,
-           converts: bool, islands: Islands | None = None) -> Choice:
+           converts: bool, islands: Islands | None = None, sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
     """``pick``, among what ``remote`` has too, if ``path`` is where this job saves: then it continues itself. ``islands``: of
-    nodes that share no disk."""
+    nodes that share no disk. ``sick``, ``poison_limit``: as of ``select``."""
     log = adapter.logger()
     root = os.path.realpath(path)
     root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
@@ -67,7 +67,7 @@ def choose(pick: Callable[[], Choice], config: Any, path: str, named: str | None
         return pick()
     return restore.Restore(storage, remote, root, group, None if converts else group.size, named,
                            lambda text: log.info("mindresume: %s", text),
-                           lambda text: log.warning("mindresume: %s", text), islands).choose(pick)
+                           lambda text: log.warning("mindresume: %s", text), islands, sick, poison_limit).choose(pick)
 
 
 def _saved_to(config: Any) -> set[str]:
@@ -88,9 +88,11 @@ def number_runs(remote: Remote | None, storage: Storage, root: str) -> None:
         adapter.logger().warning("mindresume: %s", error)
 
 
-def mirror_of(remote: Remote | None, place: Place, policy: Policy | None, patience: float) -> Mirror | None:
+def mirror_of(remote: Remote | None, place: Place, policy: Policy | None, patience: float, pledged: bool) -> Mirror | None:
+    """``pledged``: nodes share no disk, and exchange what they have. (Where they do not exchange it they remove nothing.)"""
     if remote is None:
         return None
-    mirror = Mirror(remote, place, policy, patience, lambda text: adapter.logger().info("mindresume: %s", text)).start()
+    mirror = Mirror(remote, place, policy, patience, lambda text: adapter.logger().info("mindresume: %s", text),
+                    pledged=pledged).start()
     atexit.register(mirror.settle, patience)        # a training that ends with an error: what it has saved still goes
     return mirror

@@ -88,8 +88,8 @@ class CheckpointMonitor(BuiltIn):
             return super().on_train_begin(run_context)
         self._start(session.current())
         callbacks = run_context.original_args().list_callback
-        self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or (), news=self._home.news,
-                                told=self._home.told, before=session.current().requests)
+        self._leaving = Leaving(self._group, session.current().settings.leave_check, callbacks or (),
+                                news=self._home.exchange.news, told=self._home.told, before=session.current().requests)
         if self._leaving.ignored:
             adapter.logger().warning("mindresume: %s", self._leaving.ignored)
         self._leaving.listen()
@@ -261,7 +261,9 @@ class CheckpointMonitor(BuiltIn):
         except OSError as error:
             log.warning("mindresume: cleaning up %s: %s", self._directory, error)
         self._saver = self._make_saver(policy if home.leads else None, current, share)
-        self._mirror = modelarts.mirror_of(current.remote, self._place, policy, current.settings.commit_timeout)
+        self._mirror = home.exchange.uploads = modelarts.mirror_of(
+            current.remote, self._place, policy, current.settings.commit_timeout,
+            pledged=home.islands.apart and current.settings.leave_check > 0)
         atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
         current.monitor = self
         hosts = len(set(report(group, socket.gethostname)))

@@ -18,7 +18,8 @@ from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
-from mindresume.store.common import committed, forget, newest_common, note
+from mindresume.store.common import forget
+from mindresume.store.exchange import Exchange
 from mindresume.store.islands import Islands, check_alone, find, next_common_run
 from mindresume.store.probe import examine
 from mindresume.store.shard import Place
@@ -29,12 +30,13 @@ _CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains 
 
 @dataclass
 class Residence:
-    """``suffix``: of the names of files, the same on all ranks. ``leads``: this rank commits and prunes. ``claim``: of those."""
+    """``suffix``: of the names of files, the same on all ranks. ``leads``: this rank commits and prunes. ``claim``: of those.
+    ``exchange``: of nodes that share no disk."""
     place: Place
     suffix: int
     islands: Islands
     claim: Claim | None
-    _noted: str | None = None
+    exchange: Exchange
 
     @property
     def leads(self) -> bool:
@@ -51,14 +53,12 @@ class Residence:
 
     # ---- nodes that share no disk tell each other what they have ---------------------------------------------------------
 
-    def news(self) -> list[str] | None:
-        """What this rank tells the others: the newest checkpoints of its node."""
-        return committed(self.place.storage, self.place.root) if self.islands.apart and self.leads else None
-
     def told(self, rows: Sequence[Any]) -> None:
         """``rows``: news of all ranks."""
-        if self.islands.apart:
-            self._note(newest_common(self.islands.of_leaders(rows)))
+        try:
+            self.exchange.told(rows)
+        except OSError as error:                        # nothing newer than the last note goes
+            adapter.logger().warning("mindresume: %s: %s", self.place.root, error)
 
     def begin(self, current: session.Session) -> None:
         """The checkpoint that all nodes are known to have stays until they all have a newer one."""
@@ -70,16 +70,10 @@ class Residence:
         adapter.logger().warning("mindresume: the nodes share no disk at %s: each keeps what its own ranks save, here rank %s, "
                                  "and a resume takes the newest checkpoint that all of them have", root, listed(self.place.part))
         chosen = current.choice.chosen if current.resumes and current.choice.root == root else None
-        self._note(chosen.name if chosen is not None else "")
-
-    def _note(self, common: str) -> None:
-        if not self.leads or common == self._noted:
-            return
-        self._noted = common
         try:
-            note(self.place.storage, self.place.root, common, self.place.run)
-        except OSError as error:                        # nothing newer than the last note goes
-            adapter.logger().warning("mindresume: %s: %s", self.place.root, error)
+            self.exchange.note(chosen.name if chosen is not None else "")
+        except OSError as error:
+            adapter.logger().warning("mindresume: %s: %s", root, error)
 
 
 def move_in(storage: Storage, root: str, prefix: str, current: session.Session, iterations: bool) -> Residence:
@@ -106,7 +100,8 @@ def move_in(storage: Storage, root: str, prefix: str, current: session.Session, 
     suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
     part = islands.ranks(group.rank) if islands.apart else ()
     place = Place(storage, root, rows[0][0], group.rank, group.size, iterations, part)
-    home = Residence(place, max([row[1] for row in rows if row] + suffixes), islands, claims[0] if claims else None)
+    home = Residence(place, max([row[1] for row in rows if row] + suffixes), islands, claims[0] if claims else None,
+                     Exchange(storage, root, place.run, islands, group.rank))
     atexit.register(home.leave)
     return home
 

@@ -17,7 +17,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
 from mindresume.formats.names import name_for_rank, parse_label
-from mindresume.formats.records import header_of, ranks_count
+from mindresume.formats.records import candidate_of, header_of
 from mindresume.formats.scan import scan
 from mindresume.manifest import (
     FOLDER,
@@ -38,11 +38,14 @@ from mindresume.manifest import (
     parse_attempt,
     read_details,
     record_name,
-    run_sequence,
 )
+from mindresume.resume.health import NONE_HEALTHY, is_sick
+from mindresume.resume.prove import quick
 from mindresume.resume.select import Choice
+from mindresume.resume.trials import trials
 from mindresume.store import iteration
 from mindresume.store.claim import leave_trace
+from mindresume.store.common import order_of
 from mindresume.store.islands import Islands
 from mindresume.store.remote import Remote, records_of
 from mindresume.store.shard import Place
@@ -56,7 +59,8 @@ _SPARE = 64 << 20               # bytes that are to be left on the disk
 class Restore:
     """``root``: the folder of checkpoints. ``world_size``: of the job if a checkpoint of another number of ranks is no use, else
     None. ``named``: the one checkpoint that is wanted. ``log``, ``warn``: one line each. ``islands``: where nodes share no disk;
-    then each gets records and manifest. Used by all ranks alike."""
+    then each gets records and manifest. ``sick``, ``poison_limit``: as of ``select``; what the choice would not take, as its
+    manifest or a note here tells, is not fetched. Used by all ranks alike."""
     storage: Storage
     remote: Remote
     root: str
@@ -66,8 +70,11 @@ class Restore:
     log: Log = lambda text: None
     warn: Log = lambda text: None
     islands: Islands | None = None
+    sick: Collection[str] | None = None
+    poison_limit: int = 0
     refused: list[Refusal] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
+    _unhealthy: bool = False                            # one of those refused is
 
     def choose(self, pick: Callable[[], Choice]) -> Choice:
         """``pick`` once more for each checkpoint that was fetched. Its errors; and on all ranks NoUsableCheckpointError if none
@@ -92,19 +99,23 @@ class Restore:
             if failure is not None:
                 raise failure
             if not chosen and self.refused:
-                table = "\n".join(f"  {refusal}" for refusal in self.refused)
-                raise NoUsableCheckpointError(f"{self.remote.url} holds checkpoints, but none can be used:\n{table}\nRepair what "
-                                              f"is said there, or to start afresh set resume_training: False", self.refused)
+                raise NoUsableCheckpointError(self._none_usable(), self.refused)
             return choice
+
+    def _none_usable(self) -> str:
+        table = "\n".join(f"  {refusal}" for refusal in self.refused)
+        return (f"{NONE_HEALTHY + '. ' if self._unhealthy else ''}{self.remote.url} holds checkpoints, but none can be used:\n"
+                f"{table}\nRepair what is said there, or to start afresh set resume_training: False")
 
     def _fetch_newer(self, refused: Iterable[Any], chosen: Candidate | None) -> bool:
         """Fetches the newest that is newer than all that is good here. False if there is none."""
         steps = {refusal.step for refusal in refused}
         bound = (chosen.order[:2] if chosen else (0, 0)) if self.islands else None
         while True:
-            offer = decide(self.group, lambda: self._offer(steps, bound))
+            offer = decide(self.group, lambda: self._offer(steps, bound, suspected=chosen is None))
             for row in offer["refused"]:
                 self._refuse(*row)
+            self._unhealthy = self._unhealthy or offer["unhealthy"]
             if "failed" in offer:
                 raise RemoteError(offer["failed"])
             if not offer["attempt"]:
@@ -123,36 +134,39 @@ class Restore:
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
-    def _offer(self, refused: set[int | None], bound: tuple[float, ...] | None) -> dict[str, Any]:
-        """What to fetch next, and what cannot be. ``bound``: newer than this one; None: than all that is good on this disk."""
-        rows: list[tuple[str, str]] = []
+    def _offer(self, refused: set[int | None], bound: tuple[float, ...] | None, suspected: bool) -> dict[str, Any]:
+        """What to fetch next, and what cannot be. ``bound``: newer than this one; None: than all that is good on this disk.
+        ``suspected``: what many jobs died of is better than nothing."""
+        offer: dict[str, Any] = {"attempt": "", "refused": [], "unhealthy": False}
         if self.named:
             bound = (0, 0)
         elif bound is None:
             bound = max((c.order[:2] for c in scan(self.storage, self.root).candidates if c.origin == OURS and c.problem is None
                          and c.step not in refused), default=(0, 0))
         try:
-            for attempt in self.remote.look().committed():
-                step, run = parse_attempt(attempt)
-                if attempt in self._tried:
-                    continue
-                if (run_sequence(run), step) <= bound:
-                    break
-                try:
-                    manifest, data = self.remote.manifest(attempt)
-                except RecordError as error:
-                    rows.append((attempt, f"its manifest cannot be read: {error}"))
-                    continue
-                if self.named and not _is_named(manifest, self.named):
-                    continue
-                if self.world_size not in (None, manifest.world_size) and not _is_iteration(manifest):
-                    rows.append((attempt, f"saved by {ranks_count(manifest.world_size)}, this job has {self.world_size}; to "
-                                          f"change the number of ranks set auto_trans_ckpt: True"))
-                    continue
-                return {"attempt": attempt, "manifest": data.decode(), "refused": rows}
+            names = [name for name in self.remote.look().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
-            return {"attempt": "", "refused": rows, "failed": f"whether there is something newer is not known: {error}"}
-        return {"attempt": "", "refused": rows}
+            return {**offer, "failed": f"whether there is something newer is not known: {error}"}
+        deaths = trials(self.storage, self.root) if self.poison_limit and not self.named else {}
+        dreaded = [name for name in names if deaths.get(name, 0) >= max(self.poison_limit, 1)]
+        for attempt in [*(name for name in names if name not in dreaded), *(dreaded if suspected else ())]:
+            try:
+                manifest, data = self.remote.manifest(attempt)
+            except (RecordError, RemoteError) as error:
+                offer["refused"].append((attempt, f"its manifest cannot be read: {error}"))
+                continue
+            if self.named and not _is_named(manifest, self.named):
+                continue
+            candidate = candidate_of(manifest, iteration_name(manifest.step) if _is_iteration(manifest) else "")
+            if not self.named and self.sick is not None and is_sick(candidate, self.sick):
+                offer["unhealthy"] = True
+                offer["refused"].append((attempt, "it was unhealthy when it was saved"))
+                continue
+            refusal = quick(self.storage, self.root, candidate, self.world_size, files=False)
+            if refusal is None:
+                return {**offer, "attempt": attempt, "manifest": data.decode()}
+            offer["refused"].append((attempt, refusal.reason))
+        return offer
 
     # ---- all ranks -------------------------------------------------------------------------------------------------
 

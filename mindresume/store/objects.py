@@ -32,8 +32,8 @@ class ObjectStore(Protocol):
     found by its url at once, and by ``list`` soon."""
 
     def list(self, prefix: str) -> list[str]:
-        """Names of all objects below ``prefix``/, relative to it, sorted; empty if there are none. A folder that somebody created
-        by hand may be among them, as its name. May lag behind what was put or deleted just now."""
+        """Names of all objects below ``prefix``/, relative to it, sorted; empty only if it is certain that there are none. A
+        folder that somebody created by hand may be among them, as its name. May lag behind what was put or deleted just now."""
 
     def size(self, url: str) -> int | None:
         """Bytes of an object, None if there is none."""
@@ -65,16 +65,16 @@ class MoxingStore:
         self._sleep = sleep
 
     def list(self, prefix: str) -> list[str]:
+        failed = False
+
         def work() -> list[str]:
-            try:
-                found = self._file.list_directory(prefix, recursive=True)
-            except Exception:
-                # Of what is not there moxing has no listing. Only then is it asked: nothing tells that ``exists`` knows a folder
-                # which is only in the names of objects, and an empty listing would be taken for a bucket without checkpoints.
-                if self._file.exists(prefix):
-                    raise
-                return []
-            names = {name.rstrip("/") for name in found}
+            nonlocal failed
+            if failed:
+                # Of a folder that is not there moxing may have no listing, and nothing tells that error from another one. So the
+                # folder is made: what still cannot be listed then is an error, never a bucket without checkpoints.
+                self._file.make_dirs(prefix)
+            failed = True
+            names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
             folders = {parent for name in names for parent in _parents(name)}
             return sorted(names - folders - {""})
         return self._tried("listed", prefix, work)

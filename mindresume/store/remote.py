@@ -44,7 +44,7 @@ from mindresume.store.shard import Place
 from mindresume.store.storage import parallel, read_bytes
 
 _MARK, _SUFFIX = "run-", ".json"
-_FEW = 32                       # objects that are not worth a pool of threads
+_LOST = "lost-"                  # before the name of a record: it will never come
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Mark:
-    """Of a run. ``step``: what all ranks are to upload now; ``ended``: nothing will follow."""
+    """Of a run. ``step``: what all ranks are to upload now; ``ended``: nothing will follow, because of ``reason`` if it is not
+    the end of the training."""
     step: int | None = None
     ended: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Remote:
     store: ObjectStore
     url: str
     _manifests: dict[str, Manifest] = field(default_factory=dict)       # read already; they never change
+    _unreadable: set[str] = field(default_factory=set)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class Remote:
         marks = []
         for name in self.store.list(self.url):
             box, _, path = name.partition("/")
-            if parse_attempt(box):
+            if path and parse_attempt(box):             # without a path: an object that stands for an empty folder
                 boxes.setdefault(box, set()).add(path)
             elif box.startswith(_MARK) and box.endswith(_SUFFIX):
                 with suppress(RecordError):
@@ -116,7 +119,7 @@ class Remote:
         return Seen({box: frozenset(paths) for box, paths in boxes.items()}, tuple(marks))
 
     def manifest(self, attempt: str) -> tuple[Manifest, bytes]:
-        """RecordError if it is damaged, or not of this attempt."""
+        """RecordError if it is damaged, or not of this attempt; RemoteError if it cannot be read."""
         data = self.store.read(self._url(attempt, records_of(attempt, MANIFEST)))
         manifest = Manifest.read(io.BytesIO(data))
         if attempt_name(manifest.step, manifest.run) != attempt:
@@ -137,22 +140,23 @@ class Remote:
 
     def announce(self, run: str, mark: Mark) -> None:
         """Rank 0's word to the other ranks of its run, wherever they are; and to other jobs, that this one is there."""
-        text = json.dumps({"step": mark.step, "ended": mark.ended})
+        text = json.dumps({"step": mark.step, "ended": mark.ended, "reason": mark.reason})
         self.store.put(f"{self.url}/{_MARK}{run}{_SUFFIX}", text.encode())
 
-    def announced(self, run: str) -> Mark:
+    def announced(self, run: str) -> Mark | None:
+        """None: there is no mark, not yet or not any more, because a later run removes those of earlier ones."""
         if self.store.size(url := f"{self.url}/{_MARK}{run}{_SUFFIX}") is None:
-            return Mark()
+            return None
         try:
             value = json.loads(self.store.read(url))
-            step, ended = value["step"], value["ended"]
-        except (ValueError, LookupError, TypeError) as error:
+            step, ended, reason = value["step"], value["ended"], value.get("reason", "")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RemoteError(f"{url} is not as mindresume writes it ({error}); the next step is announced anew") from error
-        return Mark(step if is_count(step) else None, ended is True)
+        return Mark(step if is_count(step) else None, ended is True, reason if isinstance(reason, str) else "")
 
-    def fence(self, run: str) -> None:
+    def fence(self, run: str, seen: Seen | None = None) -> None:
         """Overtaken if a later run has been here: then this one was taken for dead, or two jobs have the same url."""
-        latest = next(reversed(self.look().runs()), run)
+        latest = next(reversed((seen or self.look()).runs()), run)
         if (run_sequence(latest), latest) > (run_sequence(run), run):
             raise Overtaken(f"{self.url} has been taken over by run {latest}; this job, run {run}, uploads nothing more. End one "
                             f"of them, or give each job a remote_save_url of its own")
@@ -182,47 +186,53 @@ class Remote:
         self.store.put(self._url(attempt, records_of(attempt, record_name(place.rank))), read_bytes(place.storage, recorded))
         return sent
 
-    def missing(self, place: Place, step: int, base: str) -> list[str]:
-        """What has to be there before the manifest, and is not, or has another size. For rank 0."""
+    def lose(self, place: Place, step: int, reason: str) -> None:
+        """Tells rank 0 that the part of this rank will never come."""
         attempt = attempt_name(step, place.run)
-        manifest, _, absent = self._whole(place, attempt, base)
-        if absent:
-            return absent
-        files = [*(file for files in manifest.files for file in files), *manifest.small]
-        records = [records_of(attempt, record_name(rank)) for rank in range(manifest.world_size)]
-        wanted = [*(file.path for file in files), *records]
+        self.store.put(self._url(attempt, records_of(attempt, f"{_LOST}{record_name(place.rank)}")), reason.encode())
+
+    def missing(self, place: Place, step: int, base: str) -> list[str]:
+        """What has to be there before the manifest, and is not. For rank 0. A record is there once all files that it names are,
+        with their sizes. Lost if a rank has said so."""
+        attempt = attempt_name(step, place.run)
         there = set(self.store.list(f"{self.url}/{attempt}"))
-        absent = [path for path in wanted if path not in there]
+        for rank in range(place.world_size):
+            if (path := records_of(attempt, f"{_LOST}{record_name(rank)}")) in there:
+                reason = self.store.read(self._url(attempt, path)).decode(errors="replace")
+                raise Lost(step, f"the part of rank {rank} {reason}")
+        records = [records_of(attempt, record_name(rank)) for rank in range(place.world_size)]
+        absent = [path for path in records if path not in there]
         if absent:
             return absent
-        urls = [self._url(attempt, file.path) for file in files]
-        # A process that ends gives no more threads to a pool, and may still be here.
-        sizes = list(map(self.store.size, urls)) if len(urls) <= _FEW else parallel(place.storage, self.store.size, urls)
-        return [file.path for file, size in zip(files, sizes, strict=True) if file.size != size]
+        manifest, _ = self._whole(place, attempt, base)
+        files = [*(file for files in manifest.files for file in files), *manifest.small]
+        return [file.path for file in files if file.path not in there]
 
     def commit(self, place: Place, step: int, base: str) -> None:
+        """Puts the manifest, after nothing was ``missing``. RemoteError if something is gone all the same: a later run takes this
+        one for dead, and removes what it did not complete."""
         attempt = attempt_name(step, place.run)
-        manifest, data, absent = self._whole(place, attempt, base)
-        if absent:
-            raise RemoteError(f"{self.url}/{attempt}: {absent[0]} is gone")
-        self.store.put(self._url(attempt, records_of(attempt, MANIFEST)), data)
+        manifest, data = self._whole(place, attempt, base)
+        path = records_of(attempt, MANIFEST)
+        self.store.put(self._url(attempt, path), data)
+        # Whoever removes it looks for the manifest before, and removes it once more after everything else: one of the two sees
+        # what the other has done.
+        gone = self.missing(place, step, base)
+        if gone:
+            self.store.delete(self._url(attempt, path))
+            raise RemoteError(f"{len(gone)} objects were removed while the last ones came, the first is {gone[0]}")
         self._manifests[attempt] = manifest
 
-    def _whole(self, place: Place, attempt: str, base: str) -> tuple[Manifest, bytes, list[str]]:
-        """The manifest of all ranks, and what is missing for it. Where nodes share no disk that of rank 0's node names its own
-        ranks alone: then it is made of the records of all, which lie together here only."""
+    def _whole(self, place: Place, attempt: str, base: str) -> tuple[Manifest, bytes]:
+        """The manifest of all ranks. Where nodes share no disk that of rank 0's node names its own ranks alone: then it is made
+        of the records of all, which lie together here only."""
         manifest, data = self.local_manifest(place, attempt, base)
         if not manifest.part:
-            return manifest, data, []
-        names = [records_of(attempt, record_name(rank)) for rank in range(manifest.world_size)]
-        there = set(self.store.list(f"{self.url}/{attempt}"))
-        absent = [name for name in names if name not in there]
-        if absent:
-            return manifest, data, absent
+            return manifest, data
         if attempt not in self._manifests:
-            records = [read_record(io.BytesIO(self.record(attempt, rank))) for rank in range(manifest.world_size)]
-            self._manifests[attempt] = Manifest.of(records)
-        return self._manifests[attempt], self._manifests[attempt].encode(), []
+            self._manifests[attempt] = Manifest.of(parallel(
+                place.storage, lambda rank: read_record(io.BytesIO(self.record(attempt, rank))), range(manifest.world_size)))
+        return self._manifests[attempt], self._manifests[attempt].encode()
 
     @staticmethod
     def local_manifest(place: Place, attempt: str, base: str) -> tuple[Manifest, bytes]:
@@ -233,39 +243,76 @@ class Remote:
 
     def prune(self, policy: Policy, run: str, step: int, log: Callable[[str], None] = lambda text: None) -> list[int]:
         """After ``step`` of ``run`` was committed: removes what the policy does not keep, and what was never completed by earlier
-        runs, or by this one before ``step``. The newest never goes, nor the newest that is healthy. Returns the steps of the
-        former."""
+        runs, or by this one before ``step``. Neither the newest goes, nor the newest that is healthy, nor ``step``. Returns the
+        steps of the former. RemoteError after the rest if something could not be removed; Overtaken before anything is."""
         seen = self.look()
+        self.fence(run, seen)
         newest_first, saved = [], []
         for name in seen.committed():
-            try:
-                if name not in self._manifests:
-                    self._manifests[name] = self.manifest(name)[0]
-            except RecordError as error:
-                log(f"{self.url}/{name} stays: {error}")        # of no use, and of a kind that nobody can judge
-                continue
-            manifest = self._manifests[name]
-            newest_first.append(name)
-            saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics), manifest.state.health))
+            manifest = self._known(name, log)
+            if manifest is not None:
+                newest_first.append(name)
+                saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics), manifest.state.health))
         healthy = next((index for index, one in enumerate(saved) if not one.health), None)
-        going = [newest_first[index] for index in surplus(policy, saved) if index != healthy]
-        mine = (run_sequence(run), step)
-        debris = [name for name, number, of in attempts(list(seen.boxes)) if (run_sequence(of), number) < mine
-                  and records_of(name, MANIFEST) not in seen.boxes[name]
-                  and self.store.size(self._url(name, records_of(name, MANIFEST))) is None]     # listings may lag
-        for name in (*going, *debris):
-            self._delete(name, seen.boxes[name])
+        going = [index for index in surplus(policy, saved) if index != healthy and newest_first[index] != attempt_name(step, run)]
+        failures: list[RemoteError] = []
+        removed = [saved[index].step for index in going if self._delete(newest_first[index], seen, failures)]
+        for name, number, of in attempts(list(seen.boxes)):
+            if records_of(name, MANIFEST) not in seen.boxes[name] and (
+                    run_sequence(of) < run_sequence(run) or of == run and number < step):
+                self._delete(name, seen, failures)
         for other in seen.marks:
-            if run_sequence(other) < mine[0]:
-                self.store.delete(f"{self.url}/{_MARK}{other}{_SUFFIX}")
-        return [saved[newest_first.index(name)].step for name in going]
+            if run_sequence(other) < run_sequence(run):
+                self._try(failures, f"{self.url}/{_MARK}{other}{_SUFFIX}")
+        if removed:
+            log(f"removed step {', '.join(map(str, removed))} from {self.url}: kept {policy}")
+        if failures:
+            raise RemoteError(f"{len(failures)} names below {self.url} could not be cleared: {failures[0]}")
+        return removed
 
-    def _delete(self, attempt: str, names: Iterable[str]) -> None:
-        """A reader that has begun to download finds objects missing, and takes another one."""
+    def _known(self, attempt: str, log: Callable[[str], None]) -> Manifest | None:
+        """None if it cannot be read (damaged, archived, access denied): it stays, and counts as nothing. Each is read once."""
+        if attempt not in self._manifests and attempt not in self._unreadable:
+            try:
+                self._manifests[attempt] = self.manifest(attempt)[0]
+            except (RecordError, RemoteError) as error:
+                self._unreadable.add(attempt)
+                log(f"{self.url}/{attempt} stays, and is not counted: its manifest cannot be read: {error}")
+        return self._manifests.get(attempt)
+
+    def _delete(self, attempt: str, seen: Seen, failures: list[RemoteError]) -> bool:
+        """Of a checkpoint the manifest goes first: a reader that has begun to download finds objects missing, and takes another
+        one. Of what never completed it goes last, as its run may be alive and put it meanwhile."""
         manifest = records_of(attempt, MANIFEST)
-        for name in sorted(names, key=lambda name: name != manifest):
-            self.store.delete(self._url(attempt, name))
+        others = sorted(seen.boxes[attempt] - {manifest})
+        if manifest not in seen.boxes[attempt]:
+            try:
+                if self.store.size(self._url(attempt, manifest)) is not None:
+                    return False                                    # the listing lags behind
+            except RemoteError as error:
+                failures.append(error)
+                return False
+        order = [manifest, *others] if manifest in seen.boxes[attempt] else [*others, manifest]
         self._manifests.pop(attempt, None)
+        return self._try(failures, *(self._url(attempt, name) for name in order))
+
+    def _try(self, failures: list[RemoteError], *urls: str) -> bool:
+        """Deletes objects in this order. False, and no further one, if one stays: what is left is tried the next time."""
+        try:
+            for url in urls:
+                self.store.delete(url)
+        except RemoteError as error:
+            failures.append(error)
+            return False
+        return True
+
+
+class Lost(RemoteError):
+    """A part of this step will never come."""
+
+    def __init__(self, step: int, reason: str):
+        super().__init__(f"step {step} is given up: {reason}")
+        self.step = step
 
 
 class Overtaken(RemoteError):

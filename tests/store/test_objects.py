@@ -51,17 +51,35 @@ def test_what_is_put_is_found_by_url_and_in_listings(store, tmp_path):
 
 
 def test_a_listing_does_not_depend_on_folders_that_exist(store, monkeypatch):
-    """Nor is a store that cannot be asked taken for an empty one."""
     store.put(f"{URL}/a/b", b"x")
     monkeypatch.setattr(moxing.file, "exists", lambda url: False)
     assert store.list(URL) == ["a/b"] and store.list(f"{URL}/other") == []
 
-    def refuse(url, recursive=False):
-        raise RuntimeError("403 Forbidden")
+
+def refuse(url, recursive=False):
+    raise RuntimeError("403 Forbidden")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_bucket_that_cannot_be_listed_is_never_taken_for_an_empty_one(store, monkeypatch, is_known):
+    """Whatever ``exists`` says: of a folder that is in the names of objects alone it may say no."""
+    store.put(f"{URL}/a/b", b"x")
     monkeypatch.setattr(moxing.file, "list_directory", refuse)
-    monkeypatch.setattr(moxing.file, "exists", refuse)
-    with pytest.raises(RemoteError, match="403 Forbidden"):
+    monkeypatch.setattr(moxing.file, "exists", lambda url: is_known)
+    with pytest.raises(RemoteError, match="could not be listed.*403 Forbidden"):
         store.list(URL)
+
+
+def test_where_no_folder_can_be_made_nothing_is_known_to_be_empty(store, monkeypatch):
+    monkeypatch.setattr(moxing.file, "make_dirs", refuse)
+    with pytest.raises(RemoteError, match="could not be listed.*403 Forbidden"):
+        store.list(URL)
+
+
+def test_a_listing_that_fails_once_shows_what_is_there(store, monkeypatch):
+    store.put(f"{URL}/a/b", b"x")
+    fails(monkeypatch, "list_directory", 1)
+    assert store.list(URL) == ["a/b"]
 
 
 def test_s3_names_the_same(store):

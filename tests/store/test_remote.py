@@ -67,11 +67,19 @@ class World:
         for other in self.others:
             other.work()
 
+    def wait(self, _, seconds):
+        """At the end: the workers of all ranks get their turns."""
+        self.now += min(seconds, 1.0)
+        for one in (self.first, *self.others):
+            if not one._over:
+                one.turn()
+
     def mirrors(self, run=RUN, policy=KEEP_ALL, patience=60.0):
         remotes = [Remote(self.remote.store, URL) for _ in range(self.size)]
         self.others = [Mirror(remotes[rank], self.place(rank, run), None, patience, self.log.append, lambda: self.now,
-                              lambda seconds: None) for rank in range(1, self.size)]
-        self.first = Mirror(remotes[0], self.place(0, run), policy, patience, self.log.append, lambda: self.now, self.sleep)
+                              lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
+        self.first = Mirror(remotes[0], self.place(0, run), policy, patience, self.log.append, lambda: self.now, self.sleep,
+                            wait=self.wait)
         return [self.first, *self.others]
 
     def mirror(self, *steps, run=RUN, policy=KEEP_ALL):
@@ -87,13 +95,13 @@ class World:
     def committed(self):
         return [int(name[5:15]) for name in self.remote.look().committed()]
 
-    def restore(self, group=None, converts=None, named=None):
+    def restore(self, group=None, converts=None, named=None, **judged):
         group = group or Solo()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         ranks = (lambda candidate: [rank for rank in candidate.files if rank % group.size == group.rank]) if converts else None
-        found = Restore(STORAGE, self.remote, str(self.disk), group, size, named, self.log.append, self.log.append)
-        return found.choose(lambda: select(STORAGE, str(self.disk), group, size, named, ranks))
+        found = Restore(STORAGE, self.remote, str(self.disk), group, size, named, self.log.append, self.log.append, **judged)
+        return found.choose(lambda: select(STORAGE, str(self.disk), group, size, named, ranks, **judged))
 
     def restore_all(self, size=None, **how):
         """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
@@ -125,6 +133,30 @@ def content(root):
         for name in names:
             if name not in ("meta.json", "latest_checkpointed_iteration.txt") and not name.startswith(("claim-", "ended-", ".")):
                 found[os.path.relpath(os.path.join(folder, name), root)] = Path(folder, name).read_bytes()
+    return found
+
+
+def unreadable(monkeypatch, *steps, run=RUN):
+    """Archived, or access denied. Returns the urls of their manifests that were read."""
+    urls = {f"{URL}/{name}/{records_of(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
+    asked = []
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "read") and url in urls:
+            asked.append(url)
+            raise RuntimeError("InvalidObjectState: the object is archived")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return asked
+
+
+def downloads(monkeypatch):
+    """Attempts of which something is downloaded from now on."""
+    found = []
+
+    def watch(moment, operation, url):
+        if moment == "half":
+            found.append(url.removeprefix(f"{URL}/").partition("/")[0])
+    monkeypatch.setattr(moxing.file, "watch", watch)
     return found
 
 
@@ -251,6 +283,18 @@ def test_a_store_that_cannot_be_asked(world, monkeypatch):
         world.restore_all()
 
 
+def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world, monkeypatch):
+    world.mirror(5)
+    world.empty_disk()
+
+    def refuse(url, recursive=False):
+        raise RuntimeError("503 Slow Down")
+    monkeypatch.setattr(moxing.file, "list_directory", refuse)
+    monkeypatch.setattr(moxing.file, "exists", lambda url: False)
+    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*503 Slow Down"):
+        world.restore_all()
+
+
 def test_no_room_is_said_before_the_download(world, monkeypatch):
     world.mirror(5)
     world.empty_disk()
@@ -330,6 +374,81 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     assert [line[:7] for line in world.log if "fetched" in line] == ["step 10", "step 5 "]
 
 
+def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(world, monkeypatch):
+    world.mirror(5, 10)
+    world.empty_disk()
+    unreadable(monkeypatch, 10)
+    assert world.restore_all().chosen.step == 5
+    assert any("not fetching step 10: its manifest cannot be read" in line and "archived" in line for line in world.log)
+
+
+def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, monkeypatch):
+    world.mirror(5, 10)
+    world.empty_disk()
+    unreadable(monkeypatch, 5, 10)
+    with pytest.raises(NoUsableCheckpointError, match="step 10: .*archived(.|\n)*step 5: .*archived"):
+        world.restore_all()
+
+
+def sick_from(world, monkeypatch, first):
+    """The health monitor does not like what is saved from this step on. What a job that heeds it says to the choice."""
+    write = iterations.write_rank
+    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+        root, step, *more, **{**how, "health": int(step >= first)}))
+    return {"sick": () if world.fmt == "2.0" else {str(folders.name_of(0, step)) for step in (10, 15)}}
+
+
+def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
+    heeds = sick_from(world, monkeypatch, 10)
+    world.mirror(5, 10, 15)
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    assert world.restore_all(**heeds).chosen.step == 5
+    assert set(fetched) == {attempt_name(5, RUN)}
+    assert any("not fetching step 15: it was unhealthy when it was saved" in line for line in world.log)
+
+
+def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(world, monkeypatch):
+    heeds = sick_from(world, monkeypatch, 10)
+    world.mirror(10, 15)
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
+        world.restore_all(**heeds)
+    assert fetched == []
+    named = str(folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
+    assert world.restore_all(named=named, **heeds).chosen.step == 15
+
+
+def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
+    """As a person may have copied it there."""
+    world.mirror(5, 10)
+    name = attempt_name(10, RUN)
+    manifest, _ = world.remote.manifest(name)
+    part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], part=(1,), world=2)
+    world.remote.store.put(f"{URL}/{name}/{records_of(name, MANIFEST)}", part.encode())
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
+
+
+def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(world, monkeypatch):
+    world.mirror(5, 10)
+    note = (FOLDER, f"trial-{attempt_name(10, RUN)}")
+
+    def fetched_by(job):
+        world.empty_disk()
+        (world.disk / FOLDER).mkdir(parents=True)
+        world.disk.joinpath(*note).write_text("2 /output")
+        fetched = downloads(monkeypatch)
+        assert job().chosen.step == int(fetched[-1][5:15])
+        return set(fetched)
+    assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(5, RUN)}
+    assert fetched_by(lambda: world.restore_all(poison_limit=3)) == {attempt_name(10, RUN)}
+    world.remote._delete(attempt_name(5, RUN), world.remote.look(), [])
+    assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(10, RUN)}
+
+
 # ---- numbers of runs ---------------------------------------------------------------------------------------------------
 
 def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
@@ -385,6 +504,14 @@ def test_the_manifest_goes_first(world, monkeypatch):
     world.mirror(10, policy=KeepLast(1))
     gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
     assert gone[0].endswith(MANIFEST) and len(gone) > 3
+
+
+def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, monkeypatch):
+    world.mirror(5, 10)
+    asked = unreadable(monkeypatch, 10)
+    mirrors = world.mirror(15, 20, 25, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [25, 20, 10] and mirrors[0].poll() == []
+    assert sum("archived" in line for line in world.log) == 1 and len(set(asked)) == 1
 
 
 def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
@@ -447,6 +574,26 @@ def test_what_is_not_committed_here_is_not_begun(world):
     assert world.first.work() is False and world.remote.look().boxes == {}
 
 
+def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(world):
+    """There a folder gets its name on another host."""
+    mirrors = world.mirrors(patience=600.0)
+    saved(world, mirrors, 5)
+    base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
+    record = base / records_of(attempt_name(5, RUN), "rank_00001.json")
+    hidden = record.rename(record.with_suffix(".late"))
+    mirrors[0].sleep = lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record))
+    mirrors[0].work()
+    assert world.committed() == [5] and 30 <= world.now < 60
+    saved(world, mirrors, 10)
+    before = world.now
+    base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000010"
+    (base / records_of(attempt_name(10, RUN), "rank_00001.json")).unlink()
+    mirrors[0].work()
+    assert world.committed() == [5] and 60 <= world.now - before < 70
+    for one in mirrors:
+        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.poll()[0])
+
+
 def test_a_rank_that_never_comes_is_named(world):
     mirrors = world.mirrors()
     world.others = []
@@ -498,37 +645,201 @@ def test_an_upload_that_hangs_is_said_once(world):
     assert "step 5 is being uploaded" in str(mirror.poll()[0]) and mirror.poll() == []
 
 
-def test_the_end_waits_for_the_last_upload(world):
-    mirrors = world.mirrors()
-    for one in mirrors:
-        one.clock, one.sleep, one.pause = lambda: 0.0, lambda seconds: None, 0.01
-    for one in mirrors:
-        one.start()
-    for step in (5, 10):
-        world.save(step)
+def saved(world, mirrors, *steps, run=RUN):
+    for step in steps:
+        world.save(step, run)
         for one in mirrors:
             one.saved(step)
+
+
+def test_the_end_waits_for_the_last_upload(world):
+    mirrors = world.mirrors()
+    saved(world, mirrors, 5, 10)
     assert [one.finish(20) for one in mirrors] == [[], []]
+    assert world.committed() == [10] and world.remote.announced(RUN).ended
+
+
+def test_the_worker_is_a_thread_that_ends_with_the_training(world):
+    mirrors = world.mirrors(patience=600.0)
+    for one in mirrors:
+        one.clock, one.sleep, one.pause, one.wait = time.monotonic, lambda seconds: None, 0.01, threading.Condition.wait
+        one.start()
+    saved(world, mirrors, 5, 10)
+    assert [one.finish(600) for one in mirrors] == [[], []]
     assert world.committed()[0] == 10 and world.remote.announced(RUN).ended
 
 
 def test_the_end_names_what_is_missing(world):
     mirrors = world.mirrors()
-    first, second = mirrors
-    first.pause = 0.01
-    first.sleep = lambda seconds: time.sleep(0.01)
-    world.save(5)
-    first.saved(5)
-    second.saved(5)
-    second.start()
-    first.start()
-    second._over = True                             # it died
-    error = str(first.finish(0.2)[-1])
-    assert "step 5 is not in obs://bucket/job/checkpoint" in error and "rank 0 is still uploading step 5" in error
-    world.now, first._over = 1e9, True              # it gives up
-    for thread in threading.enumerate():
-        if thread.name == "mindresume-mirror":
-            thread.join(20)
+    saved(world, mirrors, 5)
+
+    def hang(_, seconds):
+        world.first._begin(5)
+        world.now += seconds
+    world.first.wait = hang
+    error = str(world.first.finish(2)[-1])
+    assert "step 5 is not in obs://bucket/job/checkpoint, not whole, within 2 s: rank 0 is still uploading step 5" in error
+
+
+def test_the_end_does_not_wait_longer_than_it_may(world):
+    """Rank 0 has died."""
+    mirrors = world.mirrors()
+    saved(world, mirrors, 5)
+    mirrors[0]._over = True
+    error = str(mirrors[1].finish(600)[-1])
+    assert "within 600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
+
+
+# ---- a later run at the same url -----------------------------------------------------------------------------------------
+
+def test_who_is_overtaken_tells_the_others_and_they_stop_at_once(world):
+    mirrors = world.mirror(5)
+    saved(world, mirrors, 10)
+    world.remote.announce(LATER, Mark())
+    for one in mirrors:
+        assert f"taken over by run {LATER}" in str(one.finish(600)[0])
+    assert world.now < 10 and world.committed() == [5]
+
+
+def test_during_the_training_they_hear_it_too(world):
+    mirrors = world.mirror(5)
+    world.remote.announce(LATER, Mark())
+    saved(world, mirrors, 10)
+    for one in mirrors * 2:
+        one.turn()
+    assert [len(one.poll()) for one in mirrors] == [1, 1] and all(one.turn() is None for one in mirrors)
+
+
+def test_overtaken_before_the_first_word(world):
+    mirrors = world.mirrors()
+    world.remote.announce(LATER, Mark())
+    saved(world, mirrors, 5)
+    assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in mirrors) and world.now < 10
+
+
+def test_the_word_of_the_one_that_was_overtaken_is_removed_by_the_later_run(world):
+    """Then the others look for themselves."""
+    old = world.mirror(5)
+    saved(world, old, 10)
+    world.mirror(15, run=LATER)
+    assert world.remote.announced(RUN) is None
+    world.first, world.others = old[0], old[1:]
+    old[0]._over = True                             # and it has died
+    errors = old[1].finish(600)
+    assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
+
+
+def test_the_word_is_tried_again(world, monkeypatch):
+    mirrors = world.mirror(5)
+    saved(world, mirrors, 10)
+    world.remote.announce(LATER, Mark())
+    write = moxing.file.write
+    monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
+    assert mirrors[0].turn() is False and mirrors[0].turn() is False and mirrors[0].turn() is False
+    monkeypatch.setattr(moxing.file, "write", write)
+    world.now += AGAIN
+    assert mirrors[0].turn() is None and LATER in world.remote.announced(RUN).reason
+
+
+def test_a_mark_of_an_older_version_has_no_reason(world):
+    world.remote.store.put(f"{URL}/run-{RUN}.json", b'{"step": 5, "ended": true}')
+    assert world.remote.announced(RUN) == Mark(5, True)
+    for damaged in (b"", b"[]", b"{}", b"\xff", b'{"step": 5}'):
+        world.remote.store.put(f"{URL}/run-{RUN}.json", damaged)
+        with pytest.raises(RemoteError, match="is not as mindresume writes it"):
+            world.remote.announced(RUN)
+
+
+def test_two_pods_with_one_url_at_the_same_moment(world):
+    """Both found the bucket empty, so both are run 1. What one of them is uploading is no debris to the other."""
+    twin = run_name(1, "0000cccc")
+    first, twins = world.mirrors(), world.mirrors(run=twin)
+    world.others = first[1:]
+    saved(world, first, 5)
+    url = f"{URL}/{attempt_name(5, RUN)}"
+    place = first[0].place
+    first[0].remote.put_share(place, 5, FORMATS[world.fmt].place_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
+                              os.path.join(place.root, "iteration_00000005"))
+    before = world.remote.store.list(url)
+    if world.fmt == "1.0":
+        folders.save(world.disk, 10, world.size, twin, suffix=1)
+    else:
+        iterations.save(world.disk, 10, world=world.size, run=twin)
+    world.others = twins[1:]
+    world.first = twins[0]
+    for one in twins:
+        one.saved(10)
+    twins[0].sleep = world.sleep
+    twins[0].work()
+    assert world.committed() == [10] and world.remote.store.list(url) == before != []
+    first[0].work()
+    assert f"taken over by run {twin}" in str(first[0].poll()[0]) and world.committed() == [10]
+
+
+# ---- errors that are no undo ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("operation, name", [
+    ("write", "manifest.json"), ("write", "rank_00000.json"), ("write", "rank_00001.json"), ("write", f"run-{RUN}.json"),
+    ("copy", "safetensors")])
+def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, operation, name):
+    mirrors = world.mirror(5, policy=KeepLast(2))
+    saved(world, mirrors, 10)
+
+    def watch(moment, done, url):
+        if (moment, done) == ("after", operation) and url.endswith(name):
+            raise RuntimeError("504 Gateway Timeout")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.first.work()
+    monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+    world.now += AGAIN
+    while world.first.work():
+        pass
+    assert world.committed() == [10, 5]
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 10
+
+
+def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkeypatch):
+    """It took this run for dead, and saw no manifest a moment before."""
+    mirrors = world.mirror(5)
+    saved(world, mirrors, 10)
+    box = f"{URL}/{attempt_name(10, RUN)}"
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "write") and url.endswith(MANIFEST):
+            for name in world.remote.store.list(box):
+                moxing.file.remove(f"{box}/{name}")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.first.work()
+    monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+    assert world.committed() == [5] and "were removed while the last ones came" in str(world.first.poll()[0])
+
+
+def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monkeypatch):
+    world.mirror(5)
+    name = attempt_name(10, RUN)
+    world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "remove") and url.endswith("torn.safetensors"):
+            world.remote.store.put(f"{URL}/{name}/{records_of(name, MANIFEST)}", b"of a run that was only slow")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.mirror(15, run=LATER)
+    assert world.committed() == [15, 5] and name not in world.remote.look().boxes
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
+    world.mirror(5, 10)
+    remove = moxing.file.remove
+
+    def refuse(url, recursive=False):
+        if attempt_name(5, RUN) in url:
+            raise RuntimeError("403 Forbidden")
+        remove(url, recursive)
+    monkeypatch.setattr(moxing.file, "remove", refuse)
+    mirrors = world.mirror(15, 20, run=LATER, policy=KeepLast(1))
+    assert world.committed() == [20, 5]
+    assert all("could not be cleared" in str(error) for error in mirrors[0].poll())
 
 
 # ---- death after every operation ---------------------------------------------------------------------------------------

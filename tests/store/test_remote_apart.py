@@ -1,6 +1,7 @@
 """Nodes that share no disk, and an object store: each node commits its own part, the store holds the whole; a node that comes
 back with an empty disk gets its part again. Ranks 0 and 1 are on one node, 2 and 3 on the other.
 """
+import os
 import shutil
 
 import pytest
@@ -10,13 +11,17 @@ from resume.test_apart import NODES, PARTS
 from store.test_islands import RUN, save_part
 
 from mindresume.errors import NoUsableCheckpointError
+from mindresume.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume.apart import select_apart
 from mindresume.resume.restore import Restore
+from mindresume.store import mirror as mirrors
 from mindresume.store.common import committed
+from mindresume.store.exchange import Exchange
 from mindresume.store.islands import Islands
 from mindresume.store.mirror import Mirror
 from mindresume.store.objects import MoxingStore
-from mindresume.store.remote import Remote
+from mindresume.store.remote import Mark, Remote
+from mindresume.store.retention import KeepLast
 from mindresume.store.shard import Place
 
 URL = "obs://bucket/job/checkpoint"
@@ -25,6 +30,7 @@ ISLANDS = Islands((0, 0, 2, 2))
 
 @pytest.fixture(autouse=True)
 def bucket(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)           # nothing here loses its power
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
 
 
@@ -108,3 +114,184 @@ def test_nothing_whole_anywhere_is_an_error(tmp_path):
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(NoUsableCheckpointError):
         resume(tmp_path)
+
+
+# ---- retention of one node, and uploads of the other ----------------------------------------------------------------------
+
+def steps_of(names):
+    return [parse_attempt(name)[0] for name in names]
+
+
+class Training:
+    """Two nodes, each keeps one checkpoint; the ranks exchange what they have behind each save. Time passes when somebody waits,
+    and then the training goes on: ``slow`` saves until the other ranks have uploaded something."""
+
+    def __init__(self, tmp_path, slow=5):
+        self.base, self.slow, self.now, self.step, self.log = tmp_path, slow, 0.0, 0, []
+        self.places = [Place(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
+        self.mirrors = [Mirror(remote(), place, None, 60.0, self.log.append, lambda: self.now, self.sleep, pledged=True,
+                               wait=self.wait) for place in self.places]
+        self.exchanges = [Exchange(STORAGE, place.root, RUN, ISLANDS, place.rank, mirror)
+                          for place, mirror in zip(self.places, self.mirrors, strict=True)]
+        for exchange in self.exchanges:
+            STORAGE.make_folder(os.path.join(exchange.root, FOLDER))
+            exchange.note("")
+
+    def save(self, *nodes):
+        self.step += 5
+        for node in nodes or PARTS:
+            save_part(self.base / node, self.step, PARTS[node], policy=KeepLast(1))
+            for rank in PARTS[node]:
+                self.mirrors[rank].saved(self.step)
+
+    def exchange(self):
+        rows = [exchange.news() for exchange in self.exchanges]
+        for exchange in self.exchanges:
+            exchange.told(rows)
+
+    def sleep(self, seconds):
+        """Rank 0 waits for the others."""
+        self.now += seconds
+        self.save()
+        self.exchange()
+        if self.step // 5 % self.slow == 0:
+            self.turns(1, 2, 3)
+
+    def stop(self):
+        """The training stands still or is over; rank 0 waits all the same."""
+        def sleep(seconds):
+            self.now += seconds
+            self.turns(1, 2, 3)
+        self.mirrors[0].sleep = sleep
+
+    def wait(self, _, seconds):
+        self.now += 1
+        self.stop()
+        self.turns(0, 1, 2, 3)
+
+    def turns(self, *ranks):
+        for rank in ranks:
+            if not self.mirrors[rank]._over:
+                self.mirrors[rank].turn()
+
+    def on_disk(self, node):
+        return steps_of(committed(STORAGE, str(self.base / node)))
+
+    def finish(self):
+        """By all ranks. What went wrong."""
+        for mirror in self.mirrors:
+            mirror._closing = True
+        return [str(error) for mirror in self.mirrors for error in mirror.finish(600)]
+
+    def errors(self):
+        return [str(error) for mirror in self.mirrors for error in mirror.poll()]
+
+
+def in_bucket():
+    return steps_of(remote().look().committed())
+
+
+@pytest.mark.parametrize("slow", [1, 3, 8])
+def test_what_is_announced_stays_on_all_nodes_until_it_is_uploaded(tmp_path, slow):
+    """Uploads are slower than keep_checkpoint_max saves."""
+    job = Training(tmp_path, slow)
+    for _ in range(4):
+        job.save()
+        job.exchange()
+        job.turns(0)
+        assert in_bucket() and job.errors() == []
+        assert all(len(job.on_disk(node)) <= 3 for node in PARTS)       # the newest, the common one, the one that is uploaded
+    assert job.finish() == []
+    assert in_bucket()[0] == job.step
+    assert not [path for node in PARTS for path in (tmp_path / node / FOLDER).glob("claim-*")]
+
+
+def test_only_what_all_nodes_have_is_announced(tmp_path):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.save("a")
+    job.turns(0)
+    assert in_bucket() == [] and job.mirrors[0].remote.announced(RUN) == Mark()      # nobody has said what all have
+    job.exchange()
+    job.stop()
+    job.turns(0)
+    assert in_bucket() == [5] and job.mirrors[0].ready()
+    job.exchange()
+    job.turns(0)
+    assert in_bucket() == [5] and job.errors() == []
+
+
+def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_path):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.exchange()
+    shutil.rmtree(tmp_path / "b" / FOLDER / attempt_name(5, RUN))          # by hand
+    job.turns(0)
+    assert in_bucket() == [] and job.now < 10
+    first, *others = job.errors()
+    assert "step 5 is given up: the part of rank 2 is not on its disk any more" in first
+    assert [f"the part of rank {rank} is not on its disk any more" in text for rank, text in zip((2, 3), others, strict=True)]
+    job.save()
+    job.exchange()
+    job.turns(0)
+    assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().look().boxes
+
+
+def test_weights_that_are_lost_during_the_upload(tmp_path, monkeypatch):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.exchange()
+    for path in (tmp_path / "b" / "rank_3").glob("*.safetensors"):
+        path.unlink()
+    job.turns(0)
+    assert in_bucket() == [] and job.now < 10 and any("part of rank 3 is not on its disk" in text for text in job.errors())
+
+
+def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
+    """The other node did not save the last one."""
+    job = Training(tmp_path)
+    job.save()
+    job.exchange()
+    job.save("a")
+    errors = job.finish()
+    assert in_bucket() == [5] and job.now < 10
+    assert any("step 10 is given up: the part of rank 2 was not saved" in text for text in errors)
+    assert any("step 10 is not in obs://bucket/job/checkpoint, not whole: rank 0" in text for text in errors)
+
+
+def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypatch):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.exchange()
+    with monkeypatch.context() as broken:
+        broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
+        job.turns(0)
+    assert in_bucket() == [] and len(job.errors()) == 1 and job.mirrors[0].ready()
+    job.now += mirrors.AGAIN
+    job.exchange()
+    job.stop()
+    job.turns(0)
+    assert in_bucket() == [5]
+
+
+def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
+    job = Training(tmp_path, 1)
+    job.save()
+
+    def refuse(*args):
+        raise OSError(30, "Read-only file system")
+    monkeypatch.setattr(mirrors, "hold", refuse)
+    job.mirrors[2].pledge(attempt_name(5, RUN))
+    assert "step 5 is not held on the disk of rank 2 while it is uploaded" in job.errors()[0]
+
+
+def test_a_node_whose_folder_cannot_be_listed_says_that_it_has_nothing(tmp_path, monkeypatch):
+    job = Training(tmp_path)
+    job.save()
+
+    def refuse(storage, folder):
+        raise OSError(5, "Input/output error")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(STORAGE), "list", refuse)
+        assert job.exchanges[2].news() == [[], True]
+    assert job.exchanges[1].news() is None

@@ -8,6 +8,7 @@ with the real one.
     FAKE_MOXING_ROOT     folder for the buckets: obs://bucket/a/b is the file bucket/a/b in it
     FAKE_MOXING_DELAY    seconds that each upload takes
     FAKE_MOXING_KILL     "copy 3": the process is killed when it begins its third copy
+    FAKE_MOXING_REFUSE   "copy write": these operations fail
 
 An object appears whole when its PUT has ended; there are no folders but in names; nothing can be renamed or appended to.
 Within a test: ``watch`` is called with ("before" or "after", operation, url), of a download also in the middle ("half"), and may
@@ -55,6 +56,8 @@ class _operation:
         _counts[self.name] = _counts.get(self.name, 0) + 1
         if os.environ.get("FAKE_MOXING_KILL") == f"{self.name} {_counts[self.name]}":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.name in os.environ.get("FAKE_MOXING_REFUSE", "").split():
+            raise RuntimeError("403 Forbidden")
 
     def __exit__(self, kind, *rest):
         if kind is None:
