@@ -69,12 +69,12 @@ def prune(folder: Root, json: AsJson = False,
     made = plan(storage, root, policy, held, ended=ended)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and name.removeprefix(TRASH) not in held]
     going = [*made.victims, *made.debris]
-    size = {c.name: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
+    size = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
     removed = going if dry_run else carry_out(storage, root, made, claim.Holds(storage, root))
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
     groups = _groups(made, going, removed, size)
-    freed = sum(size[c.name] for c in removed) + sum(left.values())
+    freed = sum(size[c.box] for c in removed) + sum(left.values())
     if json:
         print_json({"root": root, "dry_run": dry_run, **groups, "freed_bytes": freed})
         return
@@ -112,9 +112,8 @@ def _size(storage: Storage, root: str, box: str) -> int:
 def _groups(made: Plan, going: list[Candidate], removed: list[Candidate], size: dict[str, int]) -> dict[str, list[Row]]:
     """Rows of what stays, goes and is held; what was to go and did not was held, or removed by somebody else, meanwhile."""
     def row(candidate: Candidate, why: str | None = None) -> Row:
-        name = candidate.name
-        return {"step": candidate.step, "run": candidate.run, "saved_at": candidate.saved_at, "size": size[name],
-                "committed": candidate.committed, "why": why or made.reasons[name]}
+        return {"step": candidate.step, "run": candidate.run, "saved_at": candidate.saved_at, "size": size[candidate.box],
+                "committed": candidate.committed, "why": why or made.reasons[candidate.box]}
     stayed = [row(c, "held since a moment ago, or removed by somebody else") for c in going if c not in removed]
     return {"kept": [row(c) for c in sorted((*made.kept, *made.unfinished), key=lambda c: c.order, reverse=True)],
             "removed": [row(c) for c in removed], "held": [row(c) for c in made.spared] + stayed}

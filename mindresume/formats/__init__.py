@@ -92,6 +92,11 @@ class Candidate:
         return next(iter(self.every_file), None)
 
     @property
+    def health(self) -> int | None:
+        """What mindformers' health monitor found when it was saved: 0 healthy, 1 not; None where no record says so."""
+        return self.state.health if self.state else None
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """What was measured when it was saved; empty where no record says so."""
         return dict(self.state.metrics) if self.state else {}

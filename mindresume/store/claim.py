@@ -24,7 +24,6 @@ from mindresume.errors import FolderInUseError, RecordError
 from mindresume.formats.iteration_files import parse_iteration
 from mindresume.manifest import FOLDER, TRASH, attempts, field_errors, run_name, run_sequence, seal, unseal
 from mindresume.state import is_count, is_number
-from mindresume.store.common import spared
 from mindresume.store.storage import TEMPORARY, Storage, publish
 
 BEAT = 15.0                     # seconds between two beats
@@ -302,16 +301,15 @@ def hold(storage: Storage, root: str, attempt: str, box: str, beat: float = BEAT
 
 
 class Holds:
-    """What is held, for who removes: {name of an attempt folder: who holds it}; by readers, or for nodes that share no disk
-    (``common``). Call it each time; it remembers the beats it saw, so that a reader elsewhere that died in silence does not hold
-    its checkpoint for ever."""
+    """What readers hold, for who removes: {name of an attempt folder: who holds it}. Call it each time; it remembers the beats it
+    saw, so that a reader elsewhere that died in silence does not hold its checkpoint for ever."""
 
     def __init__(self, storage: Storage, root: str, beat: float = BEAT, clock: Callable[[], float] = time.monotonic):
         self.storage, self.root, self.limit, self.clock = storage, root, beat * GIVEN_UP, clock
         self._seen: dict[str, tuple[int, float]] = {}
 
     def __call__(self) -> Mapping[str, str]:
-        held = dict(spared(self.storage, self.root))
+        held: dict[str, str] = {}
         for owner in claims(self.storage, self.root):
             if owner.holds and self._counts(owner):
                 held.update({name: f"{owner.purpose} by process {owner.pid} on host {owner.host}" for name in owner.holds})

@@ -78,6 +78,7 @@ class _Saved:
     step: int
     saved_at: float
     metrics: Mapping[str, float]
+    health: int | None
 
 
 def records_of(attempt: str, name: str) -> str:
@@ -232,7 +233,8 @@ class Remote:
 
     def prune(self, policy: Policy, run: str, step: int, log: Callable[[str], None] = lambda text: None) -> list[int]:
         """After ``step`` of ``run`` was committed: removes what the policy does not keep, and what was never completed by earlier
-        runs, or by this one before ``step``. The newest never goes. Returns the steps of the former."""
+        runs, or by this one before ``step``. The newest never goes, nor the newest that is healthy. Returns the steps of the
+        former."""
         seen = self.look()
         newest_first, saved = [], []
         for name in seen.committed():
@@ -244,8 +246,9 @@ class Remote:
                 continue
             manifest = self._manifests[name]
             newest_first.append(name)
-            saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics)))
-        going = [newest_first[index] for index in surplus(policy, saved)]
+            saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics), manifest.state.health))
+        healthy = next((index for index, one in enumerate(saved) if not one.health), None)
+        going = [newest_first[index] for index in surplus(policy, saved) if index != healthy]
         mine = (run_sequence(run), step)
         debris = [name for name, number, of in attempts(list(seen.boxes)) if (run_sequence(of), number) < mine
                   and records_of(name, MANIFEST) not in seen.boxes[name]

@@ -20,18 +20,20 @@ from dataclasses import dataclass, field
 
 from mindresume.errors import RecordError
 from mindresume.formats import Candidate
-from mindresume.formats.iteration_files import COMMON, TRACKER, iteration_name, parse_weight_file
-from mindresume.formats.iterations import tracked
+from mindresume.formats.iteration_files import COMMON, iteration_name, parse_weight_file
 from mindresume.formats.names import folder_name, name_for_rank, parse_name
 from mindresume.formats.rank_folders import labelled_files
 from mindresume.formats.records import attempts_within, scan_records, whole
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, parse_attempt, read_record, record_rank
+from mindresume.store.protection import NEWEST_WHOLE, protected
 from mindresume.store.retention import KeepAny, Policy, surplus
 from mindresume.store.storage import Storage, parallel, remove_tree, temporary_name
 
 Holds = Callable[[], Mapping[str, str]]                # name of an attempt folder -> who holds it, asked anew each time
 
-NEWEST_WHOLE = "the newest one that is whole"
+NEWEST = "the newest one"
+NOT_COMMITTED = "complete, not committed yet"
+NOT_COMPLETE = "not complete yet; its run may still go on"
 NOTHING_WHOLE = "no checkpoint is whole: nothing goes while that is so"
 
 
@@ -40,15 +42,14 @@ class Plan:
     """What a policy says about the saves of one folder, each group newest first.
 
     ``kept``: checkpoints that stay. ``victims``: checkpoints that go. ``debris``: saves that never completed and never will,
-    they go too. ``unfinished``: incomplete as well, but their run may still go on. ``held``: {name of the attempt folder: who
-    holds it} of those that would go and are in none of the groups that do. ``reasons``: why, by name of the attempt folder.
+    they go too. ``unfinished``: incomplete as well, but they stay. ``spared``: they would go, and are held by a reader.
+    ``reasons``: why, by the box of the candidate: a folder is what is removed, and two of them can have records of one name.
     """
     kept: tuple[Candidate, ...] = ()
     victims: tuple[Candidate, ...] = ()
     debris: tuple[Candidate, ...] = ()
     unfinished: tuple[Candidate, ...] = ()
-    spared: tuple[Candidate, ...] = ()                 # the candidates of ``held``
-    held: Mapping[str, str] = field(default_factory=dict)
+    spared: tuple[Candidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,68 +59,64 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
          ended: Callable[[str], bool] = lambda run: False) -> Plan:
     """What goes from ``root``. Counts the checkpoints of earlier runs too, and never those that mindformers wrote alone.
 
-    ``active``: the run that saves now; its incomplete saves before its newest commit go, because every rank is past them.
-    ``ended(run)``: whether a run is over for certain; asked after the folder was read, so that no run that began meanwhile
-    counts as over. Of other runs nothing incomplete goes, however old.
+    ``held``: {name of an attempt folder: who reads it}. ``active``: the run that saves now; its incomplete saves before its
+    newest commit go, because every rank is past them. ``ended(run)``: whether a run is over for certain; asked after the folder
+    was read, so that no run that began meanwhile counts as over. Of other runs nothing incomplete goes, however old.
 
-    The newest committed checkpoint whose files are all there with the recorded sizes never goes. Committed ones newer than it
-    are broken: they do not count when the policy chooses among the others, and go only if it would not keep them either if
-    they counted. Without a single whole one no checkpoint goes at all.
+    What ``mindresume.store.protection`` names never goes. Committed ones newer than the newest whole one are broken: they do not
+    count when the policy chooses among the others, and go only if it would not keep them either if they counted. Without a single
+    whole one no checkpoint goes at all.
     """
     found, _, _ = scan_records(storage, root)
+    stays = protected(storage, root, found)
     committed = [c for c in found if c.committed]
-    good = next((index for index, c in enumerate(committed)
-                 if c.problem is None and whole(storage, root, [*c.every_file, *c.small])), None)
-    reasons: dict[str, str] = {}
-    going = _policy_says(policy, committed, good, reasons)
-    for candidate in committed if (named := tracked(storage, root)) is not None else ():
-        if candidate.step == named and candidate.base and candidate.name in going:      # somebody set it back by hand
-            going.remove(candidate.name)
-            reasons[candidate.name] = f"{TRACKER} names it"
+    good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.box, ())), None)
+    kept_by, going = _policy_says(policy, committed, good)
     # Saves that were complete once and that nobody can commit any more take a place, but remove nothing good.
     over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
     counted = [c for c in found if c.committed or (c.existed and c.run in over)]
-    stale = [counted[index] for index in surplus(policy, counted) if not counted[index].committed] if good is not None else []
-    going |= {c.name for c in stale}
-    reasons.update({c.name: f"not committed, and none of: {policy}" for c in stale})
-
+    for index in surplus(policy, counted) if good is not None else ():
+        if not counted[index].committed:
+            going[counted[index].box] = f"not committed, and none of: {policy}"
     newest = max((c.step or 0 for c in committed if c.run == active), default=0)
-    debris = [c for c in found if not c.existed and (c.run in over or (c.run == active and (c.step or 0) < newest))]
-    reasons.update({c.name: "the save never completed" for c in debris})
-    lost = {c.name for c in debris}
-    unfinished = [c for c in found if not c.existed and c.name not in lost]
-    reasons.update({c.name: "not complete yet; its run may still go on" for c in unfinished})
+    for candidate in found:
+        if not candidate.existed and (candidate.run in over or (candidate.run == active and (candidate.step or 0) < newest)):
+            going[candidate.box] = "the save never completed"
 
-    victims = [c for c in found if c.name in going]
-    spared = [c for c in victims + debris if c.name in (held or {})]
-    names = {c.name: (held or {})[c.name] for c in spared}
-    reasons.update({name: f"held: {who}" for name, who in names.items()})
-    kept = [c for c in found if c.existed and c.name not in going]
-    for candidate in kept:
-        reasons.setdefault(candidate.name, "complete, not committed yet")
-    return Plan(tuple(kept), tuple(c for c in victims if c.name not in names),
-                tuple(c for c in debris if c.name not in names), tuple(unfinished), tuple(spared), names, reasons)
+    reasons: dict[str, str] = {}
+    groups: dict[str, list[Candidate]] = {name: [] for name in ("kept", "victims", "debris", "unfinished", "spared")}
+    for candidate in found:
+        box, who = candidate.box, (held or {}).get(candidate.name)
+        if box not in going or box in stays:
+            otherwise = NEWEST if candidate.committed else NOT_COMMITTED if candidate.existed else NOT_COMPLETE
+            why = ", ".join([*stays.get(box, ()), *kept_by.get(box, ())]) or otherwise
+            group = "kept" if candidate.existed else "unfinished"
+        elif who is not None:
+            why, group = f"held: {who}", "spared"
+        else:
+            why, group = going[box], "victims" if candidate.existed else "debris"
+        reasons[box] = why
+        groups[group].append(candidate)
+    return Plan(**{name: tuple(rows) for name, rows in groups.items()}, reasons=reasons)
 
 
-def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | None, reasons: dict[str, str]) -> set[str]:
-    """Names of the committed ones (newest first) that go; ``reasons`` gets one for each of them. ``good``: the newest whole."""
+def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | None
+                 ) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Of ``committed`` (newest first): ({box: why it stays}, {box: why it goes}). ``good``: the newest whole."""
     if good is None:
-        reasons.update({c.name: NOTHING_WHOLE for c in committed})
-        return set()
-    going: set[str] = set()
+        return {c.box: [NOTHING_WHOLE] for c in committed}, {}
+    kept: dict[str, list[str]] = {}
+    going: dict[str, str] = {}
     # Those newer than the good one are broken: judged among all; the others as if the broken ones were not there.
     for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
         keepers = _keepers(policy, counted)
         gone = set(surplus(policy, counted))
         for index, candidate in enumerate(judged):
             if index in gone:
-                going.add(candidate.name)
-                reasons[candidate.name] = f"none of: {policy}"
+                going[candidate.box] = f"none of: {policy}"
             else:
-                reasons[candidate.name] = ", ".join(keepers.get(index, ())) or "the newest one"
-    best = committed[good].name
-    reasons[best] = ", ".join([NEWEST_WHOLE, *_keepers(policy, committed[good:]).get(0, ())])
-    return going
+                kept[candidate.box] = keepers.get(index, [])
+    return kept, going
 
 
 def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, list[str]]:

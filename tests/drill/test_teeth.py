@@ -30,7 +30,6 @@ from mindresume.resume.prove import ProvenShard, Source
 from mindresume.store import claim, commit, iteration, removal, saver, shard, storage
 from mindresume.store.background import Background
 from mindresume.store.commit import Committer
-from mindresume.store.retention import surplus
 from mindresume.store.saver import Outcome, Work
 from mindresume.store.storage import PosixStorage, temporary_name
 
@@ -275,7 +274,8 @@ def prune_before_saving(patch: Patch) -> None:
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
-    patch.setattr(removal, "_policy_says", lambda policy, committed, good, reasons: {c.name for c in committed})
+    patch.setattr(removal, "protected", lambda *args: {})
+    patch.setattr(removal, "_policy_says", lambda policy, committed, good: ({}, {c.box: "" for c in committed}))
 
 
 def prune_takes_what_is_unfinished(patch: Patch) -> None:
@@ -286,10 +286,6 @@ def prune_takes_what_is_unfinished(patch: Patch) -> None:
         made = right(*args, **how)
         return replace(made, debris=made.debris + made.unfinished, unfinished=())
     patch_all(patch, "plan", plan)
-
-
-def prune_counts_from_the_oldest(patch: Patch) -> None:
-    patch.setattr(removal, "surplus", lambda policy, found: [len(found) - 1 - index for index in surplus(policy, found)])
 
 
 def removal_without_rename(patch: Patch) -> None:
@@ -494,7 +490,6 @@ MUTANTS = [
     Mutant("prune before saving", prune_before_saving, "prune", "kill all", HARD_FAIL, "write"),
     Mutant("prune keeps nothing", prune_keeps_nothing, "prune", "", CONTROL),
     Mutant("prune takes what is unfinished", prune_takes_what_is_unfinished, "save", "", CONTROL),
-    Mutant("prune counts from the oldest", prune_counts_from_the_oldest, "prune", "", CONTROL),
     Mutant("removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"),
     Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
     Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),

@@ -153,8 +153,8 @@ def test_where_nothing_is_known_nothing_goes(tmp_path, content):
         save_part(tmp_path, step)
     (tmp_path / FOLDER / COMMON).write_bytes(content)
     assert set(spared(STORAGE, str(tmp_path))) == set(names(5, 10))
-    made = plan(STORAGE, str(tmp_path), KeepLast(1), claim.holds(STORAGE, str(tmp_path)))
-    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in next(iter(made.held.values()))
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].box]
 
 
 def test_a_folder_that_all_see_has_no_such_note(tmp_path):

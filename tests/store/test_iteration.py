@@ -399,7 +399,7 @@ def test_what_the_tracker_names_by_hand_never_goes(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert [c.step for c in made.victims] == [10] and made.reasons[attempt_name(5, RUN)] == f"{TRACKER} names it"
+    assert [c.step for c in made.victims] == [10] and made.reasons[str(folder_of(tmp_path, 5))] == f"{TRACKER} names it"
     assert carry_out(STORAGE, str(tmp_path), made) == [*made.victims]
     assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(tmp_path) == (5, RUN)
 
@@ -470,7 +470,7 @@ def test_what_is_read_is_not_removed(tmp_path):
     found = candidate_of(tmp_path, 10)
     claim = hold(STORAGE, str(tmp_path), found.name, found.box)
     log, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), holds(STORAGE, str(tmp_path)))
-    assert made.victims == () and [c.step for c in made.spared] == [10] and "held: loading" in made.reasons[found.name]
+    assert made.victims == () and [c.step for c in made.spared] == [10] and "held: loading" in made.reasons[found.box]
     # ... also by who decided before the hold was there
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
     assert carry_out(STORAGE, str(tmp_path), made, lambda: holds(STORAGE, str(tmp_path)), log.append) == []

@@ -4,6 +4,7 @@ import random
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -384,6 +385,15 @@ def test_the_manifest_goes_first(world, monkeypatch):
     world.mirror(10, policy=KeepLast(1))
     gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
     assert gone[0].endswith(MANIFEST) and len(gone) > 3
+
+
+def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
+    plain, write = folders.state_of, iterations.write_rank
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
+    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+        root, step, *more, **{**how, "health": int(step > 10)}))
+    world.mirror(5, 10, 15, 20, policy=KeepLast(1))
+    assert world.committed() == [20, 10]
 
 
 def test_debris_goes_but_not_what_a_listing_shows_late(world):

@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import folders
@@ -13,7 +14,8 @@ from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
 from mindresume.resume.select import select
 from mindresume.store.commit import Committer
-from mindresume.store.removal import NEWEST_WHOLE, NOTHING_WHOLE, carry_out, plan
+from mindresume.store.protection import NEWEST_HEALTHY, NEWEST_WHOLE
+from mindresume.store.removal import NOTHING_WHOLE, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
 from mindresume.store.storage import PosixStorage
 
@@ -40,6 +42,13 @@ def over(run):
     return True
 
 
+def why(made):
+    """{name of the attempt: reason}; there are no two of one name."""
+    rows = [*made.kept, *made.victims, *made.debris, *made.unfinished, *made.spared]
+    assert sorted(c.box for c in rows) == sorted(made.reasons)
+    return {candidate.name: made.reasons[candidate.box] for candidate in rows}
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Steps 5 to 20 of 2 ranks, and step 25 of rank 0 alone."""
@@ -55,20 +64,19 @@ def saved(tmp_path):
 def test_a_plan_touches_nothing_and_says_why(saved):
     before = tree(saved)
     made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=over)
-    assert (steps(made.kept), steps(made.victims), steps(made.debris), made.held) == ([20, 10], [15, 5], [25], {})
-    assert made.reasons == {attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
-                            attempt_name(10, RUN): "one every 10 steps",
-                            attempt_name(15, RUN): "none of: the last one, one every 10 steps",
-                            attempt_name(5, RUN): "none of: the last one, one every 10 steps",
-                            attempt_name(25, RUN): "the save never completed"}
+    assert (steps(made.kept), steps(made.victims), steps(made.debris), made.spared) == ([20, 10], [15, 5], [25], ())
+    assert why(made) == {attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
+                         attempt_name(10, RUN): "one every 10 steps",
+                         attempt_name(15, RUN): "none of: the last one, one every 10 steps",
+                         attempt_name(5, RUN): "none of: the last one, one every 10 steps",
+                         attempt_name(25, RUN): "the save never completed"}
     assert tree(saved) == before
 
 
 def test_every_save_is_in_exactly_one_group(saved):
     save(saved, 30, world=2, run=NEXT_RUN, suffix=1)
     made = planned(saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=over)
-    groups = [made.kept, made.victims, made.debris, made.unfinished, made.spared]
-    assert sorted(c.name for group in groups for c in group) == sorted(os.listdir(saved / FOLDER)) == sorted(made.reasons)
+    assert sorted(why(made)) == sorted(os.listdir(saved / FOLDER))
 
 
 @pytest.mark.parametrize("ended, active, debris", [(over, None, [25]), (lambda run: False, None, []),
@@ -127,7 +135,7 @@ def test_the_newest_whole_one_never_goes_and_broken_newer_ones_do_not_count(save
         spoil(saved, step)
     made = planned(saved, KeepLast(1))
     assert steps(made.kept) == [20, 10] and steps(made.victims) == [15, 5]
-    assert made.reasons[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
+    assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
     made = planned(saved, KeepLast(2))
     assert steps(made.kept) == [20, 15, 10, 5] and made.victims == ()         # 20 and 15 are broken: 10 and 5 are the last 2
     carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))
@@ -139,7 +147,7 @@ def test_without_a_whole_one_no_checkpoint_goes(saved):
         cut_short(saved, step)
     made = planned(saved, KeepLast(1), ended=over)
     assert steps(made.kept) == [20, 15, 10, 5] and made.victims == () and steps(made.debris) == [25]
-    assert set(made.reasons.values()) == {NOTHING_WHOLE, "the save never completed"}
+    assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
 
 
 def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
@@ -149,7 +157,7 @@ def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
     for ended in (over, lambda run: False):
         made = planned(tmp_path, KeepLast(1), ended=ended)
         assert steps(made.kept) == [10, 5] and made.victims == ()
-        assert made.reasons[attempt_name(10, RUN)] == "complete, not committed yet"
+        assert why(made)[attempt_name(10, RUN)] == "complete, not committed yet"
 
 
 def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_good(tmp_path):
@@ -164,6 +172,37 @@ def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_g
     assert planned(tmp_path, KeepLast(2)).victims == ()                        # its run may still commit it
 
 
+@pytest.fixture
+def healths(monkeypatch):
+    """{step: what the health monitor said when it was saved}"""
+    found, plain = {}, folders.state_of
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=found.get(step)))
+    return found
+
+
+@pytest.mark.parametrize("sick, kept, extra", [((), [25], None), ((25, 20), [25, 15], 15), ((25, 20, 15, 10, 5), [25], None),
+                                               ((20,), [25], None), ((10,), [25], None)])
+def test_the_newest_healthy_one_stays(tmp_path, healths, sick, kept, extra):
+    healths.update({step: int(step in sick) for step in (5, 10, 15, 20, 25)})
+    for step in (5, 10, 15, 20, 25):
+        save(tmp_path, step, world=2)
+    made = planned(tmp_path, KeepLast(1))
+    assert steps(made.kept) == kept
+    if extra:
+        assert why(made)[attempt_name(extra, RUN)] == NEWEST_HEALTHY
+    Committer(folders.place_of(tmp_path, 0, 2), KeepLast(1)).prune()
+    assert committed(tmp_path) == kept
+
+
+def test_the_newest_healthy_one_that_is_whole_stays_and_one_that_nobody_judged_counts_as_healthy(tmp_path, healths):
+    healths.update({5: 0, 20: 1, 25: 1})
+    for step in (5, 10, 15, 20, 25):
+        save(tmp_path, step, world=2)
+    cut_short(tmp_path, 15)
+    made = planned(tmp_path, KeepLast(1))
+    assert steps(made.kept) == [25, 10] and why(made)[attempt_name(10, RUN)] == NEWEST_HEALTHY
+
+
 def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
     losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, folders.state_of
     monkeypatch.setattr(folders, "state_of", lambda step, batch=8: folders.TrainingState(
@@ -173,7 +212,7 @@ def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
         save(tmp_path, step, world=1)
     assert [dict(c.metrics) for c in scan(STORAGE, str(tmp_path)).candidates] == [{"loss": losses[s]} for s in (20, 15, 10, 5)]
     made = planned(tmp_path, KeepAny((KeepLast(1), KeepBest("loss", 1))))
-    assert steps(made.kept) == [20, 10] and made.reasons[attempt_name(10, RUN)] == "the best one by loss (smallest)"
+    assert steps(made.kept) == [20, 10] and why(made)[attempt_name(10, RUN)] == "the best one by loss (smallest)"
 
 
 # ---- carrying out ----------------------------------------------------------------------------------------------------
@@ -332,8 +371,8 @@ HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 def test_a_held_one_is_no_victim(saved):
     made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=over)
     assert steps(made.victims) == [15, 5] and made.debris == ()
-    assert made.held == {**HELD, attempt_name(25, RUN): "x"} and steps(made.spared) == [10, 25]        # 20 stays anyway
-    assert made.reasons[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
+    assert sorted(steps(made.spared)) == [10, 25]                    # 20 stays anyway
+    assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
     carry_out(STORAGE, str(saved), made, lambda: HELD)
     assert committed(saved) == [20, 10]
 

@@ -1,0 +1,71 @@
+"""What retention must not remove, whatever its policy says, and why.
+
+    protected(storage, root, found)            # {box of a candidate: reasons}; ``found``: all saves with records, newest first
+
+A rule looks at what is in the folder and yields the candidates that must stay, each with a reason that reads well behind "kept:".
+Whoever has a new reason writes a rule and adds it to RULES: every removal (after a commit, with ``mindresume prune``) obeys it.
+The policies count what is protected like any other; it only does not go. A note that a rule cannot understand protects whatever
+it may be about: better one too many than the last one missing.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from mindresume.formats import Candidate
+from mindresume.formats.iteration_files import TRACKER
+from mindresume.formats.iterations import tracked
+from mindresume.formats.records import whole
+from mindresume.store.common import spared
+from mindresume.store.storage import Storage
+
+Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
+
+NEWEST_WHOLE = "the newest one that is whole"
+NEWEST_HEALTHY = "the newest one that is healthy"
+
+
+def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
+    """Whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
+    return candidate.committed and candidate.problem is None and whole(
+        storage, root, [*candidate.every_file, *candidate.small])
+
+
+def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    candidate = next((c for c in found if is_whole(storage, root, c)), None)
+    if candidate is not None:
+        yield candidate, NEWEST_WHOLE
+
+
+def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Where mindformers' health monitor has called some of them unhealthy: a resume passes those over."""
+    if any(c.health for c in found if c.committed):
+        candidate = next((c for c in found if not c.health and is_whole(storage, root, c)), None)
+        if candidate is not None:
+            yield candidate, NEWEST_HEALTHY
+
+
+def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Somebody set it back by hand."""
+    step = tracked(storage, root)
+    for candidate in found if step is not None else ():
+        if candidate.base and candidate.committed and candidate.step == step:
+            yield candidate, f"{TRACKER} names it"
+
+
+def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    names = spared(storage, root)
+    for candidate in found:
+        if candidate.name in names:
+            yield candidate, names[candidate.name]
+
+
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes)
+
+
+def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Mapping[str, list[str]]:
+    """OSError if the folder cannot be looked at: then nothing is removed this time."""
+    stays: dict[str, list[str]] = {}
+    for rule in RULES:
+        for candidate, why in rule(storage, root, found):
+            stays.setdefault(candidate.box, []).append(why)
+    return stays
