@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from itertools import islice
 
 from mindresume.errors import DamagedFileError
 from mindresume.formats import MINDFORMERS, Candidate
@@ -170,9 +171,12 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
             if (other.prefix, other.count) != (files[0].prefix, files[0].count):
                 return f"{other} and {files[0]} lie side by side: files of two saves are mixed", f"{name}/{other}"
         if files and len(files) < files[0].count:
-            absent = sorted(set(range(files[0].count)) - {file.index for file in files})
-            example = files[0]._replace(index=absent[0])
-            return f"{len(files)} of {files[0].count} {kind} files are there, missing: {listed(absent)}", f"{name}/{example}"
+            # The count is what a name claims, so what is missing is not counted one by one.
+            there, count = {file.index for file in files}, files[0].count
+            absent = list(islice((index for index in range(count) if index not in there), 8))
+            more = count - len(there) - len(absent)
+            return (f"{len(files)} of {count} {kind} files are there, missing: {listed(absent)}"
+                    + (f" and {more} more" if more else "")), f"{name}/{files[0]._replace(index=absent[0])}"
     if METADATA not in names and max(file.count for file in found) > 1:
         return f"{METADATA} is missing: how the tensors of {max(file.count for file in found)} files are cut is not known", \
             f"{name}/{METADATA}"

@@ -9,7 +9,6 @@ document 001 and mindformers ``core/callback/callback.py`` (CheckpointMonitor), 
 """
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from mindresume.formats.records import header_of, no_step, scalars_of
 from mindresume.layout import MAX_RANKS
 from mindresume.manifest import TRASH, FileRecord, attempts, run_sequence
 from mindresume.state import is_count
-from mindresume.store.storage import Storage, parallel
+from mindresume.store.storage import Storage, parallel, read_json
 
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
@@ -125,9 +124,8 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
     """``meta.json`` is a hint only; what is wrong with it is said, and that it does not matter."""
     path = os.path.join(root, folder, META)
     try:
-        with storage.open(path) as file:
-            last = json.loads(file.read(_META_LIMIT))["last_ckpt_file"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        last = read_json(storage, path, _META_LIMIT)["last_ckpt_file"]
+    except (OSError, ValueError, KeyError, TypeError):
         return [f"{folder}/{META} is empty or cut short; ignored, the files decide"]
     if last not in names:
         return [f"{folder}/{META} names {last}, which is not there; ignored, the files decide"]

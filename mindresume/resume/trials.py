@@ -19,6 +19,7 @@ from mindresume.store.storage import Storage, publish, read_bytes
 
 _PREFIX = "trial-"
 _DIGITS = 6                     # of a number of jobs; a longer one was not written by us
+_LIMIT = 8 << 10                # bytes of a note: a number and a path
 
 
 def key_of(candidate: Candidate) -> str:
@@ -38,7 +39,7 @@ def trials(storage: Storage, root: str) -> dict[str, int]:
 def _read(storage: Storage, path: str) -> tuple[int, bytes]:
     """(jobs, output they work in)."""
     try:
-        count, _, output = read_bytes(storage, path).partition(b" ")
+        count, _, output = read_bytes(storage, path, _LIMIT).partition(b" ")
     except OSError:
         return 0, b""
     return (int(count), output) if count.isdigit() and len(count) <= _DIGITS else (0, b"")

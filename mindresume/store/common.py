@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mindresume.manifest import FOLDER, MANIFEST, attempts, run_sequence
+from mindresume.manifest import FOLDER, MANIFEST, MAX_NAME, attempts, run_sequence
 from mindresume.store.storage import Storage, publish, read_bytes
 
 COMMON = "common"
@@ -60,7 +60,7 @@ def spared(storage: Storage, root: str) -> Mapping[str, str]:
     if COMMON not in names:
         return {}
     try:
-        noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON)).decode()
+        noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON), MAX_NAME).decode()
         least = order_of(noted) if noted else (0, 0)
     except (OSError, ValueError):                               # better too many than the last
         least = (0, 0)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mindresume.documents import parse_json
 from mindresume.errors import RecordError, RemoteError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.records import listed
@@ -144,7 +145,7 @@ class Remote:
         if self.store.size(url := f"{self.url}/{_MARK}{run}{_SUFFIX}") is None:
             return Mark()
         try:
-            value = json.loads(self.store.read(url))
+            value = parse_json(self.store.read(url))
             step, ended = value["step"], value["ended"]
         except (ValueError, LookupError, TypeError) as error:
             raise RemoteError(f"{url} is not as mindresume writes it ({error}); the next step is announced anew") from error

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+from mindresume.documents import parse_json
+
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
@@ -348,10 +350,21 @@ def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
     return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)
 
 
-def read_bytes(storage: Storage, path: str) -> bytes:
-    """The whole of a small file."""
+MOST_READ = 256 << 20           # bytes at once of any file that is no weights; a record has at most half of that
+
+
+def read_bytes(storage: Storage, path: str, limit: int = MOST_READ) -> bytes:
+    """The whole of a small file. OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs nobody anything."""
     with storage.open(path) as file:
-        return file.read()
+        found = file.read(limit + 1)
+    if len(found) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", path)
+    return found
+
+
+def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
+    """The JSON document in a small file. OSError as of ``read_bytes``; ValueError as of ``parse_json``."""
+    return parse_json(read_bytes(storage, path, limit))
 
 
 def remove_tree(storage: Storage, folder: str) -> None:
