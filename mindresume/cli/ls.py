@@ -11,7 +11,7 @@ from mindresume.manifest import run_sequence
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import Seen, size_of, survey
-from mindresume.store.claim import claims, lives
+from mindresume.store.claim import lives, users_of
 from mindresume.store.storage import PosixStorage, Storage
 from mindresume.words import size_text
 
@@ -26,7 +26,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     found, rows = survey(storage, locate(folder), strategies(storage), world_size)
     if found.strange:
         raise MissingCheckpointError(found.strange)
-    users = claims(storage, found.root)
+    users = users_of(storage, found.root)
     if json:
         print_json({"root": found.root, "checkpoints": [_row(found.root, row) for row in rows], "notes": list(found.notes),
                     "in_use_by": [{**asdict(owner), "alive": lives(owner)} for owner in users]})

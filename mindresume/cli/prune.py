@@ -101,11 +101,15 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
 
 
 def _size(storage: Storage, root: str, box: str) -> int:
-    """Bytes of the weights of a save, recorded or not, that are there now. ``box``: its iteration folder, or its records."""
-    if holds_weights(storage, box):
-        paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
-    else:
-        paths = weights_of(storage, root, box)
+    """Bytes of the weights of a save, recorded or not, that are there now and can be looked at. ``box``: its iteration folder, or
+    its records."""
+    try:
+        if holds_weights(storage, box):
+            paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
+        else:
+            paths = weights_of(storage, root, box)
+    except OSError:
+        return 0
     return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from mindresume.errors import MissingCheckpointError
 from mindresume.files import FORMATS
@@ -58,7 +59,11 @@ def below(storage: Storage, path: str) -> str:
     for inner in _FIRST:
         if _holds(storage, os.path.join(path, inner)):
             return os.path.join(path, inner)
-    found = [folder for folder in _folders(storage, path) if _holds(storage, folder)]
+    found = []
+    for folder in _folders(storage, path):
+        with suppress(OSError):                 # one that cannot be listed counts only if there is nothing else: see ``strange``
+            if _holds(storage, folder):
+                found.append(folder)
     if len(found) > 1:
         raise MissingCheckpointError(f"{path} holds no checkpoints itself, and several folders below do: {listed(found)}. "
                                      f"Which one is meant is not known; give one of them")
@@ -68,7 +73,7 @@ def below(storage: Storage, path: str) -> str:
 def strange(storage: Storage, path: str, debris: bool) -> str:
     """Of a folder in which neither a scan nor ``below`` found a checkpoint: why it is not one where no checkpoint ever was, in
     sentences. Empty if it is: empty, or only with what first starts and saves that never completed leave. ``debris``: a
-    scan found such saves, so it is a folder of checkpoints."""
+    scan found such saves, so it is a folder of checkpoints. OSError if something in it cannot be listed."""
     if (step := tracked(storage, path) or 0) > 0:
         return (f"{os.path.join(path, TRACKER)} names step {step}, and there is no iteration folder beside it: the checkpoints "
                 f"were moved or removed. Bring them back, or to start afresh remove that file")
@@ -117,7 +122,7 @@ def _holds(storage: Storage, path: str) -> bool:
     names = storage.list(path)
     ranks = [name for name in names if folder_rank(name) is not None]
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
-        return any(any(map(_is_tensor_file, storage.list(os.path.join(path, name)))) for name in ranks)  # no record denies it
+        return any(_may_hold_tensors(storage, os.path.join(path, name)) for name in ranks)      # no record denies it
     return any(candidate.existed for candidate in scan(storage, path).candidates)
 
 
@@ -127,13 +132,32 @@ def _folders(storage: Storage, path: str) -> Iterator[str]:
     for _ in range(_DEPTH):
         found = []
         for folder in level:
-            names = [name for name in storage.list(folder) if not _is_system(name) and folder_rank(name) is None and
+            try:
+                names = storage.list(folder)
+            except OSError:                     # whoever looks into what is yielded here meets it again
+                continue
+            names = [name for name in names if not _is_system(name) and folder_rank(name) is None and
                      parse_iteration(name) is None and not _OF_A_JOB.fullmatch(name) and not _is_tensor_file(name)]
             names = names[:min(_WIDTH, left)]
             left -= len(names)
             found += [inner for name in names if _is_folder(storage, inner := os.path.join(folder, name))]
         yield from found
-        level = [folder for folder in found if not _is_one(storage, folder) and not is_root(storage, folder)]
+        level = [folder for folder in found if _goes_on(storage, folder)]
+
+
+def _goes_on(storage: Storage, folder: str) -> bool:
+    """Whether there may be folders of checkpoints below."""
+    try:
+        return not _is_one(storage, folder) and not is_root(storage, folder)
+    except OSError:
+        return False
+
+
+def _may_hold_tensors(storage: Storage, folder: str) -> bool:
+    try:
+        return any(map(_is_tensor_file, storage.list(folder)))
+    except OSError:
+        return True
 
 
 def _is_folder(storage: Storage, path: str) -> bool:

@@ -87,11 +87,14 @@ def strategies(storage: Storage, given: str | None = None) -> Callable[[str, Can
     def read(path: str) -> Strategy | None:
         try:
             return read_strategy(path, storage)
-        except StrategyError:
+        except (StrategyError, OSError):
             return None
 
     def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
-        path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+        try:
+            path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+        except OSError:
+            return None
         return None if path is None else read(path)
     return strategy_of
 

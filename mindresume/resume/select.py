@@ -118,6 +118,8 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
         scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
     except DamagedFileError as error:
         return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
+    except OSError as error:
+        return Scan(folder, (replace(candidate, problem=Refusal(None, f"cannot be read: {error.strerror or error}", name)),))
     step = scalars.get("step_num")
     if not isinstance(step, int):
         return Scan(folder, (replace(candidate, problem=no_step(name)),))

@@ -30,7 +30,11 @@ def key_of(candidate: Candidate) -> str:
 def trials(storage: Storage, root: str) -> dict[str, int]:
     """{key: jobs that died}. What cannot be read counts as nothing: a damaged note must not cost a checkpoint."""
     found = {}
-    for name in storage.list(os.path.join(root, FOLDER)):
+    try:
+        names = storage.list(os.path.join(root, FOLDER))
+    except OSError:
+        return {}
+    for name in names:
         if name.startswith(_PREFIX):                        # a half-written one begins with a dot
             found[name.removeprefix(_PREFIX)] = _read(storage, os.path.join(root, FOLDER, name))[0]
     return {key: count for key, count in found.items() if count}

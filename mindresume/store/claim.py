@@ -144,6 +144,14 @@ def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[
     return found
 
 
+def users_of(storage: Storage, root: str) -> list[Owner]:
+    """``claims``, for people: none where the folder of records cannot be listed."""
+    try:
+        return claims(storage, root)
+    except OSError:
+        return []
+
+
 def next_run(names: Iterable[str]) -> str:
     """The name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
@@ -238,7 +246,10 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
         raise FolderInUseError(_in_use(root, living[0], owner))
     names = storage.list(folder)
     visible = [base for base in storage.list(root) if parse_iteration(base) is not None]        # also if copied from elsewhere
-    traces = [name for base in visible for name in storage.list(os.path.join(root, base, FOLDER))]
+    traces: list[str] = []
+    for base in visible:
+        with suppress(OSError):             # one that cannot be listed forbids no job
+            traces += storage.list(os.path.join(root, base, FOLDER))
     claim = Claim(storage, root, replace(owner, run=owner.run or next_run([*names, *traces])), traced)
     claim.publish()
     known = {other.run for other in dead}

@@ -25,8 +25,9 @@ def committed(storage: Storage, root: str) -> list[str]:
     names = sorted((name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))), key=order_of, reverse=True)
     found = []
     for name in names:
-        if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
-            found.append(name)
+        with suppress(OSError):                                 # one that cannot be listed is none that the others may count on
+            if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
+                found.append(name)
     return found
 
 

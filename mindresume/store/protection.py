@@ -59,7 +59,14 @@ def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate])
             yield candidate, names[candidate.name]
 
 
-RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes)
+def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """It may be whole, and the newest."""
+    for candidate in found:
+        if candidate.unseen:
+            yield candidate, candidate.unseen
+
+
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes, not_looked_into)
 
 
 def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Mapping[str, list[str]]:

@@ -55,7 +55,8 @@ class Storage(Protocol):
     width: int
 
     def list(self, folder: str) -> list[str]:
-        """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS."""
+        """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS. OSError for any other
+        reason: then nobody knows what is in it, and it must not be taken for empty."""
 
     def status(self, path: str) -> Status | None:
         """None if there is no such file or folder."""
