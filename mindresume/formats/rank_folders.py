@@ -178,9 +178,9 @@ def _from_group(storage: Storage, root: str, group: _Group,
     step = scalars.get("step_num")
     if not is_count(step):
         return replace(base, problem=no_step(base.first.path))
-    samples = scalars.get("global_batch_size")
+    samples, epoch = scalars.get("global_batch_size"), scalars.get("epoch_num")
     position = float(step * samples) if is_count(samples) else float(step)
-    return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
+    return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)
 
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate]

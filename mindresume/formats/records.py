@@ -10,14 +10,16 @@ beside, other ranks were lost when these were saved: then they are a checkpoint 
 """
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from mindresume.errors import DamagedFileError, RecordError
 from mindresume.files import Header, read_header, read_scalar
+from mindresume.files.model import name_of
 from mindresume.formats import OURS, Candidate, Refusal, unseen
 from mindresume.formats.described import uncovered
 from mindresume.formats.iteration_files import parse_iteration
@@ -254,8 +256,16 @@ def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
 def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
     """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
     with storage.open(os.path.join(root, file.path)) as opened:
-        found = {name: read_scalar(opened, header, name) for name in SCALARS}
+        found = {name: finite_scalar(opened, header, name) for name in SCALARS}
     return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
+
+
+def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
+    """As ``read_scalar``. DamagedFileError too for a number that is none: nobody has counted to it."""
+    value = read_scalar(file, header, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DamagedFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
+    return value
 
 
 def state_of_counters(step: int, epoch: int | None, global_step: int | None, batch: int | None, scale: float | None,

@@ -175,7 +175,8 @@ def read_model(storage: Storage, path: str, attention: str = INTERLEAVED, mlp: s
 def is_huggingface(storage: Storage, path: str) -> bool:
     """Whether ``path`` is a folder with the configuration of a model that rules are known for."""
     try:
-        return read_config(storage, path)[0].get("model_type") in ARCHITECTURES
+        kind = read_config(storage, path)[0].get("model_type")
+        return isinstance(kind, str) and kind in ARCHITECTURES
     except (ConfigError, DamagedFileError, OSError):
         return False
 

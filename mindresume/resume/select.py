@@ -30,7 +30,7 @@ from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.remarks import damaged_beside, stand_in_text
 from mindresume.resume.trials import key_of, trials
 from mindresume.resume.understood import Layouts
-from mindresume.state import TrainingState
+from mindresume.state import TrainingState, is_count
 from mindresume.store.storage import Storage
 
 
@@ -120,10 +120,10 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
         return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
     except OSError as error:
         return Scan(folder, (replace(candidate, problem=Refusal(None, f"cannot be read: {error.strerror or error}", name)),))
-    step = scalars.get("step_num")
-    if not isinstance(step, int):
+    step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
+    if not is_count(step):
         return Scan(folder, (replace(candidate, problem=no_step(name)),))
-    return Scan(folder, (replace(candidate, step=step, epoch=scalars.get("epoch_num")),))
+    return Scan(folder, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
 
 
 def assumption(found: Scan, world_size: int | None) -> list[str]:

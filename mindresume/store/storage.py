@@ -91,6 +91,15 @@ class Storage(Protocol):
         does not tell. No error: whether anything can be written shows when it is."""
 
 
+def open_regular(path: str) -> BinaryIO:
+    """A file for reading. A pipe would block until somebody writes into it, a device never ends: OSError for both."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return file
+
+
 class PosixStorage:
     """A local disk or a shared POSIX file system (NFS, Lustre, GPFS ...)."""
     width = 8
@@ -114,12 +123,7 @@ class PosixStorage:
         return Status(found.st_size, found.st_mtime, folder, folder and os.path.islink(path))
 
     def open(self, path: str) -> BinaryIO:
-        # A pipe would block until somebody writes into it, a device never ends: neither is a file of a checkpoint.
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise OSError(errno.EINVAL, "is no regular file", path)
-        return file
+        return open_regular(path)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         written = begun = 0
