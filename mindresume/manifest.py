@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from mindresume.documents import MAX_VALUES, parse_json
 from mindresume.errors import RecordError
 from mindresume.files import FORMATS
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
@@ -37,6 +38,7 @@ TRASH = "trash-"                       # an attempt folder under this name is no
 # Bytes of a line. A head is some hundred bytes; a manifest about 200 a rank, and there is room for 600 of each of MAX_RANKS; the
 # details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
+MAX_DETAILS = 1 << 24                  # values of JSON in them; a tensor has 13
 MAX_FILES = 16                         # of weights, of one rank
 MAX_NAME = 255                         # bytes of a file name, on every file system we know
 MAX_SEQUENCE = 10**18 - 1              # of runs
@@ -242,7 +244,7 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
     if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
         raise RecordError("the list of tensors is cut short or altered")
     with field_errors("record"):
-        record, details = Record.decode(head), Details.from_json(_parse(tail, "record"))
+        record, details = Record.decode(head), Details.from_json(_parse(tail, "record", MAX_DETAILS))
         beyond = next((name for name, row in details.tensors.items() if row.file >= len(record.files)), None)
         if beyond is not None:
             raise RecordError(f"tensor {beyond} is in file {details.tensors[beyond].file} of {len(record.files)}")
@@ -365,22 +367,12 @@ def _line(file: BinaryIO, limit: int, kind: str) -> bytes:
     return line.removesuffix(b"\n")
 
 
-def _parse(line: bytes, kind: str) -> Any:
+def _parse(line: bytes, kind: str, values: int = MAX_VALUES) -> Any:
     """JSON of one line. RecordError if it is none, is nested too deeply, or has a key twice or one that UTF-8 cannot hold."""
     try:
-        return json.loads(line.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        return parse_json(line, values)
+    except ValueError as error:
         raise RecordError(f"{kind}: not JSON as mindresume writes it: {error}"[:400]) from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = Counter(name for name, _ in pairs)
-        raise ValueError(f"the key {seen.most_common(1)[0][0]!r} occurs twice"[:200])
-    for name in found:
-        name.encode()           # a lone surrogate is a text of JSON and none of UTF-8: UnicodeEncodeError, a ValueError
-    return found
 
 
 def _dump(value: Any, limit: int) -> bytes:

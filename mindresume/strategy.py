@@ -204,7 +204,7 @@ def _content(storage: Storage, path: str) -> bytes:
     found = storage.status(path)
     if found is not None and found.size > MAX_BYTES:
         raise StrategyError(f"{path}: {found.size} bytes; no strategy file has more than {MAX_BYTES}, is it one?")
-    return read_bytes(storage, path)
+    return read_bytes(storage, path, MAX_BYTES)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from mindresume.documents import encodable, parse_json
 from mindresume.errors import StrategyError
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.state import is_count
@@ -79,7 +80,7 @@ Items = tuple[int, Iterator[tuple[str, TensorLayout]]]         # stage, (name, l
 
 
 def _json_items(content: bytes) -> Items:
-    value = json.loads(content.decode(), object_pairs_hook=_unique)
+    value = parse_json(content, pairs=_unique)
     operators = value.get("parallel_strategy_item")
     if not operators:
         raise ValueError("it has no strategy items (parallel_strategy_item); a failed compile leaves such a file")
@@ -97,9 +98,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, value in pairs:
             if found[name] != value:
                 raise ValueError(f"{name!r}"[:200] + " is in it twice, with different values")
-    for name in found:
-        name.encode()           # a lone surrogate is a text of JSON and none of UTF-8: UnicodeEncodeError, a ValueError
-    return found
+    return encodable(found)
 
 
 def _protobuf_items(content: bytes) -> Items:

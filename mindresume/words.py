@@ -1,5 +1,23 @@
-"""Numbers as people read them."""
+"""Numbers and names as people read them."""
 from __future__ import annotations
+
+import re
+
+# Control characters, marks that turn the direction of writing or take no room, and halves of surrogate pairs: bytes of a name
+# that are no UTF-8, which Python keeps as U+DC80 to U+DCFF.
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+
+
+def shown(text: object, keep: str = "") -> str:
+    r"""Returns ``text`` as it can be printed anywhere: hidden characters become escapes such as ``\x1b``, but those in ``keep``.
+    Names, and what files say, are anybody's: they must neither move a cursor nor end the process that prints
+    them."""
+    return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), str(text))
+
+
+def _escape(code: int) -> str:
+    byte = code - 0xdc00 if 0xdc80 <= code <= 0xdcff else code
+    return f"\\x{byte:02x}" if byte < 0x100 else f"\\u{byte:04x}"
 
 
 def size_text(size: float | None) -> str:

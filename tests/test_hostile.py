@@ -44,7 +44,11 @@ from mindresume.manifest import (
     run_name,
     run_sequence,
 )
+from mindresume.reshard.strategies import strategies
+from mindresume.resume.health import sick_files
 from mindresume.resume.select import select
+from mindresume.resume.survey import survey
+from mindresume.store.claim import holds
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
 
@@ -470,6 +474,8 @@ hostile_weights = {
     "shape of gigabytes": safetensors({"a": {**ENTRY, "shape": [2**31, 2**31]}}, bytes(8)),
     "negative": safetensors({"a": {**ENTRY, "shape": [-2, -1]}}, bytes(8)),
     "metadata": safetensors({"__metadata__": {"a": 1}}), "dtype": safetensors({"a": {**ENTRY, "dtype": ["F32"]}}, bytes(8)),
+    "nothing but lists": safetensors(b'{"a":[' + b"[]," * 9_000_000 + b"[]]}"), "nested shape": safetensors(
+        b'{"a":{"dtype":"F32","shape":%s,"data_offsets":[0,0]}}' % (b"[" * 500 + b"]" * 500)),
     "pickle": b"\x80\x04cos\nsystem\n(S'false'\ntR.", "empty": b"", "short": b"1234567",
 }
 
@@ -593,6 +599,54 @@ def test_a_hostile_hint(root, content):
     (root / "rank_0" / "meta.json").write_bytes(content)
     choice = choose(root)
     assert choice.chosen.step == NEW and any("rank_0/meta.json" in note for note in choice.notes)
+
+
+def sparse(path, size=64 << 30):
+    """A file that claims gigabytes and has none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, size)
+
+
+def deep(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"[" * 100_000 + b"]" * 100_000)
+
+
+@pytest.mark.parametrize("fill", [sparse, deep])
+@pytest.mark.parametrize("name", [f"{FOLDER}/trial-{attempt_name(NEW, RUN)}", f"{FOLDER}/common", f"{FOLDER}/tracker-0000000010",
+                                  "rank_0/meta.json", "latest_checkpointed_iteration.txt", "../strategy_0123abcd/used_for.json",
+                                  f"{FOLDER}/claim-{RUN}.json", "iteration_00000030/common.json",
+                                  "../strategy/ckpt_strategy_rank_0.ckpt"])
+def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
+    write_foreign(root, 20, WORLD, suffix=1)                # so that a strategy is asked for
+    (root / "rank_1" / path_of(root, 20, 1, 1).name).unlink()
+    fill(root / name)
+    with within(5):
+        survey(STORAGE, str(root), strategies(STORAGE))
+        choice = select(STORAGE, str(root), Solo(), WORLD, ranks=lambda candidate: list(candidate.files), poison_limit=2,
+                        strategy_of=strategies(STORAGE))
+        assert holds(STORAGE, str(root)) is not None
+    assert choice.chosen.step == NEW
+
+
+def test_a_list_of_unhealthy_checkpoints_of_any_size_costs_nothing(tmp_path):
+    sparse(tmp_path / "health_ckpts.json")
+    with within(5):
+        names, trouble = sick_files(STORAGE, str(tmp_path))
+    assert not names and "more than" in trouble
+
+
+@pytest.mark.parametrize("count", [2, 10**6, 10**12, 10**18 - 1])
+def test_a_count_in_a_name_is_not_counted_to(root, count):
+    folder = root / "iteration_00000030"
+    folder.mkdir()
+    for name in (f"x-model-0000000-{count:07d}.safetensors", "common.json", "metadata.json"):
+        (folder / name).write_bytes(b"{}")
+    (root / "latest_checkpointed_iteration.txt").write_text("30")
+    with within(5):
+        reason = next(c.problem.reason for c in scan(STORAGE, str(root)).candidates if c.step == 30)
+    assert f"1 of {count} model files are there, missing: 1" in reason and len(reason) < 300
 
 
 def loop(path):

@@ -105,6 +105,16 @@ def test_parse_value_refuses_what_is_not_closed(text):
         parse_value(text)
 
 
+@pytest.mark.parametrize("text", ["{{}}", "{[1]: 2}", "[!!timestamp foo]", "[!!int '']", "[!!float x]", "[!!binary 1]",
+                                  "[&a [*a]]", "{a: &b 1, c: *b}", "[!!python/name:os.system ]", "[" * 5000 + "]" * 5000,
+                                  "{? [1] : 2}", "[!!omap [a]]", "[" + "9" * 5000 + "]", "{<<: 1}"], ids=lambda text: text[:20])
+def test_parse_value_refuses_what_is_no_value(text):
+    try:
+        assert parse_value(text) in ({"<<": 1},)
+    except ValueError as error:
+        assert len(str(error)) < 400
+
+
 def test_commas_make_a_list_only_in_options(run):
     config, _ = run("--options", "context.a=1,x,True", "--context.b", "1,x,True")
     assert (config.context.a, config.context.b) == ([1, "x", True], "1,x,True")

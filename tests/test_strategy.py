@@ -275,7 +275,7 @@ def json_of(rows, operators=OPERATORS):
 
 @pytest.mark.parametrize("content, says", [
     ("", "it is empty"), ("{", "JSONDecodeError"), ("[]", "AttributeError"), ("{}", "no strategy items"),
-    ("[" * 20_000, "Recursion"), ("9" * 6000, "digit"), ('{"parallel_strategy_item": [1]}', "AttributeError"),
+    ("[" * 20_000, "nested more than"), ("9" * 6000, "digit"), ('{"parallel_strategy_item": [1]}', "AttributeError"),
     ("\ufeff{}", "BOM"),
     (json_of("", '"parallel_strategy_item": {"a": {"stage": "0"}}'), "the stage is '0'"),
     (json_of(""), "names no parameter"), (f"{{{OPERATORS}}}", "names no parameter"),

@@ -39,14 +39,14 @@ def main() -> None:
         verify,
         which,
     )
-    from mindresume.cli.common import Stopped
+    from mindresume.cli.common import Stopped, say
     from mindresume.errors import MindResumeError
     from mindresume.store.storage import error_text
     try:
         app()
     except Stopped as stopped:
-        print(f"mindresume: {stopped}", file=sys.stderr)
+        say(f"mindresume: {stopped}", error=True)
         sys.exit(128 + stopped.signal)
     except (MindResumeError, OSError) as error:
-        print(f"mindresume: {error_text(error)}", file=sys.stderr)
+        say(f"mindresume: {error_text(error)}", error=True)
         sys.exit(2)

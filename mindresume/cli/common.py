@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -15,16 +16,18 @@ import typer
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal
 from mindresume.formats.location import locate as locate_below
 from mindresume.gauge import Gauge
+from mindresume.layout import MAX_RANKS
 from mindresume.store.storage import PosixStorage
-from mindresume.words import size_text
+from mindresume.words import shown, size_text
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
                         "the run, will do), a rank folder, or one file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 WorldSize = Annotated[int | None, typer.Option(
-    "--world-size", min=1, metavar="N", help="Ranks of the job that would resume. Default: that of the manifest, else of the "
-                                             "strategy folder beside, else the number of rank folders.")]
+    "--world-size", min=1, max=MAX_RANKS, metavar="N", help="Ranks of the job that would resume. Default: that of the manifest, "
+                                                            "else of the strategy folder beside, else the number of rank "
+                                                            "folders.")]
 
 
 def locate(folder: str, must_exist: bool = True) -> str:
@@ -35,8 +38,28 @@ def locate(folder: str, must_exist: bool = True) -> str:
     return locate_below(PosixStorage(), folder)
 
 
+def say(text: object = "", error: bool = False) -> None:
+    """Prints ``text``, of one line or several; what would be no text on a terminal is escaped."""
+    stream = sys.stderr if error else sys.stdout
+    line = shown(text, keep="\n")
+    print(line.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"), file=stream)
+
+
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False)
+    except ValueError:                              # JSON has no NaN and no infinity
+        text = json.dumps(_finite(value), indent=1)
+    print(text)
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for every number that is none."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def time_text(seconds: float | None) -> str:

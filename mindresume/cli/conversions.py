@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mindresume.cli.common import locate, print_json, progress_bar
+from mindresume.cli.common import locate, print_json, progress_bar, say
 from mindresume.errors import ConfigError, EngineError
 from mindresume.reshard.conversion import Conversion, Job
 from mindresume.reshard.copies import check_copies
@@ -18,6 +18,8 @@ from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.source import Source, open_source
 from mindresume.store.storage import PosixStorage
 from mindresume.words import size_text
+
+MAX_WORKERS = 256               # more threads or processes at once help no disk
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: the folder of the rank folders (or the folder of the "
                                                         "run), a rank folder, a folder of complete weights, or one file. It is "
@@ -31,8 +33,8 @@ Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step 
 Engine = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help="direct reads only the bytes that are needed "
                                      "and checks them against the recorded checksums; mindspore goes through "
                                      "mindspore.transform_checkpoints. auto: mindspore for ckpt sources, where it can.")]
-Workers = Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Threads of the direct engine, processes of "
-                                      "the other one.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, max=MAX_WORKERS, metavar="N",
+                                      help="Threads of the direct engine, processes of the other one.")]
 Memory = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help="Most memory for buffers of the direct "
                                             "engine, such as 64MiB or 4GiB; by default 12 MiB a worker.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be read and written.")]
@@ -42,9 +44,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 def bytes_of(text: str, option: str) -> int:
     """``"4GiB"`` -> 4294967296. ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?i?)b?", text.strip().lower())
     if not found or found[2] not in _UNITS or float(found[1]) * _UNITS[found[2]] < 1:
-        raise ConfigError(f"{option} is {text!r}; expected a size such as 512MiB or 4GiB")
+        raise ConfigError(f"{option} is {text[:80]!r}; expected a size such as 512MiB or 4GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -62,7 +64,7 @@ def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str 
     """Shows the plan, or carries it out and says what was done."""
     storage, notes = PosixStorage(), list(job.source.notes)
     conversion = Conversion(storage, job, target, notes.append)
-    tile = tile_for(bytes_of(memory, "--memory-limit") if memory else None, workers)
+    tile = tile_for(bytes_of(memory, "--memory-limit") if memory is not None else None, workers)
     chosen = engine_for(checked_engine(engine), fmt)
     plan = {"source": job.source.what, "target": os.path.abspath(target), "engine": chosen, "files": len(job.files),
             **numbers(job), "memory_bytes": BUFFERS * workers * tile, "notes": notes,
@@ -122,16 +124,16 @@ def _show(value: dict[str, Any], json: bool) -> None:
         print_json(value)
         return
     for refusal in value["refused"]:
-        print(f"not taken: step {refusal['step']}: {refusal['reason']}")
-    print(f"{value['source']}\n  -> {value['target']}")
-    print(f"  {value['tensors']} tensors in {value['files']} files, engine {value['engine']}")
+        say(f"not taken: step {refusal['step']}: {refusal['reason']}")
+    say(f"{value['source']}\n  -> {value['target']}")
+    say(f"  {value['tensors']} tensors in {value['files']} files, engine {value['engine']}")
     if "seconds" in value:
         rate = value["bytes_written"] / value["seconds"] if value["seconds"] else 0
-        print(f"  {size_text(value['bytes_read'])} read, {size_text(value['bytes_written'])} written in {value['seconds']:.1f} s "
-              f"({size_text(rate)}/s); {size_text(value['bytes_verified'])} of it compared with recorded checksums")
+        say(f"  {size_text(value['bytes_read'])} read, {size_text(value['bytes_written'])} written in {value['seconds']:.1f} s "
+            f"({size_text(rate)}/s); {size_text(value['bytes_verified'])} of it compared with recorded checksums")
     else:
-        print(f"  {size_text(value['bytes_to_read'])} to read (over-read {value['over_read']:.2f}), "
-              f"{size_text(value['bytes_to_write'])} to write, {size_text(value['memory_bytes'])} of memory for buffers")
-        print("  it is there already, nothing was done" if value["finished"] else "  this is a dry run, nothing was written")
+        say(f"  {size_text(value['bytes_to_read'])} to read (over-read {value['over_read']:.2f}), "
+            f"{size_text(value['bytes_to_write'])} to write, {size_text(value['memory_bytes'])} of memory for buffers")
+        say("  it is there already, nothing was done" if value["finished"] else "  this is a dry run, nothing was written")
     for note in value["notes"]:
-        print(f"  note: {note}")
+        say(f"  note: {note}")

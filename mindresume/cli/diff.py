@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, print_json, progress_bar
+from mindresume.cli.common import AsJson, locate, print_json, progress_bar, say
 from mindresume.cli.inspect import is_strategy, print_table
 from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
@@ -72,17 +72,17 @@ def diff(a: A, b: B, json: AsJson = False, from_a: FromA = None, from_b: FromB =
     else:
         for label, source in zip("AB", sources, strict=True):
             for refusal in source.refused:
-                print(f"{label}, not taken: {refusal}")
+                say(f"{label}, not taken: {refusal}")
         if found:
             _print(sources, found)
         same = f"{tensors} tensors, {size_text(size)}"
         if not found:
-            print(f"equal: {same}, bit for bit")
+            say(f"equal: {same}, bit for bit")
         elif not outside:
-            print(f"equal within {tolerance:g}: {same}; {len(found)} of them not bit for bit")
+            say(f"equal within {tolerance:g}: {same}; {len(found)} of them not bit for bit")
         else:
-            print(f"different: {len(outside)} of {len(names)} tensors"
-                  + ("" if tolerance is None else f", in more than values up to {tolerance:g}"))
+            say(f"different: {len(outside)} of {len(names)} tensors"
+                + ("" if tolerance is None else f", in more than values up to {tolerance:g}"))
     sys.exit(1 if outside else 0)
 
 
@@ -118,7 +118,7 @@ def _finite(value: Any) -> Any:
 
 def _print(sources: Sequence[Source], found: Sequence[Difference]) -> None:
     for label, source in zip("AB", sources, strict=True):
-        print(f"{label}: {source.what}")
+        say(f"{label}: {source.what}")
     rows = []
     for difference in found[:MOST_SHOWN]:
         if difference.kind != VALUES:
@@ -131,7 +131,7 @@ def _print(sources: Sequence[Source], found: Sequence[Difference]) -> None:
                      _text(difference.relative), str(list(difference.first)), f"{_text(a)} -> {_text(b)}"))
     print_table(("tensor", "what differs", "elements", "largest absolute", "relative", "first at", "there, A -> B"), rows)
     if len(found) > MOST_SHOWN:
-        print(f"and {len(found) - MOST_SHOWN} more (--json lists all)")
+        say(f"and {len(found) - MOST_SHOWN} more (--json lists all)")
 
 
 def _structure(found: Difference) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Stopped, print_json, progress_bar, stopped_by_signals
+from mindresume.cli.common import AsJson, Stopped, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
           every: Annotated[int, typer.Option("--every", min=1, metavar="K", help="Strike only every K-th operation: faster, and "
                                              "no proof.")] = 1,
           seed: Annotated[int, typer.Option("--seed", help="Order of the ranks, who dies, what survives.")] = 0,
-          jobs: Annotated[int, typer.Option("--jobs", min=1, metavar="N",
+          jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N",
                                             help="Processes. Default: one a core.")] = os.cpu_count() or 1,
           explain: Annotated[bool, typer.Option("--explain", help="Print what the stories and faults are, and stop.")] = False,
           json: AsJson = False) -> None:
@@ -104,13 +104,13 @@ def _explain(stories: dict[str, str], faults: dict[str, str]) -> None:
         for name, about in rows.items():
             table.add_row(name, about)
         Console().print(table)
-        print()
+        say()
 
 
 def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: str) -> None:
     from mindresume.drill.judge import VERDICTS
-    print("| story | format | operations | cells | " + " | ".join(VERDICTS) + " | left behind |")
-    print("|---|---|---|---|" + "---|" * (len(VERDICTS) + 1))
+    say("| story | format | operations | cells | " + " | ".join(VERDICTS) + " | left behind |")
+    say("|---|---|---|---|" + "---|" * (len(VERDICTS) + 1))
     total: Counter[str] = Counter()
     for task in tasks:
         own = [cell for cell in cells if (cell.story, cell.format) == (task.story, task.format)]
@@ -118,12 +118,12 @@ def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: 
         counts["left"] = sum(bool(cell.left) for cell in own)
         counts["cells"] = len(own)
         total += counts
-        print(_row(task.story, task.format, len(task.operations), counts))
-    print(_row("all", "", sum(len(task.operations) for task in tasks), total))
+        say(_row(task.story, task.format, len(task.operations), counts))
+    say(_row("all", "", sum(len(task.operations) for task in tasks), total))
     for cell in [cell for cell in cells if cell.verdict != "PASS" or cell.left][:20]:
-        print(f"\n{cell.verdict}: {cell.story}, {cell.format}: {cell.fault} at operation {cell.operation} (rank {cell.rank}, "
-              f"{cell.name} {cell.path})\n    {cell.reason or 'left behind: ' + ', '.join(cell.left)}")
-    print(f"\n{len(cells)} cells in {seconds:.0f} s: {where}")
+        say(f"\n{cell.verdict}: {cell.story}, {cell.format}: {cell.fault} at operation {cell.operation} (rank {cell.rank}, "
+            f"{cell.name} {cell.path})\n    {cell.reason or 'left behind: ' + ', '.join(cell.left)}")
+    say(f"\n{len(cells)} cells in {seconds:.0f} s: {where}")
 
 
 def _row(story: str, fmt: str, operations: int, counts: Counter[str]) -> str:

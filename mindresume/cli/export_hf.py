@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json
+from mindresume.cli.common import AsJson, print_json, say
 from mindresume.cli.conversions import DryRun, Dst, From, Memory, Src, Step, Workers, bytes_of, carry_out, numbers, opened
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
@@ -54,7 +54,7 @@ def export_hf(src: Src, dst: Dst,
     job = to_huggingface(source, model, dtype, bytes_of(part, "--max-shard-size"), document)
     notes = list(source.notes)
     conversion = Export(storage, job, dst, notes.append, config=document)
-    tile = tile_for(bytes_of(memory, "--memory-limit") * BUFFERS // (BUFFERS + WOVEN) if memory else None, workers)
+    tile = tile_for(bytes_of(memory, "--memory-limit") * BUFFERS // (BUFFERS + WOVEN) if memory is not None else None, workers)
     finished, traffic, plan = conversion.finished(), Traffic(), numbers(job)
     done = {"bytes_read": 0, "bytes_written": 0, "bytes_verified": 0, "seconds": 0.0}
     if not dry_run and not finished:
@@ -71,15 +71,15 @@ def export_hf(src: Src, dst: Dst,
         print_json(value)
         return
     for refusal in value["refused"]:
-        print(f"not taken: step {refusal['step']}: {refusal['reason']}")
-    print(f"{value['source']}\n  -> {value['target']}, {model.kind}, {' and '.join(value['dtypes'])}")
-    print(f"  {value['tensors']} tensors, {size_text(value['bytes_to_write'])} in {value['files']} files")
+        say(f"not taken: step {refusal['step']}: {refusal['reason']}")
+    say(f"{value['source']}\n  -> {value['target']}, {model.kind}, {' and '.join(value['dtypes'])}")
+    say(f"  {value['tensors']} tensors, {size_text(value['bytes_to_write'])} in {value['files']} files")
     if finished:
-        print("  it is there already, nothing was done")
+        say("  it is there already, nothing was done")
     elif dry_run:
-        print("  this is a dry run, nothing was written")
+        say("  this is a dry run, nothing was written")
     else:
-        print(f"  {size_text(value['bytes_read'])} read, {size_text(value['bytes_written'])} written in "
-              f"{value['seconds']:.1f} s; {size_text(value['bytes_verified'])} compared with recorded checksums")
+        say(f"  {size_text(value['bytes_read'])} read, {size_text(value['bytes_written'])} written in "
+            f"{value['seconds']:.1f} s; {size_text(value['bytes_verified'])} compared with recorded checksums")
     for note in notes:
-        print(f"  note: {note}")
+        say(f"  note: {note}")

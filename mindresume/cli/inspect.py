@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, origin_text, print_json
+from mindresume.cli.common import AsJson, locate, origin_text, print_json, say
 from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
 from mindresume.formats.records import ranks_count
@@ -24,7 +24,7 @@ from mindresume.reshard.source import Source, open_source
 from mindresume.reshard.weights import Tensor
 from mindresume.store.storage import PosixStorage, Storage, parallel
 from mindresume.strategy import Strategy, read_strategy
-from mindresume.words import size_text
+from mindresume.words import shown, size_text
 
 WIDE = 1000                     # columns of a table that goes into a file or a pipe: nothing is wrapped
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -77,10 +77,10 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
                     **({"slices": [part.to_json() for part in parts]} if asked else {})})
         return
     for line in subject.lines:
-        print(line)
-    print()
+        say(line)
+    say()
     if asked and not parts:
-        print(f"rank {rank} holds none of {len(rows)} tensors")
+        say(f"rank {rank} holds none of {len(rows)} tensors")
     elif asked:
         _print_parts(rows, parts, rank)
     else:
@@ -318,9 +318,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: S
     from rich.console import Console
     from rich.table import Table
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    shown = [index for index, name in enumerate(columns) if name not in hidden]
-    for index in shown:
+    visible = [index for index, name in enumerate(columns) if name not in hidden]
+    for index in visible:
         table.add_column(columns[index], overflow="fold")
     for row in rows:
-        table.add_row(*(row[index] for index in shown))
+        table.add_row(*(shown(row[index]) for index in visible))
     Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, time_text
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, say, time_text
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MERGED, MINDFORMERS
 from mindresume.formats.complete import is_complete
@@ -14,9 +14,9 @@ from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import Seen, size_of, survey
-from mindresume.store.claim import claims, lives
+from mindresume.store.claim import lives, users_of
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.words import size_text
+from mindresume.words import shown, size_text
 
 
 @app.command()
@@ -31,7 +31,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
                                                                                          world_size)
     if found.strange:
         raise MissingCheckpointError(found.strange)
-    users = claims(storage, found.root)
+    users = users_of(storage, found.root)
     if json:
         print_json({"root": found.root, "checkpoints": [_row(found.root, row) for row in rows], "notes": list(found.notes),
                     "in_use_by": [{**asdict(owner), "alive": lives(owner)} for owner in users]})
@@ -40,10 +40,10 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     foreign = any(row.candidate.origin == MINDFORMERS for row in rows)
     for note in (*found.notes, *(["run -: written by mindformers, without records"] if foreign else []),
                  *assumption(found, world_size)):
-        print(note)
+        say(note)
     for owner in users:
         state = {True: "alive", False: "dead, the next job takes over", None: "on another machine: its heartbeat tells"}
-        print(f"{owner.purpose}: {owner}; {state[lives(owner)]}")
+        say(f"{owner.purpose}: {owner}; {state[lives(owner)]}")
 
 
 def _row(root: str, row: Seen) -> dict[str, object]:
@@ -60,9 +60,9 @@ def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
     if not rows:
-        print(f"{root}: no checkpoints")
+        say(f"{root}: no checkpoints")
         return
-    table = Table(title=root, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(title=shown(root), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"):
         table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)
     for row in rows:
@@ -72,12 +72,12 @@ def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
                       str(run_sequence(candidate.run)) if candidate.run else MERGED if candidate.origin == MERGED else "-",
                       time_text(candidate.saved_at), row.state + (", see below" if row.remarks else ""),
                       style="yellow" if row.problem or row.remarks else "")
-    Console().print(table)
+    Console(markup=False, emoji=False, highlight=False).print(table)
     for row in rows:
         if row.problem:
-            print(row.problem)
+            say(row.problem)
         for text in row.remarks:
-            print(f"step {_text(row.candidate.step)}: {text}")
+            say(f"step {_text(row.candidate.step)}: {text}")
 
 
 def _text(value: int | None) -> str:

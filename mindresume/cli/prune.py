@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, print_json, time_text
+from mindresume.cli.common import AsJson, locate, print_json, say, time_text
 from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
@@ -19,7 +19,7 @@ from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_se
 from mindresume.store.removal import Plan, carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.words import size_text
+from mindresume.words import shown, size_text
 
 Row = dict[str, Any]
 Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder "
@@ -80,9 +80,9 @@ def prune(folder: Root, json: AsJson = False,
         return
     _print(root, groups, made, dry_run)
     if left:
-        print(f"{'would be finished' if dry_run else 'finished'} too: {len(left)} removal(s) cut short earlier "
-              f"({', '.join(_step_text(name) for name in left)})")
-    print(f"{size_text(freed)} would be freed; this is a dry run, nothing was touched" if dry_run else
+        say(f"{'would be finished' if dry_run else 'finished'} too: {len(left)} removal(s) cut short earlier "
+            f"({', '.join(_step_text(name) for name in left)})")
+    say(f"{size_text(freed)} would be freed; this is a dry run, nothing was touched" if dry_run else
           f"{size_text(freed)} freed")
 
 
@@ -101,11 +101,15 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
 
 
 def _size(storage: Storage, root: str, box: str) -> int:
-    """Bytes of the weights of a save, recorded or not, that are there now. ``box``: its iteration folder, or its records."""
-    if holds_weights(storage, box):
-        paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
-    else:
-        paths = weights_of(storage, root, box)
+    """Bytes of the weights of a save, recorded or not, that are there now and can be looked at. ``box``: its iteration folder, or
+    its records."""
+    try:
+        if holds_weights(storage, box):
+            paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
+        else:
+            paths = weights_of(storage, root, box)
+    except OSError:
+        return 0
     return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
 
 
@@ -124,17 +128,17 @@ def _print(root: str, groups: dict[str, list[Row]], made: Plan, dry_run: bool) -
     from rich.table import Table
     rows = [(name, row) for name, group in groups.items() for row in group]
     if not rows:
-        print(f"{root}: nothing that mindresume saved; what mindformers wrote alone is never removed")
+        say(f"{root}: nothing that mindresume saved; what mindformers wrote alone is never removed")
         return
     order = {(c.step, c.run): c.order for c in (*made.kept, *made.unfinished, *made.spared, *made.victims, *made.debris)}
     rows.sort(key=lambda item: order[item[1]["step"], item[1]["run"]], reverse=True)
-    table = Table(title=root, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(title=shown(root), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "run", "saved at", "size", "state", "why"):
         table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=name != "why")
     words = {"kept": "kept", "held": "held", "removed": "would go" if dry_run else "removed"}
     for name, row in rows:
         table.add_row(str(row["step"]), str(run_sequence(str(row["run"]))), time_text(row["saved_at"]), size_text(row["size"]),
-                      words[name], str(row["why"]), style="yellow" if name == "removed" else "")
+                      words[name], shown(row["why"]), style="yellow" if name == "removed" else "")
     Console(markup=False, emoji=False).print(table)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, print_json
+from mindresume.cli.common import AsJson, locate, print_json, say
 from mindresume.errors import ConfigError
 from mindresume.store.storage import PosixStorage, publish
 
@@ -49,8 +49,8 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
         print_json({**to_json(made), "files": files})
         return
     from mindresume.report.page import sentence
-    print(sentence(made))
-    print("\n".join(files))
+    say(sentence(made))
+    say("\n".join(files))
 
 
 def places(folder: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, progress_bar, refusal_json
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, progress_bar, refusal_json, say
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.complete import is_complete
@@ -75,10 +75,10 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     else:
         for candidate, bad in results:
             _print(found.root, candidate, bad)
-        print(f"{size_text(read)} read in {seconds:.1f} s ({size_text(read / seconds if seconds else 0)}/s)"
-              if results else f"{found.root}: no checkpoints")
+        say(f"{size_text(read)} read in {seconds:.1f} s ({size_text(read / seconds if seconds else 0)}/s)"
+            if results else f"{found.root}: no checkpoints")
         for note in (*found.notes, *assumption(found, world_size)):
-            print(note)
+            say(note)
     sys.exit(1 if damaged else 0)
 
 
@@ -95,7 +95,7 @@ def _print(root: str, candidate: Candidate, bad: list[Refusal]) -> None:
             "verified": f"every byte of {ranks_count(candidate.world_size)} is as it was written"}[state]
     if candidate.absent and not bad:
         text = f"{text}; {absent_text(candidate)}"
-    print(f"step {'?' if candidate.step is None else candidate.step} ({origin_text(candidate)}): {text}")
+    say(f"step {'?' if candidate.step is None else candidate.step} ({origin_text(candidate)}): {text}")
     for refusal in bad:
         where = os.path.join(root, refusal.file) if refusal.file else ""
-        print(f"    {refusal.reason}" + (f"\n      {where}" if where else ""))
+        say(f"    {refusal.reason}" + (f"\n      {where}" if where else ""))

@@ -9,7 +9,7 @@ import typer
 
 from mindresume.agree import Solo
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json
+from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json, say
 from mindresume.errors import AgreementError, UnusableError
 from mindresume.formats.complete import is_complete
 from mindresume.reshard import merged
@@ -71,17 +71,17 @@ def _complete(storage: Storage, path: str, quick: bool) -> tuple[Choice, str | N
 
 def _print(choice: Choice, error: str | None) -> None:
     for refusal in choice.refused:
-        print(f"refused  step {'?' if refusal.step is None else refusal.step}: {refusal.reason}"
-              + (f"\n         {os.path.join(choice.root, refusal.file)}" if refusal.file else ""))
+        say(f"refused  step {'?' if refusal.step is None else refusal.step}: {refusal.reason}"
+            + (f"\n         {os.path.join(choice.root, refusal.file)}" if refusal.file else ""))
     for note in choice.notes:
-        print(f"note     {note}")
+        say(f"note     {note}")
     for remark in choice.remarks:
-        print(f"warning  {remark}")
+        say(f"warning  {remark}")
     if choice.chosen is not None:
-        print(f"chosen   step {choice.chosen.step}, epoch {choice.chosen.epoch}: {describe(choice.chosen, choice.complete)}")
+        say(f"chosen   step {choice.chosen.step}, epoch {choice.chosen.epoch}: {describe(choice.chosen, choice.complete)}")
     elif choice.fresh:
         there = "no save was ever complete in" if os.path.exists(choice.root) else "there is no"
-        print(f"chosen   none: {there} {choice.root}; a resume starts afresh")
+        say(f"chosen   none: {there} {choice.root}; a resume starts afresh")
     else:
-        print(f"chosen   none: a resume stops with an error\n{error}" if not choice.refused else
-              "chosen   none: a resume stops with an error that lists these reasons")
+        say(f"chosen   none: a resume stops with an error\n{error}" if not choice.refused else
+            "chosen   none: a resume stops with an error that lists these reasons")

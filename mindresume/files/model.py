@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from mindresume.documents import MAX_VALUES, parse_json
 from mindresume.errors import DamagedFileError
 
 CHUNK = 4 << 20             # bytes: fits the cache, and large enough for a system call per piece
@@ -136,11 +136,12 @@ def dump_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def parse_object(data: bytes, path: str, what: str) -> dict[str, Any]:
-    """The JSON object in ``data``; DamagedFileError if it is none, or a key occurs twice in it or further inside."""
+def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES) -> dict[str, Any]:
+    """The JSON object in ``data``; DamagedFileError if it is none, or a key occurs twice in it or further inside, or there are
+    more than ``values`` values in it."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data, values)
+    except ValueError as error:
         raise DamagedFileError(path, f"{what} is not JSON: {error}"[:400]) from error
     if not isinstance(value, dict):
         raise DamagedFileError(path, f"{what} should be a JSON object, found {type(value).__name__}")
@@ -190,13 +191,3 @@ def fill(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> 
 def name_of(file: BinaryIO) -> str:
     """Path of an open file, for messages."""
     return str(getattr(file, "name", "<file in memory>"))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = Counter(key for key, _ in pairs)
-        raise ValueError(f"the key {seen.most_common(1)[0][0]!r} occurs twice")
-    for key in found:
-        key.encode()    # "\ud800" is a text of JSON and none of UTF-8: a UnicodeEncodeError, a ValueError too
-    return found

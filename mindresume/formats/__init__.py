@@ -13,6 +13,7 @@ from mindresume.manifest import FileRecord
 from mindresume.state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
+FIRST = (float("inf"),)                 # order of what may be newer than everything: it is refused first, and so is said
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Candidate:
     lost before the others saved for the last time; what they held is proven to be with the others. ``part``: where nodes share
     no disk, the ranks of the node whose files these are. ``small``: files beside the weights that the manifest names.
     ``manifest_problem``: why the manifest that should be there cannot be used; then the records count, which are the commit.
+    ``unseen``: why it could not be looked into (a folder that cannot be listed); then ``problem`` says so too. Nothing is known
+    of what is in it: it is never removed, and no training begins afresh beside it.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
@@ -67,6 +70,7 @@ class Candidate:
     absent: tuple[int, ...] = ()
     part: tuple[int, ...] = ()
     manifest_problem: str = ""
+    unseen: str = ""
 
     @property
     def name(self) -> str:
@@ -103,6 +107,14 @@ class Candidate:
 
     def refuse(self, reason: str, file: str | None = None, rank: int | None = None) -> Refusal:
         return Refusal(self.step, reason, file, rank)
+
+
+def unseen(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
+    """What may lie in ``place``, relative to the root of the scan, which cannot be listed. ``known``: fields of the candidate."""
+    reason = f"{place} cannot be listed: {error.strerror or error}"
+    step = known.setdefault("step", None)
+    return Candidate(**{"origin": MINDFORMERS, "format": "", "files": {}, "world_size": 0, "order": FIRST, **known},
+                     unseen=reason, problem=Refusal(step, reason, place, rank))
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import ConfigError, DamagedFileError
-from mindresume.files import FORMATS, Header, read_scalar
+from mindresume.files import FORMATS, Header
 from mindresume.files.model import MAX_HEADER, parse_object
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_rank
-from mindresume.formats.records import SCALARS, header_of, listed
+from mindresume.formats.records import SCALARS, finite_scalar, header_of, listed
 from mindresume.formats.scan import is_root
 from mindresume.manifest import FileRecord
 from mindresume.store.storage import Storage, parallel
@@ -142,7 +142,7 @@ def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: M
     values: dict[str, int | float | str] = {}
     for file in sorted({tensors[name] for name in there}):
         with storage.open(os.path.join(root, file)) as opened:
-            values.update((name, read_scalar(opened, headers[file], name)) for name in there if tensors[name] == file)
+            values.update((name, finite_scalar(opened, headers[file], name)) for name in there if tensors[name] == file)
     return values
 
 

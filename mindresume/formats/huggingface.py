@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from mindresume.errors import ConfigError
 from mindresume.layout import TensorLayout
+from mindresume.state import is_count
 
 CONFIG = "config.json"
 DENSE, EXPERTS = "qwen3", "qwen3_moe"                   # model_type
@@ -36,6 +37,8 @@ ORDERS = (INTERLEAVED, CONTIGUOUS)
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FC1, QKV = "linear_fc1", "linear_qkv"
+MAX_NUMBER = 1 << 24                # of layers, heads, rows, words: beyond it is no model
+MAX_PARTS = 1 << 18                 # heads and experts of all layers: each is a rule that has to be made
 _OPERATIONS = ("RenameConvertOp", "QKVConvertOp", "ConcatConvertOp", "ExpertsConvertOp")     # of mindformers, that rules know
 
 Part = tuple[range, ...]            # of a tensor: the indices of each dimension, ascending; only those of the first may have gaps
@@ -84,8 +87,9 @@ def model_of(document: Mapping[str, Any], source: str, attention: str = INTERLEA
     a feature of it that none covers, and dimensions that are missing or do not fit each other."""
     kind, architectures = document.get("model_type"), document.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
-    if kind not in ARCHITECTURES or named not in (None, ARCHITECTURES[kind]):
-        raise ConfigError(f"{source}: model_type {kind!r}, architectures {architectures!r}; weights can be translated of "
+    if not isinstance(kind, str) or kind not in ARCHITECTURES or named not in (None, ARCHITECTURES[kind]):
+        raise ConfigError(f"{source}: model_type {kind!r}, architectures {architectures!r}"[:400]
+                          + "; weights can be translated of "
                           + " and ".join(f"{name} ({kind})" for kind, name in ARCHITECTURES.items()))
     for option, value, allowed in (("order of linear_qkv", attention, ORDERS), ("order of linear_fc1", mlp, ORDERS)):
         if value not in allowed:
@@ -93,13 +97,13 @@ def model_of(document: Mapping[str, Any], source: str, attention: str = INTERLEA
     for key, plain in (("attention_bias", (None, False)), ("quantization_config", (None,)), ("decoder_sparse_step", (None, 1)),
                        ("mlp_only_layers", (None, []))):
         if document.get(key) not in plain:
-            raise ConfigError(f"{source}: {key} is {document[key]!r}; no rule is known for weights of such a model. Supported: "
-                              f"{plain[-1]!r}")
+            raise ConfigError(f"{source}: {key} is {document[key]!r}"[:400] + "; no rule is known for weights of such a model. "
+                              f"Supported: {plain[-1]!r}")
 
     def number(key: str, default: int | None = None) -> int:
         value = document.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{source}: {key} should be a number of at least 1, found {value!r}")
+        if not is_count(value, 1, MAX_NUMBER):
+            raise ConfigError(f"{source}: {key} should be a number from 1 to {MAX_NUMBER}, found {value!r}"[:400])
         return value
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     groups = heads if document.get("num_key_value_heads", 0) is None else number("num_key_value_heads")
@@ -110,9 +114,13 @@ def model_of(document: Mapping[str, Any], source: str, attention: str = INTERLEA
     tied = document.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ConfigError(f"{source}: tie_word_embeddings should be true or false, found {tied!r}")
-    return Model(kind, number("num_hidden_layers"), hidden, heads, groups, number("head_dim", default),
-                 number("moe_intermediate_size" if moe else "intermediate_size"), number("vocab_size"),
-                 number("num_experts") if moe else 0, tied, attention, mlp, source)
+    layers, experts = number("num_hidden_layers"), number("num_experts") if moe else 0
+    if layers * (groups + experts) > MAX_PARTS:
+        raise ConfigError(f"{source}: num_hidden_layers {layers} x (num_key_value_heads {groups} + num_experts {experts}) is "
+                          f"more than {MAX_PARTS}; no such model is known, is this its config.json?")
+    return Model(kind, layers, hidden, heads, groups, number("head_dim", default),
+                 number("moe_intermediate_size" if moe else "intermediate_size"), number("vocab_size"), experts, tied,
+                 attention, mlp, source)
 
 
 def in_one_order(model: Model, layouts: Mapping[str, TensorLayout]) -> None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from itertools import islice
 
 from mindresume.errors import DamagedFileError
-from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.formats import FIRST, MINDFORMERS, Candidate, unseen
 from mindresume.formats.iteration_files import (
     COMMON,
     MAX_COMMON,
@@ -33,7 +34,7 @@ from mindresume.formats.iteration_files import (
     read_tracker,
 )
 from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
-from mindresume.formats.records import listed, state_of_counters
+from mindresume.formats.records import listed, state_of_counters, status_of
 from mindresume.manifest import FOLDER, FileRecord
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
@@ -80,7 +81,7 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     """``named``: the step in the tracker. First it, then older steps, then the others."""
     notes = []
     visible = [c for c in by_age if parse_iteration(c.base) is not None]
-    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.existed)), None)
+    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.existed and not c.unseen)), None)
     last = next((c for c in by_age if c.committed), None)
     if last is not None and last.step in intended and last.step != named:
         notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
@@ -123,7 +124,9 @@ def _head(storage: Storage, path: str) -> bytes:
 def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candidate]) -> Candidate:
     """In one line of steps with the last of our runs that had come as far: mindformers gives its runs no number, and times get
     lost. Where that is wrong, the tracker knows better."""
-    status = storage.status(os.path.join(root, candidate.every_file[0].path)) if candidate.every_file else None
+    if candidate.unseen:
+        return replace(candidate, order=(*FIRST, candidate.step or 0))
+    status = status_of(storage, root, candidate.every_file[0]) if candidate.every_file else None
     step = candidate.step or 0
     number = max((c.order[0] for c in ours if c.existed and (c.step or 0) <= step), default=0.0)
     return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
@@ -134,10 +137,17 @@ def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candida
 def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = True) -> Candidate | None:
     """What mindformers wrote into ``name``, a folder in ``root``; None if that is no folder. ``tracked``: whether there is a
     tracker, without which no save of mindformers has ever completed."""
-    status = storage.status(os.path.join(root, name))
+    step, place = parse_iteration(name), name
+    try:
+        names = storage.list(os.path.join(root, name))          # before its status, which of a link to itself is that of nothing
+        status = storage.status(os.path.join(root, name))
+        if FOLDER in names:                                     # no records are known: because there are none?
+            place = f"{name}/{FOLDER}"
+            storage.list(os.path.join(root, place))
+    except OSError as error:
+        return unseen(error, place, step=step, base=name)
     if status is None or not status.is_folder:
         return None
-    step, names = parse_iteration(name), storage.list(os.path.join(root, name))
     found = sorted(filter(None, map(parse_weight_file, names)), key=lambda file: (file.index, file.kind != MODEL))
     files: dict[int, tuple[FileRecord, ...]] = {}
     for file in found:
@@ -170,9 +180,12 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
             if (other.prefix, other.count) != (files[0].prefix, files[0].count):
                 return f"{other} and {files[0]} lie side by side: files of two saves are mixed", f"{name}/{other}"
         if files and len(files) < files[0].count:
-            absent = sorted(set(range(files[0].count)) - {file.index for file in files})
-            example = files[0]._replace(index=absent[0])
-            return f"{len(files)} of {files[0].count} {kind} files are there, missing: {listed(absent)}", f"{name}/{example}"
+            # The count is what a name claims, so what is missing is not counted one by one.
+            there, count = {file.index for file in files}, files[0].count
+            absent = list(islice((index for index in range(count) if index not in there), 8))
+            more = count - len(there) - len(absent)
+            return (f"{len(files)} of {count} {kind} files are there, missing: {listed(absent)}"
+                    + (f" and {more} more" if more else "")), f"{name}/{files[0]._replace(index=absent[0])}"
     if METADATA not in names and max(file.count for file in found) > 1:
         return f"{METADATA} is missing: how the tensors of {max(file.count for file in found)} files are cut is not known", \
             f"{name}/{METADATA}"

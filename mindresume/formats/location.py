@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from mindresume.errors import MissingCheckpointError
 from mindresume.files import FORMATS
@@ -58,7 +59,11 @@ def below(storage: Storage, path: str) -> str:
     for inner in _FIRST:
         if _holds(storage, os.path.join(path, inner)):
             return os.path.join(path, inner)
-    found = [folder for folder in _folders(storage, path, []) if _holds(storage, folder)]
+    found = []
+    for folder in _folders(storage, path, []):
+        with suppress(OSError):                 # one that cannot be listed counts only if there is nothing else: see ``strange``
+            if _holds(storage, folder):
+                found.append(folder)
     if len(found) > 1:
         raise MissingCheckpointError(f"{path} holds no checkpoints itself, and several folders below do: {listed(found)}. "
                                      f"Which one is meant is not known; give one of them")
@@ -68,7 +73,7 @@ def below(storage: Storage, path: str) -> str:
 def strange(storage: Storage, path: str, debris: bool) -> str:
     """Of a folder in which neither a scan nor ``below`` found a checkpoint: why it is not one where no checkpoint ever was, in
     sentences. Empty if it is: empty, or only with what first starts and saves that never completed leave. ``debris``: a
-    scan found such saves, so it is a folder of checkpoints."""
+    scan found such saves, so it is a folder of checkpoints. OSError if something in it cannot be listed."""
     if (step := tracked(storage, path) or 0) > 0:
         return (f"{os.path.join(path, TRACKER)} names step {step}, and there is no iteration folder beside it: the checkpoints "
                 f"were moved or removed. Bring them back, or to start afresh remove that file")
@@ -149,7 +154,15 @@ def _folders(storage: Storage, path: str, unseen: list[str]) -> Iterator[str]:
                 elif _is_folder(storage, inner):
                     found.append(inner)
         yield from found
-        level = [folder for folder in found if not _is_one(storage, folder) and not is_root(storage, folder)]
+        level = [folder for folder in found if _goes_on(storage, folder)]
+
+
+def _goes_on(storage: Storage, folder: str) -> bool:
+    """Whether there may be folders of checkpoints below."""
+    try:
+        return not _is_one(storage, folder) and not is_root(storage, folder)
+    except OSError:
+        return False
 
 
 def _names(storage: Storage, folder: str, unseen: list[str]) -> list[str]:

@@ -33,6 +33,7 @@ from mindresume.state import is_count
 from mindresume.strategy_file import normal
 
 MAX_METADATA = 1 << 30                 # bytes: mindformers puts every rank of every group on a line of its own
+MAX_VALUES = 1 << 27
 # mindformers maps str(type).lower(): "Float32" and "float32" are one, and the 8-bit floats have no "_" there.
 _DTYPES = {name.replace("_", ""): name for name in DTYPES}
 _ALIASES = "abcdefghijklmnopqrstuvwxyz"
@@ -158,7 +159,7 @@ def read_metadata(data: bytes, path: str) -> dict[str, Described]:
     not described is refused: its description was lost."""
     if not 0 < len(data) <= MAX_METADATA:
         raise DamagedFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
-    return _Reader(path).read(parse_object(data, path, "the metadata"))
+    return _Reader(path).read(parse_object(data, path, "the metadata", MAX_VALUES))
 
 
 class _Reader:

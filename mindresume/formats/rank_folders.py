@@ -9,7 +9,6 @@ document 001 and mindformers ``core/callback/callback.py`` (CheckpointMonitor), 
 """
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,37 +16,46 @@ from dataclasses import dataclass, replace
 
 from mindresume.errors import DamagedFileError
 from mindresume.files import FORMATS
-from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
+from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
 from mindresume.formats.names import META, folder_name, folder_rank, parse_label, parse_name
-from mindresume.formats.records import header_of, no_step, scalars_of
+from mindresume.formats.records import header_of, no_step, scalars_of, status_of
 from mindresume.layout import MAX_RANKS
-from mindresume.manifest import TRASH, FileRecord, attempts, run_sequence
+from mindresume.manifest import FOLDER, TRASH, FileRecord, attempts, run_sequence
 from mindresume.state import is_count
-from mindresume.store.storage import Storage, parallel
+from mindresume.store.storage import Storage, parallel, read_json
 
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
 
-def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate], known: set[str]
-                  ) -> tuple[list[Candidate], list[str]]:
+def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[str] | None, ours: list[Candidate],
+                  known: set[str]) -> tuple[list[Candidate], list[str]]:
     """Everything in the rank folders that looks like a saved step, newest first, and notes. ``top``: what lies in ``root``;
-    ``attempted``: what lies in its folder of records; ``ours``, ``known``: candidates with records, and the files they name.
+    ``attempted``: what lies in its folder of records, None if that cannot be listed; ``ours``, ``known``: candidates with
+    records, and the files they name.
 
     Names are read, and one header per group of files without records; sizes and contents are checked later, only for the
     candidates that matter. Where something is committed, the rank folders are listed only if the first of them holds files
     without records: what mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
-    ranks, tried = ranks_of(top), _attempted(attempted)
+    ranks, tried = ranks_of(top), None if attempted is None else _attempted(attempted)
+    hidden: dict[int, Candidate] = {}
+
+    def names_of(rank: int) -> list[str]:
+        try:
+            return storage.list(os.path.join(root, folder_name(rank)))
+        except OSError as error:
+            hidden[rank] = unseen(error, folder_name(rank), rank)
+            return []
 
     def look(ranks: list[int]) -> tuple[list[Candidate], list[str]]:
-        listings = parallel(storage, lambda rank: storage.list(os.path.join(root, folder_name(rank))), ranks)
-        return _scan_names(storage, root, dict(zip(ranks, listings, strict=True)), known, tried)
+        return _scan_names(storage, root, dict(zip(ranks, parallel(storage, names_of, ranks), strict=True)), known, tried)
     committed = any(candidate.committed for candidate in ours)
     foreign, notes = look(ranks[:1] if committed else ranks)
-    if committed and foreign:
+    if committed and (foreign or hidden):
         foreign, notes = look(ranks)
     placed, more = _order_foreign(storage, root, ours, foreign)
-    return sorted(ours + placed, key=lambda c: c.order, reverse=True), notes + more
+    found = sorted(ours + placed, key=lambda c: c.order, reverse=True)
+    return [hidden[rank] for rank in sorted(hidden)] + found, notes + more
 
 
 def ranks_of(top: Iterable[str]) -> list[int]:
@@ -59,17 +67,22 @@ def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | N
     """How many ranks a job had that left no manifest, and what says so: a guess."""
     ranks = ranks_of(top)
     folder = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
-    found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, storage.list(folder)) if match]
+    try:
+        names = storage.list(folder)
+    except OSError as error:
+        return (len(ranks), f"the number of rank folders ({folder} cannot be listed: {error.strerror or error})") if ranks else (
+            None, "")
+    found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, names) if match]
     found = [rank for rank in found if rank < MAX_RANKS]
     if found:
         return max(found) + 1, "the strategy folder beside"
     return (len(ranks), "the number of rank folders") if ranks else (None, "")
 
 
-def _attempted(names: list[str]) -> set[tuple[str, int]] | None:
-    """(run, step) of every attempt there is a folder of, those that are being removed included; None without records.
-    ``names``: what lies in the folder of records."""
-    return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])} if names else None
+def _attempted(names: list[str]) -> set[tuple[str, int]]:
+    """(run, step) of every attempt there is a folder of, those that are being removed included. ``names``: what lies in the
+    folder of records."""
+    return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])}
 
 
 # ---- files without records -----------------------------------------------------------------------------------------
@@ -128,9 +141,8 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
     """``meta.json`` is a hint only; what is wrong with it is said, and that it does not matter."""
     path = os.path.join(root, folder, META)
     try:
-        with storage.open(path) as file:
-            last = json.loads(file.read(_META_LIMIT))["last_ckpt_file"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        last = read_json(storage, path, _META_LIMIT)["last_ckpt_file"]
+    except (OSError, ValueError, KeyError, TypeError):
         return [f"{folder}/{META} is empty or cut short; ignored, the files decide"]
     if last not in names:
         return [f"{folder}/{META} names {last}, which is not there; ignored, the files decide"]
@@ -149,11 +161,17 @@ def _from_group(storage: Storage, root: str, group: _Group,
             break
         except DamagedFileError as error:
             problem = problem or Refusal(None, error.reason, file.path, rank)
+        except OSError as error:
+            problem = problem or Refusal(None, f"cannot be read: {error.strerror or error}", file.path, rank)
     else:
         return replace(base, problem=problem)
     written = parse_label(header)
+    if written is not None and attempted is None:
+        return replace(base, step=written[1], origin=OURS, run=written[0], order=(run_sequence(written[0]), written[1], 0.0),
+                       problem=Refusal(written[1], f"its records cannot be looked at, as {FOLDER} cannot be listed",
+                                       base.first.path))
     # A run that keeps no records here at all was copied without them; "never completed" can be said of the others only.
-    if written is not None and attempted is not None and any(run == written[0] for run, _ in attempted):
+    if written is not None and any(run == written[0] for run, _ in attempted):
         if written in attempted:
             return None                     # a candidate already, by its folder of records; or one that is being removed
         run, step = written
@@ -163,9 +181,9 @@ def _from_group(storage: Storage, root: str, group: _Group,
     step = scalars.get("step_num")
     if not is_count(step):
         return replace(base, problem=no_step(base.first.path))
-    samples = scalars.get("global_batch_size")
+    samples, epoch = scalars.get("global_batch_size"), scalars.get("epoch_num")
     position = float(step * samples) if is_count(samples) else float(step)
-    return replace(base, step=step, order=(0.0, position, 0.0), epoch=scalars.get("epoch_num", group.epoch))
+    return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)
 
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate]
@@ -174,7 +192,7 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
     prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours; within a run it goes by samples seen.
     Only prefixes that nothing else compares go by the times of their files, which copies lose; then a note says so."""
     def mtime(candidate: Candidate) -> float:
-        found = [storage.status(os.path.join(root, file.path)) for file in candidate.every_file]
+        found = [status_of(storage, root, file) for file in candidate.every_file]
         return max((status.mtime for status in found if status), default=0.0)
 
     there = [candidate for candidate in ours if candidate.existed]

@@ -10,14 +10,17 @@ beside, other ranks were lost when these were saved: then they are a checkpoint 
 """
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from mindresume.errors import DamagedFileError, RecordError
 from mindresume.files import Header, read_header, read_scalar
-from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.files.model import name_of
+from mindresume.formats import OURS, Candidate, Refusal, unseen
 from mindresume.formats.described import uncovered
 from mindresume.formats.iteration_files import parse_iteration
 from mindresume.manifest import (
@@ -37,43 +40,53 @@ from mindresume.manifest import (
     run_sequence,
 )
 from mindresume.state import TrainingState
-from mindresume.store.storage import Storage, parallel
+from mindresume.store.storage import Status, Storage, parallel
 
 SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
 
 
 class Attempt(NamedTuple):
     """A folder of records. ``base``: the iteration folder (in the making) it is in, relative to the root; empty for rank folders.
-    ``content``: its names."""
+    ``content``: its names; ``error``: why they cannot be listed."""
     name: str
     step: int
     run: str
     base: str
     content: list[str]
+    error: OSError | None = None
 
     def path(self, root: str) -> str:
         return os.path.join(root, self.base, FOLDER, self.name)
 
 
 def find_attempts(storage: Storage, root: str, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
-    """Every folder of records below ``root``. ``names``: what lies in its FOLDER, ``top``: what lies in it, if known."""
-    found = []
+    """Every folder of records below ``root``. ``names``: what lies in its FOLDER, ``top``: what lies in it, if known. One that
+    cannot be listed is among them; an iteration folder that cannot be is not, as nobody knows what its records are called.
+    OSError if ``root`` or its FOLDER cannot be listed."""
+    found: list[Attempt] = []
     for name, step, run in attempts(storage.list(os.path.join(root, FOLDER)) if names is None else names):
-        content = storage.list(os.path.join(root, FOLDER, name))
-        if FOLDER in content:
-            found += attempts_within(storage, root, f"{FOLDER}/{name}")
-        else:
-            found.append(Attempt(name, step, run, "", content))
+        try:
+            content = storage.list(os.path.join(root, FOLDER, name))
+            found += attempts_within(storage, root, f"{FOLDER}/{name}") if FOLDER in content else [
+                Attempt(name, step, run, "", content)]
+        except OSError as error:
+            found.append(Attempt(name, step, run, "", [], error))
     for name in storage.list(root) if top is None else top:
         if parse_iteration(name) is not None:
-            found += attempts_within(storage, root, name)
+            with suppress(OSError):
+                found += attempts_within(storage, root, name)
     return found
 
 
 def attempts_within(storage: Storage, root: str, base: str) -> list[Attempt]:
-    """Of one iteration folder: those of a later save than its newest are no use, there is one."""
-    found = attempts(storage.list(os.path.join(root, base, FOLDER)))
-    rows = [Attempt(name, step, run, base, storage.list(os.path.join(root, base, FOLDER, name))) for name, step, run in found]
+    """Of one iteration folder: those of a later save than its newest are no use, there is one. OSError if its records cannot be
+    listed."""
+    rows = []
+    for name, step, run in attempts(storage.list(os.path.join(root, base, FOLDER))):
+        try:
+            rows.append(Attempt(name, step, run, base, storage.list(os.path.join(root, base, FOLDER, name))))
+        except OSError as error:
+            rows.append(Attempt(name, step, run, base, [], error))
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
@@ -91,6 +104,10 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
     candidates, known, notes = [], set(), []
     for attempt in found:
         path, candidate, damage = attempt.path(root), None, ""
+        if attempt.error is not None:
+            candidates.append(unseen(attempt.error, os.path.relpath(path, root), step=attempt.step, origin=OURS, run=attempt.run,
+                                     attempt=path, base=attempt.base, order=(run_sequence(attempt.run), attempt.step, 0.0)))
+            continue
         if MANIFEST in attempt.content:
             try:
                 with storage.open(os.path.join(path, MANIFEST)) as file:
@@ -246,8 +263,16 @@ def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
 def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
     """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
     with storage.open(os.path.join(root, file.path)) as opened:
-        found = {name: read_scalar(opened, header, name) for name in SCALARS}
+        found = {name: finite_scalar(opened, header, name) for name in SCALARS}
     return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
+
+
+def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
+    """As ``read_scalar``. DamagedFileError too for a number that is none: nobody has counted to it."""
+    value = read_scalar(file, header, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DamagedFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
+    return value
 
 
 def state_of_counters(step: int, epoch: int | None, global_step: int | None, batch: int | None, scale: float | None,
@@ -263,6 +288,14 @@ def sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int 
     """Bytes of each file as it lies there now, None for one that is missing."""
     found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
     return [status.size if status else None for status in found]
+
+
+def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
+    """As it lies there now; None also for one that cannot be looked at. For times and sizes that are only shown."""
+    try:
+        return storage.status(os.path.join(root, file.path))
+    except OSError:
+        return None
 
 
 def whole(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:

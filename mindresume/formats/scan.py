@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 
-from mindresume.formats import Candidate, Scan, iterations, rank_folders
+from mindresume.formats import Candidate, Scan, iterations, rank_folders, unseen
 from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.names import folder_rank
 from mindresume.formats.records import attempts_within, read_attempts, scan_records
@@ -19,18 +19,24 @@ def is_root(storage: Storage, path: str) -> bool:
 
 def scan(storage: Storage, root: str) -> Scan:
     """Everything under ``root`` that looks like a saved step. Names, manifests and a few headers are read; sizes and contents are
-    checked later, only for the candidates that matter.
+    checked later, only for the candidates that matter. What cannot be listed in it is a candidate that is refused; OSError if
+    ``root`` itself cannot be.
 
     Where both formats are there, a job has changed from one to the other: first all of the one that has the newest step that may
     be whole, then the others."""
     top, status = storage.list(root), storage.status(root)
-    attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in top else []
-    ours, known, notes = scan_records(storage, root, attempted, brief=True, top=top)
+    attempted: list[str] | None = []
+    hidden: list[Candidate] = []
+    try:
+        attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in top else []
+    except OSError as error:
+        attempted, hidden = None, [unseen(error, FOLDER)]
+    ours, known, notes = scan_records(storage, root, attempted or [], brief=True, top=top)
     in_ranks, first = rank_folders.candidates_of(storage, root, top, attempted, [c for c in ours if not c.base], known)
-    in_iterations, second = iterations.candidates_of(storage, root, top, attempted, [c for c in ours if c.base])
+    in_iterations, second = iterations.candidates_of(storage, root, top, attempted or [], [c for c in ours if c.base])
     expected, source = rank_folders.expected_ranks(storage, root, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
-    return Scan(root, tuple(found[0] + found[1]), tuple(notes + first + second), status is not None, expected, source)
+    return Scan(root, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None, expected, source)
 
 
 def _newest(candidates: list[Candidate]) -> tuple[float, ...]:

@@ -60,9 +60,16 @@ def _word(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML structure only; every unquoted word goes through ``_word``."""
+    """YAML structure only: lists, dictionaries and texts. Every unquoted word goes through ``_word``. Tags (``!!timestamp``) and
+    references (``*a``), with which a value can hold itself, are errors."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_constructors: dict[str, Any] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a reference")
+        return super().compose_node(parent, index)
 
 
 def _construct(_: yaml.Loader, node: yaml.ScalarNode) -> Any:
@@ -74,6 +81,9 @@ def _construct(_: yaml.Loader, node: yaml.ScalarNode) -> Any:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:str", _construct)
+_Loader.add_constructor("tag:yaml.org,2002:seq", yaml.SafeLoader.construct_yaml_seq)
+_Loader.add_constructor("tag:yaml.org,2002:map", yaml.SafeLoader.construct_yaml_map)
+_Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)
 
 
 def _structure(text: str) -> Any:
@@ -81,12 +91,12 @@ def _structure(text: str) -> Any:
         value = ast.literal_eval(text)           # Python notation, the only one with tuples
         if isinstance(value, (list, tuple, dict, str)):
             return value
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):     # TypeError: a list as a key
         pass                                     # then it is YAML, or nothing
     if text[0] == "(" and text[-1] == ")":
         return tuple(_structure(f"[{text[1:-1]}]"))
     try:
         return yaml.load(text, Loader=_Loader)   # a SafeLoader; [true, abc] and {a: 1} are YAML
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{text!r} begins like a list, dictionary or quoted text but cannot be read as one; check the "
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{text[:200]!r} begins like a list, dictionary or quoted text but cannot be read as one; check the "
                          f"brackets, or put it in quotes inside the quotes: '\"...\"'") from error

@@ -12,7 +12,6 @@ step. It counts again as soon as it is written again.
 """
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -21,12 +20,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mindresume.agree import Group, report
+from mindresume.documents import parse_json
+from mindresume.store.storage import PosixStorage
 
 STATUS = 128 + signal.SIGTERM           # of a process that left because of the signal
 BY_SIGNAL, BY_FILE = "SIGTERM", "graceful exit"
 FILE = "graceful_exit.json"             # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
 _KEY = "GracefulExit"                   # mindspore train/callback/_on_request_exit.py
 _FILE_CHECK = 1.0                       # seconds between two looks at the file
+_LIMIT = 1 << 16                        # bytes of the file
 
 
 class Version(NamedTuple):
@@ -129,8 +131,8 @@ def requests(config: Any) -> dict[str, Version | None]:
 def request(path: str) -> Version | None:
     """Which version of the file asks to leave. None: it does not. One that is not there, or is being written, does not."""
     try:
-        with open(path, encoding="utf-8") as file:
-            status, value = os.fstat(file.fileno()), json.load(file)
+        with PosixStorage().open(path) as file:
+            status, value = os.fstat(file.fileno()), parse_json(file.read(_LIMIT))
     except (OSError, ValueError):
         return None
     if not isinstance(value, dict) or value.get(_KEY) != 1:

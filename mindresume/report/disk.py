@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.survey import COMPLETE, size_of, survey
-from mindresume.store.claim import SAVING, claims, lives
+from mindresume.store.claim import SAVING, lives, users_of
 from mindresume.store.storage import Storage
 
 
@@ -46,5 +46,5 @@ def look(storage: Storage, root: str) -> Disk:
     rows = [Checkpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
                        saved.committed, saved.saved_at, row.state, row.problem.reason if row.problem else "; ".join(row.remarks))
             for row in seen for saved in [row.candidate]]
-    claimed = {owner.run: lives(owner) for owner in claims(storage, found.root) if owner.purpose == SAVING}
+    claimed = {owner.run: lives(owner) for owner in users_of(storage, found.root) if owner.purpose == SAVING}
     return Disk(found.root, found.exists, tuple(rows), found.notes, claimed)

@@ -9,12 +9,14 @@ process that died, is cut where a time begins; what is not whole is no event.
 from __future__ import annotations
 
 import heapq
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from mindresume.report.sources import LogFile
+from mindresume.store.storage import open_regular
 
 LINE_LIMIT = 1 << 16            # bytes: what is longer is no line of a log, and is not kept in memory
 TAIL = 1 << 16                  # bytes at the end of what a worker printed in which its last words are looked for
@@ -43,9 +45,11 @@ _THEIRS = ((".Init Config.", START), (".Training Over!", OVER), ("loss on the la
 _HEAD = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
 _INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("2026-11")       # begins with a fixed character
 _LEVEL = re.compile(r"\[[A-Z]{4,8}\] \Z")
-_NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|-?inf)"
-_LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *(\d+)/ *\d+\], step:\[ *(\d+)/ *(\d+)\], "
-                   rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d+)ms, ")
+# No more digits than what is counted, timed or computed with can have: int() refuses thousands, numpy more than 2^63.
+_COUNT, _FEW, _SPAN, _NUMBER = r"(\d{1,18})", r"(\d{1,9})", r"(\d{1,9}(?:\.\d{0,9})?)", \
+    r"(-?\d{1,40}(?:\.\d{1,40})?(?:e[-+]?\d{1,4})?|nan|-?inf)"
+_LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *{_FEW}/ *\d+\], step:\[ *{_FEW}/ *{_FEW}\], "
+                   rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d{{1,12}})ms, ")
 _LAST_WORDS = re.compile(r"^run_mindformer\.py: ((?:failed|error)\b.*)", re.MULTILINE)
 
 
@@ -68,22 +72,22 @@ def _text(match: re.Match[str], at: float, kind: str) -> Event:
 # What mindresume says in the log -> event. The first that fits.
 _OURS: tuple[tuple[re.Pattern[str], str, Callable[[re.Match[str], float, str], Event]], ...] = tuple(
     (re.compile(pattern), kind, make) for pattern, kind, make in (
-        (r"saved step (\d+), [\d.]+ MiB in ([\d.]+) s$", SAVED, _step_and_value),
-        (r"step (\d+) committed: ", COMMITTED, _step),
-        (r"step (\d+) was complete already and is committed now", LATE, _step),
-        (r"step (\d+) is being saved as .*; training stopped for ([\d.]+) s$", SAVING, _step_and_value),
-        (r"step (\d+) was not saved on (.*)", FAILED, _step_and_text),
-        (r"step (\d+) is not saved: (.*)", SKIPPED, _step_and_text),
-        (r"step (\d+) (is given up: .*|is not committed: .*)", UNCOMMITTED, _step_and_text),
-        (r"not resuming from step (\d+|\?): (.*)", REFUSED, _step_and_text),
+        (r"saved step " + _COUNT + r", [\d.]{1,40} MiB in " + _SPAN + r" s$", SAVED, _step_and_value),
+        (r"step " + _COUNT + r" committed: ", COMMITTED, _step),
+        (r"step " + _COUNT + r" was complete already and is committed now", LATE, _step),
+        (r"step " + _COUNT + r" is being saved as .*; training stopped for " + _SPAN + r" s$", SAVING, _step_and_value),
+        (r"step " + _COUNT + r" was not saved on (.*)", FAILED, _step_and_text),
+        (r"step " + _COUNT + r" is not saved: (.*)", SKIPPED, _step_and_text),
+        (r"step " + _COUNT + r" (is given up: .*|is not committed: .*)", UNCOMMITTED, _step_and_text),
+        (r"not resuming from step (\d{1,18}|\?): (.*)", REFUSED, _step_and_text),
         (r"fresh start: (.*)", FRESH, _text),
-        (r"resume from step (\d+), (.*)", RESUME, _step_and_text),
+        (r"resume from step " + _COUNT + r", (.*)", RESUME, _step_and_text),
         (r"resume from (.*)", RESUME, _text),
-        (r"continues after step (\d+) .*; steps scaled by [\d.e+-]+ from (\d+)$", CONTINUES, _step_and_value),
-        (r"continues after step (\d+) ", CONTINUES, _step),
-        (r"run (\d+-[0-9a-f]{8}) saves to ", RUN, _text),
+        (r"continues after step " + _COUNT + r" .*; steps scaled by [\d.e+-]+ from " + _COUNT + r"$", CONTINUES, _step_and_value),
+        (r"continues after step " + _COUNT + r" ", CONTINUES, _step),
+        (r"run (\d{1,18}-[0-9a-f]{8}) saves to ", RUN, _text),
         (r"the training is complete: (.*)", COMPLETE, _text),
-        (r"[^:]*: the training saves step (\d+) and ends", LEAVING, _step),
+        (r"[^:]*: the training saves step " + _COUNT + r" and ends", LEAVING, _step),
         (r"left because of (.*?); start the same command again", LEFT, _text),
         (r"(.*\(\d+ failed in a row\)$)", FAILED, _text),
         (r"(.*)", SAID, _text)))
@@ -145,13 +149,23 @@ def events_of(log: LogFile, clock: Clock | None = None) -> Iterator[Event]:
     clock = clock or Clock()
     for path in log.pieces:
         try:
-            file = open(path, "rb")  # noqa: SIM115  an error of reading is not one of the caller
-        except OSError:
+            file = open_regular(path)
+        except OSError:                     # is not one of the caller
             continue
         with file:
             while line := file.readline(LINE_LIMIT):
-                if any(mark in line for mark in _MARKS):
+                if len(line) == LINE_LIMIT and not line.strip(b"\0"):
+                    _over_hole(file)
+                elif any(mark in line for mark in _MARKS):
                     yield from parse(line.decode("utf-8", "replace").rstrip("\r\n\0"), clock)
+
+
+def _over_hole(file: BinaryIO) -> None:
+    """To where the next bytes were written: a host that lost its power leaves holes, which can be of any size."""
+    try:
+        file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
+    except OSError:                         # nothing was written behind it, or this file system does not tell
+        file.seek(0, os.SEEK_END)
 
 
 def merged(logs: Iterable[LogFile]) -> Iterator[Event]:
@@ -168,7 +182,7 @@ def merged(logs: Iterable[LogFile]) -> Iterator[Event]:
 def last_words(log: LogFile, clock: Clock | None = None) -> Event | None:
     """What a worker said when it failed: run_mindformer.py prints it without a time, so it has that of the line before."""
     try:
-        with open(log.pieces[-1], "rb") as file:
+        with open_regular(log.pieces[-1]) as file:
             file.seek(0, 2)
             file.seek(max(file.tell() - TAIL, 0))
             text = file.read(TAIL).decode("utf-8", "replace")

@@ -3,14 +3,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as escape_html
 
 from mindresume.report.account import Share, total_of
 from mindresume.report.disk import Checkpoint
 from mindresume.report.history import DIED, NORMAL, RUNNING, UNKNOWN, Life
 from mindresume.report.made import Report, looked_for
 from mindresume.resume.survey import COMPLETE
-from mindresume.words import size_text
+from mindresume.words import shown, size_text
+
+
+def escape(text: str) -> str:
+    """As it is to be read: no markup, and no hidden character but line breaks."""
+    return escape_html(shown(text, keep="\n"))
+
 
 SHOWN = 2000                    # rows of a table; the JSON document has all
 REASON = 400                    # characters of a reason

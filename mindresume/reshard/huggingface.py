@@ -164,7 +164,7 @@ def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
                           f"heads, layers and experts it has")
     if status.is_folder or status.size > _MAX_CONFIG:
         raise ConfigError(f"{path} is no config.json")
-    return parse_object(read_bytes(storage, path), path, "the configuration"), path
+    return parse_object(read_bytes(storage, path, _MAX_CONFIG), path, "the configuration"), path
 
 
 def read_model(storage: Storage, path: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
@@ -175,7 +175,8 @@ def read_model(storage: Storage, path: str, attention: str = INTERLEAVED, mlp: s
 def is_huggingface(storage: Storage, path: str) -> bool:
     """Whether ``path`` is a folder with the configuration of a model that rules are known for."""
     try:
-        return read_config(storage, path)[0].get("model_type") in ARCHITECTURES
+        kind = read_config(storage, path)[0].get("model_type")
+        return isinstance(kind, str) and kind in ARCHITECTURES
     except (ConfigError, DamagedFileError, OSError):
         return False
 

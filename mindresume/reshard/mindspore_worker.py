@@ -26,6 +26,7 @@ from mindresume.errors import EngineError
 COMMAND = (sys.executable, "-m", "mindresume.reshard.mindspore_worker")
 PAUSE = 0.05                # seconds between two looks at the processes
 LAST_LINES = 6              # of what a process said, in an error
+LAST_BYTES = 1 << 16        # in which they are looked for
 
 
 # ---- in the process --------------------------------------------------------------------------------------------------
@@ -135,7 +136,9 @@ def _judge(status: int, number: int, count: int, work: str) -> None:
 def failure(what: str, work: str, number: int = 0) -> EngineError:
     """With the last lines of that process."""
     try:
-        said = Path(_log(work, number)).read_text(encoding="utf-8", errors="replace")
+        with open(_log(work, number), "rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - LAST_BYTES, 0))
+            said = file.read(LAST_BYTES).decode(errors="replace")
     except FileNotFoundError:
         said = ""
     lines = [line.rstrip() for line in said.splitlines() if line.strip()][-LAST_LINES:]

@@ -31,7 +31,7 @@ from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.resume.prove import prove
 from mindresume.resume.select import candidates_for
 from mindresume.resume.understood import Layouts
-from mindresume.state import TrainingState
+from mindresume.state import TrainingState, is_count, is_number
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 
@@ -158,9 +158,15 @@ def cover(weights: Weights) -> None:
 def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
     """From the counters that mindformers writes into its files. Steps per epoch follow from the name where it tells."""
     step = scalars.get("step_num")
-    if not isinstance(step, int) or step < 1:
+    if not is_count(step, 1):
         return None
-    epoch = name.epoch if name else int(scalars.get("epoch_num") or 1)
-    batch, scale = scalars.get("global_batch_size"), scalars.get("loss_scale")
-    return state_of_counters(step, epoch, int(scalars.get("global_step") or step), int(batch) if batch else None,
-                             float(scale) if scale is not None else None, name.step if name else 0)
+    epoch = name.epoch if name else _count(scalars.get("epoch_num"), 1) or 1
+    scale = scalars.get("loss_scale")
+    return state_of_counters(step, epoch, _count(scalars.get("global_step")) or step, _count(scalars.get("global_batch_size"), 1),
+                             float(scale) if is_number(scale) else None, name.step if name else 0)
+
+
+def _count(value: Any, least: int = 0) -> int | None:
+    """A counter that may have been kept as a float; None if it counts nothing."""
+    value = int(value) if is_number(value) else None
+    return value if is_count(value, least) else None

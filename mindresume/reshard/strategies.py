@@ -6,7 +6,6 @@ it was needed for. When the same command starts again, ``strategy_for`` finds it
 """
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,13 +16,15 @@ from typing import Any
 import xxhash
 
 from mindresume.errors import StrategyError
+from mindresume.files import CHUNK
 from mindresume.formats import OURS, Candidate
 from mindresume.layout import TensorLayout
 from mindresume.reshard.weights import SCALAR_ELEMENTS, Weights
-from mindresume.store.storage import Storage, publish_json, read_bytes
+from mindresume.store.storage import Storage, publish_json, read_json
 from mindresume.strategy import Strategy, read_strategy
 
 MARK = "used_for.json"              # in a folder that was set aside: identities of checkpoints it is the strategy of
+MAX_MARK = 64 << 20                 # bytes: a checkpoint has 35 a rank
 
 
 def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
@@ -86,11 +87,14 @@ def strategies(storage: Storage, given: str | None = None) -> Callable[[str, Can
     def read(path: str) -> Strategy | None:
         try:
             return read_strategy(path, storage)
-        except StrategyError:
+        except (StrategyError, OSError):
             return None
 
     def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
-        path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+        try:
+            path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+        except OSError:
+            return None
         return None if path is None else read(path)
     return strategy_of
 
@@ -105,7 +109,10 @@ def set_aside(storage: Storage, folder: str, used: Strategy | None = None, ident
         status = storage.status(path)
         if status is not None and not status.is_folder and name != MARK:
             found = True
-            content.update(name.encode() + b"\0" + read_bytes(storage, path))
+            content.update(os.fsencode(name) + b"\0")
+            with storage.open(path) as file:
+                while piece := file.read(CHUNK):
+                    content.update(piece)
     if not found:
         return ""
     kept = f"{folder}_{content.hexdigest()[:8]}"
@@ -132,7 +139,7 @@ def _kept(storage: Storage, folder: str) -> list[str]:
 
 def _marked(storage: Storage, kept: str) -> list[Any]:
     try:
-        found = json.loads(read_bytes(storage, os.path.join(kept, MARK)))
+        found = read_json(storage, os.path.join(kept, MARK), MAX_MARK)
     except (OSError, ValueError):
         return []
     return found if isinstance(found, list) else []

@@ -111,7 +111,8 @@ def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, dr
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
         name, tensor.layout is not None or not is_counter(tensor), math.prod(tensor.shape))]
-    names = in_order([name for name in tensors if name not in set(hyper)], tensors)
+    apart = set(hyper)
+    names = in_order([name for name in tensors if name not in apart], tensors)
     if not names:
         raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
                           + (f" after {', '.join(drop)}" if drop else ""))

@@ -264,9 +264,10 @@ def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record
 def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[Source, ...] | Refusal:
     """Where else the tensors lie of the files of a rank that are missing, byte for byte: in files of other ranks whose records
     hold a tensor of the same name, dtype, shape and checksum. A Refusal if a single one is nowhere."""
-    there = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
-    lost = next(file for index, file in enumerate(candidate.files[rank]) if index not in there)
+    lost = candidate.files[rank][0]
     try:
+        there = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
+        lost = next(file for index, file in enumerate(candidate.files[rank]) if index not in there)
         wanted = {name: row for name, row in record_of(storage, candidate, rank)[1].tensors.items() if row.file not in there}
         sources = []
         for other in _likely_holders(wanted, rank, candidate.world_size):

@@ -42,7 +42,6 @@ from mindresume.manifest import (
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import quick
 from mindresume.resume.select import Choice
-from mindresume.resume.trials import trials
 from mindresume.store import iteration
 from mindresume.store.claim import leave_trace
 from mindresume.store.common import order_of
@@ -50,6 +49,7 @@ from mindresume.store.islands import Islands
 from mindresume.store.remote import Remote, records_of
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage, publish, read_bytes, temporary_name
+from mindresume.store.trials import deaths_by_key, suspicion
 
 Log = Callable[[str], None]
 _SPARE = 64 << 20               # bytes that are to be left on the disk
@@ -147,8 +147,8 @@ class Restore:
             names = [name for name in self.remote.look().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
             return {**offer, "failed": f"whether there is something newer is not known: {error}"}
-        deaths = trials(self.storage, self.root) if self.poison_limit and not self.named else {}
-        dreaded = [name for name in names if deaths.get(name, 0) >= max(self.poison_limit, 1)]
+        deaths = deaths_by_key(self.storage, self.root) if self.poison_limit and not self.named else {}
+        dreaded = [name for name in names if suspicion(deaths.get(name, ()), self.poison_limit)]
         for attempt in [*(name for name in names if name not in dreaded), *(dreaded if suspected else ())]:
             try:
                 manifest, data = self.remote.manifest(attempt)

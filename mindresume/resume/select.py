@@ -29,9 +29,9 @@ from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import Progress, ProvenShard, prove, quick
 from mindresume.resume.remarks import damaged_beside, stand_in_text
 from mindresume.resume.understood import Layouts
-from mindresume.state import TrainingState
+from mindresume.state import TrainingState, is_count
 from mindresume.store.storage import Storage
-from mindresume.store.trials import Death, key_of, suspicion, trials, warning
+from mindresume.store.trials import Death, deaths_by_key, key_of, suspicion, warning
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,12 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
         scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
     except DamagedFileError as error:
         return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
-    step = scalars.get("step_num")
-    if not isinstance(step, int):
+    except OSError as error:
+        return Scan(folder, (replace(candidate, problem=Refusal(None, f"cannot be read: {error.strerror or error}", name)),))
+    step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
+    if not is_count(step):
         return Scan(folder, (replace(candidate, problem=no_step(name)),))
-    return Scan(folder, (replace(candidate, step=step, epoch=scalars.get("epoch_num")),))
+    return Scan(folder, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
 
 
 def assumption(found: Scan, world_size: int | None) -> list[str]:
@@ -211,7 +213,7 @@ class _Chooser:
                  sick: Collection[str] | None = None, poison_limit: int = 0, counters: bool = True):
         self.storage, self.path, self.world_size, self.named, self.strategy_of = storage, path, world_size, named, strategy_of
         self.sick, self.poison_limit, self.counters = sick, poison_limit, counters
-        self.deaths: Mapping[str, tuple[Death, ...] | None] = {}
+        self.deaths: Mapping[str, tuple[Death, ...]] = {}
         self.said: list[str] = []
         self.suspected: list[Candidate] = []
         self.unhealthy = False                                  # one of those refused is
@@ -230,7 +232,7 @@ class _Chooser:
         if self.found is None:
             self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size)
             self.queue = list(self.found.candidates)
-            self.deaths = trials(self.storage, self.found.root) if self.poison_limit and not self.insists else {}
+            self.deaths = deaths_by_key(self.storage, self.found.root) if self.poison_limit and not self.insists else {}
         self.refused += verdicts[:1]
         while self.queue or self.suspected:
             if not self.queue:                                  # better one that is suspected than none
@@ -242,7 +244,7 @@ class _Chooser:
             if not (self.insists and len(candidate.files) == 1):
                 candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
                                           self.found.expected_ranks)
-            died = self.deaths.get(key_of(candidate)) or ()
+            died = self.deaths.get(key_of(candidate), ())
             if reason := suspicion(died, self.poison_limit):
                 self.suspected.append(candidate)
                 self.refused.append(candidate.refuse(reason))

@@ -4,12 +4,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindresume.formats import Candidate, Refusal, Scan
-from mindresume.formats.records import absent_text, sizes
+from mindresume.formats.records import absent_text, sizes, status_of
 from mindresume.resume.absent import StrategyOf, filled
 from mindresume.resume.prove import quick
 from mindresume.resume.remarks import manifest_text, stand_in_text
 from mindresume.resume.select import candidates_for
-from mindresume.store.storage import Storage
+from mindresume.store.storage import Storage, parallel
 
 COMPLETE, INCOMPLETE, UNUSABLE = "complete", "incomplete", "unusable"
 
@@ -56,4 +56,5 @@ def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ..
 
 def size_of(storage: Storage, root: str, candidate: Candidate) -> int:
     """Bytes of its files that are there."""
-    return sum(size or 0 for size in sizes(storage, root, candidate.every_file))
+    found = parallel(storage, lambda file: status_of(storage, root, file), candidate.every_file)
+    return sum(status.size for status in found if status)

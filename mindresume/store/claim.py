@@ -166,6 +166,14 @@ def _saves(run: str) -> bool:
     return run_sequence(run) != _READER
 
 
+def users_of(storage: Storage, root: str) -> list[Owner]:
+    """``claims``, for people: none where the folder of records cannot be listed."""
+    try:
+        return claims(storage, root)
+    except OSError:
+        return []
+
+
 def next_run(names: Iterable[str]) -> str:
     """The name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
@@ -259,7 +267,10 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     dead = _watch(storage, root, owner, log, clock, sleep)
     names = storage.list(folder)
     visible = [base for base in storage.list(root) if parse_iteration(base) is not None]        # also if copied from elsewhere
-    traces = [name for base in visible for name in storage.list(os.path.join(root, base, FOLDER))]
+    traces: list[str] = []
+    for base in visible:
+        with suppress(OSError):             # one that cannot be listed forbids no job
+            traces += storage.list(os.path.join(root, base, FOLDER))
     claim = Claim(storage, root, replace(owner, run=owner.run or next_run([*names, *traces]), every=beat), traced)
     claim.publish()
     known = {other.run for other in dead}

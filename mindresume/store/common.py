@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mindresume.manifest import FOLDER, MANIFEST, attempts, run_sequence
+from mindresume.manifest import FOLDER, MANIFEST, MAX_NAME, attempts, run_sequence
 from mindresume.store.storage import Storage, publish, read_bytes
 
 COMMON = "common"
@@ -25,8 +25,9 @@ def committed(storage: Storage, root: str) -> list[str]:
     names = sorted((name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))), key=order_of, reverse=True)
     found = []
     for name in names:
-        if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
-            found.append(name)
+        with suppress(OSError):                                 # one that cannot be listed is none that the others may count on
+            if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
+                found.append(name)
     return found
 
 
@@ -60,7 +61,7 @@ def spared(storage: Storage, root: str) -> Mapping[str, str]:
     if COMMON not in names:
         return {}
     try:
-        noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON)).decode()
+        noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON), MAX_NAME).decode()
         least = order_of(noted) if noted else (0, 0)
     except (OSError, ValueError):                               # better too many than the last
         least = (0, 0)

@@ -111,11 +111,14 @@ def settle(storage: Storage, root: str, candidates: Iterable[Candidate], tag: st
     pending = intents(storage.list(os.path.join(root, FOLDER)))
     if not pending:
         return
+    candidates = list(candidates)
     newest = next((c for c in candidates if c.committed and parse_iteration(c.base) is not None), None)
     if newest is not None and newest.step in pending:
         point(storage, root, newest.step or 0, tag)
+    seen, there = {c.step for c in candidates if not c.unseen}, storage.list(root)
     for step in pending:
-        storage.remove(os.path.join(root, FOLDER, intent_name(step)))
+        if step in seen or iteration_name(step) not in there:   # else it cannot be listed now, and may be the newest
+            storage.remove(os.path.join(root, FOLDER, intent_name(step)))
 
 
 def _clean_trackers(storage: Storage, root: str, tag: str) -> None:

@@ -18,7 +18,7 @@ def examine(storage: Storage, root: str) -> None:
     first, second = (os.path.join(folder, f"probe-{secrets.token_hex(4)}") for _ in range(2))
 
     def contains(path: str, content: bytes) -> None:
-        found = read_bytes(storage, path)
+        found = read_bytes(storage, path, 1 << 10)
         if found != content:
             raise SaveError(f"{root} cannot hold checkpoints: {path} reads {found!r} after {content!r} was written there")
 

@@ -68,7 +68,14 @@ def on_trial(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterato
             yield candidate, "a job died right after it had loaded it"
 
 
-RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes, on_trial)
+def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """It may be whole, and the newest."""
+    for candidate in found:
+        if candidate.unseen:
+            yield candidate, candidate.unseen
+
+
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes, on_trial, not_looked_into)
 
 
 def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Mapping[str, list[str]]:

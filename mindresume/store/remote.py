@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mindresume.documents import parse_json
 from mindresume.errors import RecordError, RemoteError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.records import listed
@@ -148,7 +149,7 @@ class Remote:
         if self.store.size(url := f"{self.url}/{_MARK}{run}{_SUFFIX}") is None:
             return None
         try:
-            value = json.loads(self.store.read(url))
+            value = parse_json(self.store.read(url))
             step, ended, reason = value["step"], value["ended"], value.get("reason", "")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RemoteError(f"{url} is not as mindresume writes it ({error}); the next step is announced anew") from error

@@ -18,16 +18,16 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindresume.errors import RecordError
+from mindresume.errors import DamagedFileError, RecordError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import COMMON, iteration_name, parse_weight_file
-from mindresume.formats.names import folder_name, name_for_rank, parse_name
+from mindresume.formats.names import folder_name, name_for_rank, parse_label, parse_name
 from mindresume.formats.rank_folders import labelled_files
-from mindresume.formats.records import attempts_within, scan_records, whole
-from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, parse_attempt, read_record, record_rank
+from mindresume.formats.records import attempts_within, header_of, scan_records, whole
+from mindresume.manifest import FOLDER, MANIFEST, TRASH, FileRecord, Manifest, parse_attempt, read_record, record_rank
 from mindresume.store.protection import NEWEST_WHOLE, protected
 from mindresume.store.retention import KeepAny, Policy, surplus
-from mindresume.store.storage import Storage, parallel, remove_tree, temporary_name
+from mindresume.store.storage import TEMPORARY, Storage, parallel, remove_tree, temporary_name
 
 Holds = Callable[[], Mapping[str, str]]                # name of an attempt folder -> who holds it, asked anew each time
 
@@ -192,9 +192,10 @@ def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Colle
                 if storage.status(box) is None:
                     _restore(storage, os.path.join(folder, name), box)
     # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
-    _, claimed, _ = scan_records(storage, root)
+    found, claimed, _ = scan_records(storage, root)
+    known = None if any(candidate.unseen for candidate in found) else claimed           # nobody knows what that one claims
     for name in names:
-        _clear(storage, root, os.path.join(folder, name), claimed)
+        _clear(storage, root, os.path.join(folder, name), known)
 
 
 def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
@@ -211,7 +212,7 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
     return manifest if there.issuperset(manifest.ranks) and whole(storage, base, files) else None, base
 
 
-def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str]) -> None:
+def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:
     status = storage.status(trash)
     if status is not None and not status.is_link:               # what lies behind a link is somebody else's
         if holds_weights(storage, trash):
@@ -229,11 +230,12 @@ def holds_weights(storage: Storage, trash: str) -> bool:
     return FOLDER in names or any(map(parse_weight_file, names)) or COMMON in names
 
 
-def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[str]) -> None:
-    spared = {os.path.join(root, path) for path in claimed}
+def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:
+    """``claimed``: files of other saves, which stay; None: not known, so only what says inside that it is of this one goes."""
+    spared = {os.path.join(root, path) for path in claimed or ()}
     by_folder: dict[str, list[str]] = {}
     for path in weights_of(storage, root, trash):
-        if path not in spared:
+        if path not in spared and not (claimed is None and _may_be_of_another(storage, root, path, trash)):
             by_folder.setdefault(os.path.dirname(path), []).append(path)
 
     def clear(item: tuple[str, list[str]]) -> None:
@@ -245,6 +247,17 @@ def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[
         except FileNotFoundError:
             return                              # this rank never wrote anything, or its folder was removed by hand
     parallel(storage, clear, by_folder.items())
+
+
+def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
+    """``path``: weights that the save in ``trash`` may have written; a half-written file has its run in its name."""
+    step, run = parse_attempt(os.path.basename(trash).removeprefix(TRASH)) or (0, "")
+    if path.endswith(TEMPORARY) or storage.status(path) is None:
+        return False
+    try:
+        return parse_label(header_of(storage, root, FileRecord(os.path.relpath(path, root), ""))) != (run, step)
+    except DamagedFileError:
+        return True
 
 
 def weights_of(storage: Storage, root: str, folder: str) -> list[str]:

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+from mindresume.documents import parse_json
+
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
@@ -53,7 +55,8 @@ class Storage(Protocol):
     width: int
 
     def list(self, folder: str) -> list[str]:
-        """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS."""
+        """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS. OSError for any other
+        reason: then nobody knows what is in it, and it must not be taken for empty."""
 
     def status(self, path: str) -> Status | None:
         """None if there is no such file or folder."""
@@ -88,6 +91,15 @@ class Storage(Protocol):
         does not tell. No error: whether anything can be written shows when it is."""
 
 
+def open_regular(path: str) -> BinaryIO:
+    """A file for reading. A pipe would block until somebody writes into it, a device never ends: OSError for both."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return file
+
+
 class PosixStorage:
     """A local disk or a shared POSIX file system (NFS, Lustre, GPFS ...)."""
     width = 8
@@ -111,12 +123,7 @@ class PosixStorage:
         return Status(found.st_size, found.st_mtime, folder, folder and os.path.islink(path))
 
     def open(self, path: str) -> BinaryIO:
-        # A pipe would block until somebody writes into it, a device never ends: neither is a file of a checkpoint.
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise OSError(errno.EINVAL, "is no regular file", path)
-        return file
+        return open_regular(path)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         written = begun = 0
@@ -348,10 +355,21 @@ def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
     return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)
 
 
-def read_bytes(storage: Storage, path: str) -> bytes:
-    """The whole of a small file."""
+MOST_READ = 256 << 20           # bytes at once of any file that is no weights; a record has at most half of that
+
+
+def read_bytes(storage: Storage, path: str, limit: int = MOST_READ) -> bytes:
+    """The whole of a small file. OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs nobody anything."""
     with storage.open(path) as file:
-        return file.read()
+        found = file.read(limit + 1)
+    if len(found) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", path)
+    return found
+
+
+def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
+    """The JSON document in a small file. OSError as of ``read_bytes``; ValueError as of ``parse_json``."""
+    return parse_json(read_bytes(storage, path, limit))
 
 
 def remove_tree(storage: Storage, folder: str) -> None:

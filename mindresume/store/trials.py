@@ -100,6 +100,14 @@ def trials(storage: Storage, root: str) -> dict[str, tuple[Death, ...] | None]:
     return found
 
 
+def deaths_by_key(storage: Storage, root: str) -> dict[str, tuple[Death, ...]]:
+    """``trials`` for a choice: none that are not known, and none where the folder of records cannot be listed."""
+    try:
+        return {key: deaths for key, deaths in trials(storage, root).items() if deaths}
+    except OSError:
+        return {}
+
+
 def suspicion(deaths: Sequence[Death], limit: int) -> str:
     """Why a checkpoint on which these jobs died is passed over; empty: it is not."""
     if not limit or len(deaths) < limit * (2 if one_host(deaths) else 1):

@@ -237,7 +237,7 @@ def test_dimensions():
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers"),
-    ({"hidden_size": None}, "hidden_size should be a number of at least 1, found None"),
+    ({"hidden_size": None}, "hidden_size should be a number from 1 to 16777216, found None"),
     ({"hidden_size": True}, "hidden_size"),
     ({"head_dim": 0}, "head_dim"),
     ({"num_hidden_layers": "2"}, "num_hidden_layers"),

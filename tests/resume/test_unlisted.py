@@ -1,0 +1,247 @@
+"""A folder that cannot be listed is refused with its reason, and the rest goes on. It is never taken for one that is not there:
+no training begins afresh beside it, and nothing is removed because of it."""
+import errno
+import os
+
+import iterations
+import pytest
+from folders import RUN, path_of, save, write_foreign, write_rank
+from reshard.plans import MODEL, Plan, random_tensors
+from reshard.plans import foreign as foreign_of_plan
+
+from mindresume.agree import Solo
+from mindresume.errors import AgreementError, NoUsableCheckpointError
+from mindresume.formats.iterations import intent_name
+from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
+from mindresume.reshard.strategies import strategies
+from mindresume.resume.select import select
+from mindresume.resume.survey import size_of, survey
+from mindresume.store import iteration
+from mindresume.store.claim import occupy, owner_of_this_process, users_of
+from mindresume.store.commit import Committer
+from mindresume.store.common import committed
+from mindresume.store.removal import empty_trash, plan
+from mindresume.store.retention import KeepLast
+from mindresume.store.storage import PosixStorage
+from mindresume.strategy import write_strategy
+
+
+class Closed(PosixStorage):
+    """Nothing at ``path`` or below it can be listed, looked at or read (without the right to: ``nothing`` but its names, its
+    status and contents still can be)."""
+
+    def __init__(self, path, code=errno.EACCES, only_list=False):
+        self.path, self.code, self.only_list = str(path), code, only_list
+
+    def _check(self, path, below=False):
+        if path == self.path and not below or path.startswith(self.path + os.sep):
+            raise OSError(self.code, os.strerror(self.code), path)
+
+    def list(self, folder):
+        self._check(folder)
+        return super().list(folder)
+
+    def status(self, path):
+        if not self.only_list:
+            self._check(path, below=True)           # its own status is a matter of the folder it is in
+        return super().status(path)
+
+    def open(self, path):
+        if not self.only_list:
+            self._check(path)
+        return super().open(path)
+
+
+def choose(storage, root, world=2):
+    return select(storage, str(root), Solo(), world, ranks=lambda candidate: list(candidate.files),
+                  strategy_of=strategies(storage), poison_limit=2)
+
+
+def rank_folders(root):
+    """Ours of steps 5 and 10, those of mindformers of step 20; and what lies there by chance."""
+    save(root, 5, 2)
+    save(root, 10, 2)
+    write_foreign(root, 20, 2, suffix=1)
+    (root / "rank_7").mkdir()
+    (root / FOLDER / "trial-step-0000000010-run-0001-0000aaaa").write_text("1 /x")
+
+
+def iteration_folders(root):
+    """Ours of steps 5 and 10, mindformers' of step 15, ours of step 20 in the making."""
+    iterations.save(root, 5, 10)
+    iterations.foreign(root, steps=(15,))
+    iterations.write_all(root, 20)
+
+
+def both(root):
+    rank_folders(root)
+    iteration_folders(root)
+
+
+@pytest.fixture(params=[rank_folders, iteration_folders, both])
+def root(tmp_path, request):
+    root = tmp_path / "checkpoint"
+    root.mkdir()
+    request.param(root)
+    (tmp_path / "strategy").mkdir()
+    return root
+
+
+@pytest.mark.parametrize("only_list", [True, False], ids=["names", "all"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
+def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
+    steps = {row.candidate.step for row in survey(PosixStorage(), str(root), strategies(PosixStorage()), 2)[1] if not row.problem}
+    for folder in [root.parent / "strategy", *(path for path in sorted(root.rglob("*")) if path.is_dir())]:
+        storage = Closed(folder, code, only_list)
+        found, rows = survey(storage, str(root), strategies(storage), 2)
+        sizes = [size_of(storage, str(root), row.candidate) for row in rows]
+        assert len(sizes) == len(rows) and users_of(storage, str(root)) == []
+        usable = {row.candidate.step for row in rows if not row.problem}
+        assert usable <= steps, folder
+        try:
+            choice = choose(storage, root)
+        except NoUsableCheckpointError as error:                        # never a fresh start
+            assert "cannot be" in str(error), folder
+        else:
+            assert choice.chosen is not None and choice.chosen.step in steps
+        if folder.name.startswith(("iteration_", "rank_7", "step-", "strategy")):
+            lost = 0 if folder.name in ("rank_7", "strategy") else 1
+            assert len(usable) >= len(steps) - lost, folder
+        if folder.parent == root or folder.parent.parent == root and folder.name != "strategy":
+            problems = [str(row.problem) for row in rows if row.problem]
+            assert any(folder.name in text for text in problems) or not usable ^ steps, (folder, problems)
+
+
+@pytest.mark.parametrize("fill", [rank_folders, iteration_folders])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
+def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path, fill, code):
+    fill(tmp_path / "checkpoint")
+    with pytest.raises((OSError, AgreementError), match=os.strerror(code)):
+        choose(Closed(tmp_path / "checkpoint", code), tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("name", [FOLDER, "rank_0", "iteration_00000005"])
+def test_what_cannot_be_listed_forbids_a_fresh_start(tmp_path, name):
+    """There is nothing else, as far as anybody can see."""
+    (tmp_path / name).symlink_to(tmp_path / name)
+    with pytest.raises(NoUsableCheckpointError, match=f"{name} cannot be listed"):
+        choose(PosixStorage(), tmp_path, world=1)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
+    iterations.save(tmp_path, 5, 10)
+    (tmp_path / "iteration_00000015").symlink_to(tmp_path / "iteration_00000015")
+    if tracked:
+        iterations.track(tmp_path, 15)
+    else:
+        (tmp_path / iterations.TRACKER).unlink()
+    choice = choose(PosixStorage(), tmp_path)
+    assert choice.chosen.step == 10
+    assert [(refusal.step, "cannot be listed" in refusal.reason) for refusal in choice.refused] == [(15, True)]
+
+
+def test_records_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
+    """An iteration of ours whose records are closed is no iteration of mindformers, of which nothing could be checked."""
+    iterations.save(tmp_path, 5, 10)
+    storage = Closed(iterations.folder_of(tmp_path, 10) / FOLDER)
+    choice = choose(storage, tmp_path)
+    assert choice.chosen.step == 5 and choice.chosen.committed
+
+
+def test_files_of_ours_are_not_taken_for_those_of_mindformers_where_the_records_are_closed(tmp_path):
+    save(tmp_path, 5, 2)
+    write_rank(tmp_path, 10, 0, 2)
+    write_rank(tmp_path, 10, 1, 2)
+    with pytest.raises(NoUsableCheckpointError, match=f"{FOLDER} cannot be listed"):
+        choose(Closed(tmp_path / FOLDER, only_list=True), tmp_path)
+
+
+def test_a_closed_folder_beside_the_checkpoints(tmp_path):
+    """One too high is given; below lie the checkpoints and something that is not for us."""
+    save(tmp_path / "elsewhere", 5, 2)
+    (tmp_path / "private").mkdir()
+    assert choose(Closed(tmp_path / "private"), tmp_path).chosen.step == 5
+
+
+def test_a_closed_folder_and_nothing_else_is_no_place_to_begin(tmp_path):
+    (tmp_path / "private" / "checkpoint").mkdir(parents=True)
+    with pytest.raises((OSError, AgreementError, NoUsableCheckpointError), match=os.strerror(errno.EACCES)):
+        choose(Closed(tmp_path / "private"), tmp_path)
+
+
+def test_a_strategy_that_cannot_be_listed(tmp_path):
+    root = tmp_path / "checkpoint"
+    save(root, 5, 2)
+    four = Plan.parse("dp2tp2", MODEL)
+    foreign_of_plan(root, four, random_tensors(MODEL))
+    write_strategy(four.strategy(), str(tmp_path / "strategy"))
+    storage = Closed(tmp_path / "strategy")
+    assert survey(storage, str(root), strategies(storage))[1]
+
+
+# ---- removal -----------------------------------------------------------------------------------------------------------
+
+LATER = run_name(2, "0000bbbb")
+
+
+def test_retention_keeps_what_it_cannot_look_into_and_removes_the_rest(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, 2)
+    committer = save(tmp_path, 20, 2, run=LATER, suffix=1)
+    closed = tmp_path / FOLDER / attempt_name(10, RUN)
+    committer = Committer(committer.place, KeepLast(1))
+    object.__setattr__(committer.place, "storage", Closed(closed, only_list=True))
+    assert sorted(committer.prune()) == [5, 15]
+    assert path_of(tmp_path, 10, 0).exists() and closed.exists() and not path_of(tmp_path, 5, 0).exists()
+
+
+def test_a_plan_says_why(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, 2)
+    closed = tmp_path / FOLDER / attempt_name(5, RUN)
+    made = plan(Closed(closed, only_list=True), str(tmp_path), KeepLast(1), ended=lambda run: True)
+    assert not made.victims and not made.debris
+    assert "cannot be listed" in made.reasons[str(closed)]
+
+
+def test_trash_spares_what_a_closed_one_may_claim(tmp_path):
+    """Rank folders were deleted by hand, so that two steps have files of one name; the records of the later one are closed."""
+    save(tmp_path, 5, 2)
+    trash = tmp_path / FOLDER / (TRASH + attempt_name(5, RUN))
+    (tmp_path / FOLDER / attempt_name(5, RUN)).rename(tmp_path / "aside")
+    for rank in range(2):
+        path_of(tmp_path, 5, rank).unlink()
+    save(tmp_path, 5, 2, run=LATER)
+    (tmp_path / "aside").rename(trash)
+    empty_trash(Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path))
+    assert path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
+
+
+def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
+    """The job died before it could change the tracker to step 10; the next one cannot see that step, the one after it can."""
+    iterations.save(tmp_path, 5, 10)
+    iterations.track(tmp_path, 5)
+    iterations.intend(tmp_path, 10)
+    committer = Committer(iterations.place_of(tmp_path, run=LATER))
+    storage = Closed(iterations.folder_of(tmp_path, 10))
+    object.__setattr__(committer.place, "storage", storage)
+    committer.adopt()
+    assert (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "5"
+    storage = PosixStorage()
+    iteration.settle(storage, str(tmp_path), survey(storage, str(tmp_path), strategies(storage))[0].candidates, LATER)
+    assert not (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "10"
+
+
+def test_a_job_begins_beside_an_iteration_that_cannot_be_listed(tmp_path):
+    iterations.save(tmp_path, 5, 10)
+    storage = Closed(iterations.folder_of(tmp_path, 5))
+    claim = occupy(storage, str(tmp_path), owner_of_this_process("saving"))
+    assert claim.run > RUN
+    claim.leave()
+
+
+def test_what_cannot_be_listed_is_not_offered_to_other_nodes(tmp_path):
+    save(tmp_path, 5, 2)
+    save(tmp_path, 10, 2)
+    assert committed(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path)) == [attempt_name(5, RUN)]

@@ -1,0 +1,320 @@
+"""The command line on damaged folders, files, logs and arguments: each command ends with one of its exit statuses, in one clear
+line and never in a traceback, and what it prints is text. The damage is another one each time: seeds are fresh.
+
+    MINDRESUME_HOSTILE_SEED=123 pytest tests/test_hostile_commands.py         one case again
+    MINDRESUME_HOSTILE_SECONDS=600 pytest tests/test_hostile_commands.py      more cases: CPU seconds
+"""
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import iterations
+import numpy as np
+import pytest
+from folders import path_of, save, write_foreign
+from formats.test_huggingface import GROUPED
+from logfiles import RUNS, Log
+from mutations import damage
+from reshard.plans import COUNTERS, MODEL, Plan, random_tensors
+from reshard.plans import foreign as foreign_of_plan
+from reshard.test_huggingface import document
+
+from mindresume import cli
+from mindresume.files import encode
+from mindresume.strategy import write_strategy
+
+SECONDS = float(os.environ.get("MINDRESUME_HOSTILE_SECONDS", "12"))     # of CPU
+SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
+HANGS = 120                     # seconds after which a command is taken to hang: none needs a tenth of it
+STATUSES = {0, 1, 2, 3}
+INFO = Path("log", "rank_0", "info.log")
+CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+
+
+def run(*arguments):
+    """(status, stdout, stderr) of a command in this process. Whatever it raises is raised, and so is text that is no UTF-8."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+
+    def late(*_):
+        pytest.fail(f"mindresume {arguments} hangs")
+    before, handler = sys.argv, signal.signal(signal.SIGALRM, late)
+    sys.argv = ["mindresume", *map(str, arguments)]
+    signal.alarm(HANGS)
+    try:
+        with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+            cli.main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code or 0
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        sys.argv = before
+    return status, *(stream.buffer.getvalue().decode() for stream in streams)
+
+
+def checked(*arguments):
+    """As ``run``, and what must be true of every command."""
+    status, out, err = run(*arguments)
+    assert status in STATUSES, (status, err)
+    assert "Traceback" not in out + err
+    assert not CONTROL.search(out + err), repr(CONTROL.search(out + err))
+    if "--json" in arguments and out:
+        json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return status, out, err
+
+
+def refused(*arguments, says=""):
+    """One clear line, and nothing else."""
+    status, out, err = checked(*arguments)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 1200, (status, out, err)
+    assert re.search(says, err), err
+    return err
+
+
+# ---- one at a time ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def merged(tmp_path):
+    save(tmp_path / "source", 5, 1)
+    assert run("merge", tmp_path / "source", tmp_path / "merged")[0] == 0
+    return tmp_path / "merged"
+
+
+@pytest.mark.parametrize("field, value", [
+    ("fingerprint", 3), ("what", ["x"]), ("files", 7), ("files", [[1, 2, 3]]), ("files", [["a"]]), ("tensors", [1]),
+    ("files", [["/etc/passwd", 1, "x"]]), ("files", [["../source", 1, "x"]]), ("files", [["part0.safetensors", "9", "x"]]),
+    ("tensors", {"embedding.weight": 5})])
+def test_a_sealed_conversion_with_an_odd_field(merged, field, value):
+    from test_hostile import resealed, setting
+    path = merged / "conversion.json"
+    path.write_bytes(resealed(path.read_bytes(), setting(field, value=value)))
+    err = refused("merge", merged.parent / "source", merged, says="not empty")
+    assert "bytes" not in err                                           # nothing outside was looked at
+    checked("verify", merged)
+    checked("inspect", merged, "--json")
+
+
+@pytest.mark.parametrize("name, value", [("epoch_num", np.nan), ("epoch_num", np.inf), ("loss_scale", np.nan), ("epoch_num", -5),
+                                         ("global_step", np.inf), ("global_batch_size", np.nan), ("step_num", np.inf)])
+@pytest.mark.parametrize("command", ["which", "ls", "verify", "inspect"])
+def test_counters_that_are_no_numbers(tmp_path, name, value, command):
+    root = tmp_path / "checkpoint"
+    write_foreign(root, 20, 1)
+    counters = {**COUNTERS, "step_num": np.array(20), name: np.array(value)}
+    path_of(root, 20, 0).write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", counters, {"format": "ms"})))
+    for place in (root, path_of(root, 20, 0)):
+        checked(command, place, "--json")
+        checked(command, place)
+
+
+@pytest.mark.parametrize("line", [
+    "saved step 5, 1 MiB in . s", "saved step 5, 1.1.1 MiB in 1.1.1 s", f"saved step {2**63}, 1 MiB in 1 s",
+    f"saved step {'9' * 5000}, 1 MiB in 1 s", f"step {10**30} committed: ", f"not resuming from step {10**30}: x",
+    f"resume from step {'9' * 5000}, x", f"continues after step 5 x; steps scaled by 1 from {'9' * 400}",
+    "step 5 is being saved as x; training stopped for 9.9.9 s", f"left \x1b]0;of SIGTERM{'x' * 3000}"])
+def test_lines_of_ours_that_nobody_wrote(tmp_path, line):
+    log = Log().start(0).run(1, RUNS[0]).steps(10, 1, 20).ours(40, line)
+    log.write(tmp_path / INFO)
+    assert checked("report", tmp_path, "--json")[0] == 0
+
+
+@pytest.mark.parametrize("step, size, value", [(1, 10, "9" * 400), (2**63, 1, "4.0"), (2**40, 2**40, "4.0"), (1, 10, "1e999")])
+def test_losses_that_nobody_wrote(tmp_path, step, size, value):
+    Log().start(0).steps(10, 1, 20).loss(40, step, value, size=size).write(tmp_path / INFO)
+    assert checked("report", tmp_path, "--json")[0] == 0
+
+
+def test_a_log_that_is_a_pipe(tmp_path):
+    Log().start(0).steps(10, 1, 20).write(tmp_path / INFO)
+    os.mkfifo((tmp_path / INFO).parent / "info.log.1")
+    (tmp_path / "msrun_log").mkdir()
+    os.mkfifo(tmp_path / "msrun_log" / "worker_0.log")
+    assert json.loads(checked("report", tmp_path, "--json")[1])["steps"]["done"] == 20
+
+
+@pytest.mark.parametrize("name", [b"net\xff_rank_0-1_5.safetensors", b"\x1b[2J\x1b[31m.ckpt", b"x\xe2\x80\xaegnp.ckpt",
+                                  b"a\nb.safetensors"])
+@pytest.mark.parametrize("command", ["ls", "which", "verify", "report", "inspect"])
+def test_names_that_are_no_text(tmp_path, name, command):
+    root = tmp_path / os.fsdecode(b"[/b] \xff\x1b[2J") / "checkpoint"
+    write_foreign(root, 5, 1)
+    (root / "rank_0" / os.fsdecode(name)).write_bytes(b"x")
+    out = tmp_path / "page.html"
+    for more in (["--json"], ["-o", out] if command == "report" else []):
+        checked(command, root.parent if command == "report" else root, *more)
+    assert command != "report" or out.read_bytes().decode()
+
+
+def test_a_path_is_no_markup(tmp_path):
+    root = tmp_path / "[b]x[/b] [/nothing] :smile:"
+    save(root, 5, 1)
+    assert str(root) in checked("ls", root)[1].replace("\n", "")
+
+
+@pytest.mark.parametrize("size", ["9" * 310, "1" * 19 + "GiB", "1e9", "-1", "0", "nan", "inf", "1.", "", "²", "1" + "0" * 4400])
+@pytest.mark.parametrize("option", ["--part-size", "--memory-limit"])
+def test_sizes_that_are_none(tmp_path, size, option):
+    save(tmp_path / "checkpoint", 5, 1)
+    refused("merge", tmp_path / "checkpoint", tmp_path / "new", f"{option}={size}", says=option)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("which", "--world-size", 10**8), ("ls", "--world-size", 10**8), ("verify", "--world-size", "9" * 5000),
+    ("merge", "--workers", 10**8), ("convert", "--workers", 10**8), ("drill", "--jobs", 10**8)])
+def test_counts_are_bounded(tmp_path, arguments):
+    command, *options = arguments
+    write_foreign(tmp_path / "checkpoint", 5, 2)
+    paths = [] if command == "drill" else [tmp_path / "checkpoint"] + [tmp_path / "new"] * (command in ("merge", "convert"))
+    status, out, err = checked(command, *paths, *options)
+    assert (status, out) == (2, "") and options[0] in err
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"model_type": []}, "model_type"), ({"model_type": {}}, "model_type"), ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
+    ({"num_attention_heads": 2**23, "num_key_value_heads": 2**23}, "num_key_value_heads"), ({"vocab_size": 2**63}, "vocab_size"),
+    ({"architectures": ["x" * 5000]}, "architectures"), ({"quantization_config": "x" * 5000}, "quantization_config")])
+def test_configurations_of_no_model(tmp_path, change, says):
+    save(tmp_path / "checkpoint", 5, 1)
+    (tmp_path / "config.json").write_text(json.dumps({**document(GROUPED), **change}))
+    refused("export-hf", tmp_path / "checkpoint", tmp_path / "hf", "--config", tmp_path / "config.json", says=says)
+    checked("which", tmp_path)
+
+
+def test_many_counters_are_merged_in_time(tmp_path):
+    """40,000 single numbers: with a set made anew for each of them this takes minutes."""
+    tensors = {f"counter_{index}": np.array(index) for index in range(40_000)} | {"layer.weight": np.zeros((2, 2), np.float32)}
+    path = tmp_path / "net_rank_0-1_5.safetensors"
+    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", tensors, {"format": "ms"})))
+    started = time.process_time()
+    status, out, _ = checked("merge", path, tmp_path / "new", "--dry-run", "--json")
+    assert status == 0 and json.loads(out)["tensors"] == 40_001
+    assert time.process_time() - started < 60                           # of CPU; it takes one
+
+
+# ---- anything at all -------------------------------------------------------------------------------------------------
+
+TENSORS = random_tensors(MODEL)
+
+
+def logs(root):
+    root.mkdir(parents=True)
+    save(root / "checkpoint", 10, 1)
+    log = Log().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 12).save(25, 10)
+    log.start(100).resume(101, 10, RUNS[0]).run(102, RUNS[1]).steps(110, 11, 20).save(125, 20).over(130)
+    log.write(root / INFO)
+
+
+def rank_folders(root):
+    save(root / "checkpoint", 5, 2)
+    save(root / "checkpoint", 10, 2)
+    write_foreign(root / "checkpoint", 20, 2, suffix=1)
+
+
+def with_strategy(root):
+    plan = Plan.parse("dp2tp2", MODEL)
+    foreign_of_plan(root / "checkpoint", plan, TENSORS)
+    write_strategy(plan.strategy(), str(root / "strategy"))
+    write_strategy(plan.strategy(), str(root / "strategy_0123abcd"))
+    (root / "strategy_0123abcd" / "used_for.json").write_text("[[1, 2]]")
+
+
+def iteration_folders(root):
+    (root / "checkpoint").mkdir(parents=True)
+    iterations.save(root / "checkpoint", 5, 10)
+    iterations.foreign(root / "checkpoint", steps=(15,))
+    iterations.write_all(root / "checkpoint", 20)
+
+
+def complete(root):
+    (root / "one").mkdir(parents=True)
+    save(root / "one", 5, 1)
+    assert run("merge", root / "one", root / "checkpoint")[0] == 0
+    shutil.rmtree(root / "one")
+    (root / "checkpoint" / "config.json").write_text(json.dumps(document(GROUPED)))
+
+
+KINDS = (rank_folders, with_strategy, iteration_folders, complete, logs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder of each kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    for fill in KINDS:
+        fill(folder / fill.__name__)
+    return folder
+
+
+STEPS, COUNTS = ["5", "10", "-1", "0", "9" * 30, "9" * 5000, "x", ""], ["1", "2", "4", "0", "-1", "100000", "9" * 30, "nan"]
+SIZES = ["1kB", "3GiB", "0", "-1", "9" * 310, "nan", "1e5", "", "x"]
+NAMED = ["5", "9" * 5000, "²", "x.ckpt", "../x", "net_rank_0-1_5"]
+PLANS = ["dp=2", "dp=2,tp=2", "dp=99999999999", "tp=0", "x", "", "dp=" + "9" * 5000]
+PATTERNS = ["*", "adam_*", "[", ""]
+OPTIONS = {                     # of each command: {option: values, None: it has none}
+    "ls": {"--world-size": COUNTS},
+    "which": {"--world-size": COUNTS, "--name": NAMED, "--quick": None},
+    "verify": {"--world-size": COUNTS, "--step": STEPS},
+    "inspect": {"--step": STEPS, "--rank": COUNTS, "--tensor": PATTERNS, "--all": None},
+    "prune": {"--keep-last": COUNTS, "--keep-every-steps": COUNTS, "--keep-minutes": [*COUNTS, "1e400"], "--keep-best": COUNTS},
+    "merge": {"--part-size": SIZES, "--workers": COUNTS, "--memory-limit": SIZES, "--drop": PATTERNS, "--hf-index": None,
+              "--step": STEPS},
+    "convert": {"--to": PLANS, "--step": STEPS, "--format": ["ckpt", "iteration", "x"]},
+    "export-hf": {"--max-shard-size": SIZES, "--dtype": ["bfloat16", "x"], "--step": STEPS},
+    "diff": {"--tolerance": ["0", "nan", "1e400", "-1"]},
+    "report": {}}
+
+
+def command_for(folder, draw):
+    """Arguments of one command on ``folder``."""
+    command = draw.choice(list(OPTIONS))
+    places = [folder / "checkpoint", folder / "checkpoint", folder / "checkpoint", folder]
+    places += sorted((path for path in folder.rglob("*")), key=os.fsencode)[:40] if draw.random() < 0.3 else []
+    arguments = [command, str(draw.choice(places))]
+    if command in ("merge", "convert", "export-hf"):
+        arguments += [str(folder / "new")] + ["--dry-run"] * draw.randint(0, 1)
+    if command == "diff":
+        arguments.append(str(draw.choice(places)))
+    if command == "prune":
+        arguments += ["--keep-last", "1"] * draw.randint(0, 1)
+    if command == "export-hf":
+        arguments += ["--config", str(folder / "checkpoint" / "config.json")]
+    for option, values in OPTIONS[command].items():
+        if draw.random() < 0.25:
+            arguments.append(option if values is None else f"{option}={draw.choice(values)}")
+    return arguments + ["--json"] * (1 if command == "report" else draw.randint(0, 1))
+
+
+def one_case(whole, folder, seed):
+    """Damage from ``seed``, and three commands on what is left."""
+    draw = random.Random(seed)
+    kind = draw.choice(KINDS).__name__
+    shutil.copytree(whole / kind, folder, symlinks=True)
+    done = [damage(folder, draw) for _ in range(draw.choice([1, 1, 2, 3, 5]))]
+    for _ in range(3):
+        arguments = command_for(folder, draw)
+        try:
+            checked(*arguments)
+        except BaseException as error:
+            error.add_note(f"MINDRESUME_HOSTILE_SEED={seed}: {kind}, {done}, mindresume {[text[:200] for text in arguments]}")
+            raise
+
+
+def test_whatever_is_damaged_a_command_ends_in_a_line(whole, tmp_path):
+    seeds = iter([int(SEED)]) if SEED else iter(lambda: random.SystemRandom().getrandbits(48), None)
+    begun, cases = time.process_time(), 0
+    for seed in seeds:
+        one_case(whole, Path(tmp_path, f"case{cases}"), seed)
+        shutil.rmtree(tmp_path / f"case{cases}", ignore_errors=True)
+        cases += 1
+        if time.process_time() - begun > SECONDS:
+            break
+    assert cases

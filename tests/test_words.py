@@ -1,0 +1,17 @@
+"""Names as they are printed."""
+import pytest
+
+from mindresume.words import shown
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("net_rank_0-1_5.ckpt", "net_rank_0-1_5.ckpt"), ("模型 é", "模型 é"), ("\x1b[31m", "\\x1b[31m"),
+    ("a\nb\tc\x7f\x9b", "a\\x0ab\\x09c\\x7f\\x9b"),
+    ("\udcff", "\\xff"), ("\ud800", "\\ud800"), ("\u202egnp", "\\u202egnp"), (7, "7")])
+def test_shown(text, expected):
+    assert shown(text) == expected
+    shown(text).encode()
+
+
+def test_what_is_kept():
+    assert shown("a\nb\x1b", keep="\n") == "a\nb\\x1b"
