@@ -1,10 +1,11 @@
 """What lies in the object store after every operation, and what a job on an empty disk takes from there."""
+import json
 import os
 import random
 import shutil
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from mindresume.store.mirror import AGAIN, Mirror
 from mindresume.store.objects import MoxingStore
 from mindresume.store.remote import Mark, Remote, records_of
 from mindresume.store.retention import KEEP_ALL, KeepLast
+from mindresume.store.trials import Death
 
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
@@ -439,7 +441,8 @@ def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(
     def fetched_by(job):
         world.empty_disk()
         (world.disk / FOLDER).mkdir(parents=True)
-        world.disk.joinpath(*note).write_text("2 /output")
+        deaths = [asdict(Death(run_name(sequence, "0000dead"))) for sequence in (3, 4)]
+        world.disk.joinpath(*note).write_text(json.dumps({"output": "/output", "deaths": deaths, "began": None}))
         fetched = downloads(monkeypatch)
         assert job().chosen.step == int(fetched[-1][5:15])
         return set(fetched)
