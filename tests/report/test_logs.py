@@ -78,7 +78,7 @@ def test_the_words_of_the_product_are_those_that_are_parsed():
     source = "".join(path.read_text(encoding="utf-8") for folder in (plugin, store) for path in folder.glob("*.py"))
     for words in ("mindresume: saved step %d, %.1f MiB in %.2f s",
                   "mindresume: step %d is being saved as %s; training stopped for %.3f s", "mindresume: run %s saves to ",
-                  "mindresume: not resuming from %s", "mindresume: fresh start: ",
+                  'mindresume: not %s %s", "resuming from" if resume', "mindresume: fresh start: ",
                   "mindresume: continues after step %d (", "; steps scaled by {progress.step_scale:g} from {state.step}",
                   'mindresume: %s%s %s", "resume from"', "step {step} committed: ", "was complete already and is committed now",
                   "is given up: ", "is not committed: ", "mindresume: step %d is not saved: "):
