@@ -35,7 +35,7 @@ from mindresume.store import iteration
 from mindresume.store.claim import fence
 from mindresume.store.removal import Plan, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, Policy
-from mindresume.store.shard import Place
+from mindresume.store.shard import Place, is_committed
 from mindresume.store.storage import parallel, publish, publish_json
 
 
@@ -98,8 +98,8 @@ class Committer:
     def try_commit(self, step: int) -> list[int]:
         """Commits ``step`` if all ranks have recorded it; else returns the ranks that have not."""
         missing = self._missing(step)
-        if missing:
-            return missing
+        if missing:                         # or its folder has its other name already: a writer died before it said so
+            return [] if self.place.iterations and is_committed(self.place, step) else missing
         fence(self.place.storage, self.place.root, self.place.run)
         manifest = self._manifest(self.place, step)
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)

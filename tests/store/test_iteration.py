@@ -558,13 +558,6 @@ def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_
     assert claim.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).victims] == [10]
 
 
-def test_the_second_writer_of_a_folder_is_stopped(tmp_path):
-    save(tmp_path, 10)
-    write_rank(tmp_path, 20, 0)
-    with pytest.raises(Exception, match="exists already"):
-        write_rank(tmp_path, 20, 0)
-
-
 def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training(tmp_path):
     write_all(tmp_path, 10)
     path = records_of(making(tmp_path, 10), 10) / record_name(0)
