@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,16 @@ def parse_attempt(name: str) -> tuple[int, str] | None:
     """(step, run) of an attempt folder, None for any other name."""
     found = _ATTEMPT.fullmatch(name)
     return (int(found.group(1)), found.group(2)) if found else None
+
+
+def trash_name(attempt: str) -> str:
+    """A new name for a folder of records that is to be removed: free, whatever else has or had records of that attempt."""
+    return f"{TRASH}{attempt}.{secrets.token_hex(4)}"
+
+
+def untrashed(name: str) -> str:
+    """The attempt that trash is of; any other name as it is."""
+    return name.removeprefix(TRASH).partition(".")[0] if name.startswith(TRASH) else name
 
 
 def record_name(rank: int) -> str:

@@ -20,7 +20,7 @@ from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
 from mindresume.formats.names import META, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import header_of, no_step, scalars_of, status_of
 from mindresume.layout import MAX_RANKS
-from mindresume.manifest import FOLDER, TRASH, FileRecord, attempts, run_sequence
+from mindresume.manifest import FOLDER, FileRecord, attempts, run_sequence, untrashed
 from mindresume.state import is_count
 from mindresume.store.storage import Storage, parallel, read_json
 
@@ -82,7 +82,7 @@ def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | N
 def _attempted(names: list[str]) -> set[tuple[str, int]]:
     """(run, step) of every attempt there is a folder of, those that are being removed included. ``names``: what lies in the
     folder of records."""
-    return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])}
+    return {(run, step) for _, step, run in attempts(list(map(untrashed, names)))}
 
 
 # ---- files without records -----------------------------------------------------------------------------------------

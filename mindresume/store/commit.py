@@ -57,6 +57,7 @@ class Committer:
         self.holds, self._ended = holds, ended
         self.pending: list[int] = []
         self.committed: list[int] = []
+        self._said: set[str] = set()
         self._reasons: dict[int, str] = {}          # why a pending step could not be committed the last time
 
     def saved(self, step: int) -> None:
@@ -198,7 +199,7 @@ class Committer:
         steps of the former."""
         storage, root = self.place.storage, self.place.root
         made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over)
-        removed = carry_out(storage, root, made, self.holds, self.log)
+        removed = carry_out(storage, root, made, self.holds, self._log_once)
         steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
         if steps:
             self.log(f"removed step {', '.join(map(str, steps))}: kept {self.policy}")
@@ -211,12 +212,18 @@ class Committer:
         found, _, _ = scan_records(self.place.storage, self.place.root)
         own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step),
                      key=lambda c: c.step or 0)
-        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self.log)
+        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self._log_once)
         steps = [candidate.step or 0 for candidate in removed]
         self.pending = [other for other in self.pending if other not in steps]
         if steps:
             self.log(f"the disk is full: removed what there was of step {', '.join(map(str, steps))}, which never completed")
         return steps
+
+    def _log_once(self, text: str) -> None:
+        """What cannot be removed now will be tried after every save."""
+        if text not in self._said:
+            self._said.add(text)
+            self.log(text)
 
     def _is_over(self, run: str) -> bool:
         return run_sequence(run) < run_sequence(self.place.run) and (self._ended is None or self._ended(run))

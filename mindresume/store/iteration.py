@@ -34,12 +34,12 @@ from mindresume.formats.metadata import encode_metadata
 from mindresume.formats.records import attempts_within, details_of
 from mindresume.manifest import (
     FOLDER,
-    TRASH,
     FileRecord,
     Record,
     attempt_name,
     run_name,
     run_sequence,
+    trash_name,
 )
 from mindresume.state import TrainingState
 from mindresume.store.shard import Place
@@ -79,7 +79,7 @@ def show(place: Place, step: int, newest: bool = True) -> None:
         _lead_elsewhere(storage, root, step, place.run)
         foreign = attempt_name(step, run_name(0, secrets.token_hex(4)))         # mindformers gives its runs no name
         replaced = next((attempt.name for attempt in attempts_within(storage, root, name)), foreign)
-        storage.rename(target, os.path.join(records, TRASH + replaced))
+        storage.rename(target, os.path.join(records, trash_name(replaced)))
         storage.sync(root)
     storage.rename(place.base(step), target)
     storage.sync(root)
