@@ -14,8 +14,9 @@ from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.names import folder_rank
-from mindresume.formats.records import sizes
+from mindresume.formats.records import scan_records, sizes
 from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_sequence, untrashed
+from mindresume.store.lineage import newest_lineage
 from mindresume.store.removal import Plan, carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
@@ -48,9 +49,12 @@ def prune(folder: Root, json: AsJson = False,
                                                    "best (min, unless given) or the largest?")] = None,
           minutes: Annotated[float | None, typer.Option("--keep-minutes", metavar="M", help="One every M minutes "
                                                         "stays.")] = None,
+          all_trainings: Annotated[bool, typer.Option("--all-trainings", help="Count and remove the checkpoints of all trainings "
+                                                      "in this folder, not only of the one that saved last.")] = False,
           dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False) -> None:
     """Removes the checkpoints that no --keep option keeps, and saves that never completed.
 
+    Where a training was begun afresh in the folder of another one, those of the training that saved last are meant.
     At least one --keep option is needed; what any of them keeps stays. Always stay: the newest checkpoint whose files are whole,
     what a job is reading now, incomplete saves of a job that may still run, and everything that mindformers wrote alone.
     """
@@ -66,7 +70,8 @@ def prune(folder: Root, json: AsJson = False,
             known.append(claim.ended(storage, root))
         return known[0](run)
     held, records = claim.holds(storage, root), os.path.join(root, FOLDER)
-    made = plan(storage, root, policy, held, ended=ended)
+    lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
+    made = plan(storage, root, policy, held, ended=ended, lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
     going = [*made.victims, *made.debris]
     size = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}

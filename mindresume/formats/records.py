@@ -158,7 +158,8 @@ def candidate_of(manifest: Manifest, base: str = "", path: str | None = None) ->
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
         committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, base=base,
-        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part)
+        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part,
+        lineage=manifest.lineage)
 
 
 def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
@@ -213,7 +214,7 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
                      deduplicated=any(record.deduplicated for record in records.values()),
-                     absent=tuple(missing) if complete else ())
+                     absent=tuple(missing) if complete else (), lineage=first.lineage if first else "")
 
 
 def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int) -> str:

@@ -410,7 +410,7 @@ class Holds:
     def _all_attempts(self) -> set[str]:
         bases = [base for base in self.storage.list(self.root) if parse_iteration(base) is not None]
         names = [name for base in ("", *bases) for name in self.storage.list(os.path.join(self.root, base, FOLDER))]
-        return {name for name, _, _ in attempts([name.removeprefix(TRASH) for name in names])}
+        return {name for name, _, _ in attempts(list(map(untrashed, names)))}
 
 
 def holds(storage: Storage, root: str) -> Mapping[str, str]:

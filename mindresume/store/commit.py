@@ -158,8 +158,8 @@ class Committer:
         """The iteration folder of ``step``, after those of this run that an error left without their names."""
         for attempt in find_attempts(self.place.storage, self.place.root, top=[]):
             if attempt.run == self.place.run and attempt.step < step and attempt.base and MANIFEST in attempt.content:
-                iteration.show(self.place, attempt.step, newest=False)
-        iteration.show(self.place, step)
+                iteration.show(self.place, attempt.step, newest=False, log=self.log)
+        iteration.show(self.place, step, log=self.log)
 
     def adopt(self) -> list[int]:
         """Commits what earlier runs completed before they died, and makes it visible. Returns its steps, newest first."""
@@ -173,7 +173,8 @@ class Committer:
             making = candidate.base.startswith(FOLDER)
             if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
                 continue
-            place, step = Place(storage, root, candidate.run or "", 0, candidate.world_size, making), candidate.step or 0
+            place = Place(storage, root, candidate.run or "", 0, candidate.world_size, making, lineage=candidate.lineage)
+            step = candidate.step or 0
             try:
                 if not candidate.committed:
                     manifest = self._manifest(place, step)
@@ -184,7 +185,7 @@ class Committer:
             if making and any(c.step == step and c.committed and c.order > candidate.order for c in found):
                 continue                                        # a later run has saved this step again
             if making:
-                iteration.show(place, step, newest=candidate.name == newest)
+                iteration.show(place, step, newest=candidate.name == newest, log=self.log)
             elif candidate.name == newest:
                 self._point(place, manifest)
             adopted.append(step)
@@ -198,7 +199,7 @@ class Committer:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.store.removal``). Returns the
         steps of the former."""
         storage, root = self.place.storage, self.place.root
-        made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over)
+        made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over, self.place.lineage)
         removed = carry_out(storage, root, made, self.holds, self._log_once)
         steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
         if steps:

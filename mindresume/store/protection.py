@@ -1,6 +1,6 @@
 """What retention must not remove, whatever its policy says, and why.
 
-    not_counted(found)                         # {box of a candidate: reasons}; ``found``: all saves with records, newest first
+    not_counted(found, lineage)                # {box of a candidate: reasons}; ``found``: all saves with records, newest first
     protected(storage, root, counted)          # the same, of the others
 
 A rule looks at what is in the folder and yields the candidates that must stay, each with a reason that reads well behind "kept:".
@@ -17,6 +17,7 @@ from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.iterations import tracked
 from mindresume.formats.records import whole
 from mindresume.store.common import spared
+from mindresume.store.lineage import others
 from mindresume.store.storage import Storage
 from mindresume.store.trials import trials
 
@@ -25,13 +26,17 @@ Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, s
 
 NEWEST_WHOLE = "the newest one that is whole"
 NEWEST_HEALTHY = "the newest one that is healthy"
+ANOTHER_TRAINING = "of another training"
 
 
-def not_counted(found: Sequence[Candidate]) -> Reasons:
+def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
     """Iteration folders that were copied or renamed by hand: no resume takes them under that name, and who made them may need
-    them."""
-    return {c.box: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
-            if parse_iteration(c.base) not in (None, c.step)}
+    them. And all that is of another training than ``lineage`` (None: of any)."""
+    aside = {c.box: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
+             if parse_iteration(c.base) not in (None, c.step)}
+    for candidate in others(found, lineage) if lineage is not None else ():
+        aside.setdefault(candidate.box, []).append(ANOTHER_TRAINING)
+    return aside
 
 
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:

@@ -67,8 +67,9 @@ class Plan:
 # ---- deciding ------------------------------------------------------------------------------------------------------
 
 def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
-         ended: Callable[[str], bool] = lambda run: False) -> Plan:
-    """What goes from ``root``. Counts the checkpoints of earlier runs too, and never those that mindformers wrote alone.
+         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None) -> Plan:
+    """What goes from ``root``. Counts the checkpoints of earlier runs of the same training too (``lineage``; None: whatever they
+    are of), and never those that mindformers wrote alone.
 
     ``held``: {name of an attempt folder: who reads it}. ``active``: the run that saves now; its incomplete saves before its
     newest commit go, because every rank is past them. ``ended(run)``: whether a run is over for certain; asked after the folder
@@ -79,7 +80,7 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     either if they counted. Without a single whole one no checkpoint goes at all.
     """
     found, _, _ = scan_records(storage, root)
-    aside = not_counted(found)
+    aside = not_counted(found, lineage)
     counted = [c for c in found if c.box not in aside]
     stays = {**protected(storage, root, counted), **aside}
     committed = [c for c in counted if c.committed]

@@ -43,7 +43,7 @@ from mindresume.store.storage import TEMPORARY, Storage, UnsettledError, publish
 @dataclass(frozen=True)
 class Place:
     """Who saves where. ``root``: folder of the rank folders, or with ``iterations`` of the iteration folders. ``part``: the ranks
-    that see it, where nodes share no disk; else all."""
+    that see it, where nodes share no disk; else all. ``lineage``: the run that began this training (``lineage.py``)."""
     storage: Storage
     root: str
     run: str
@@ -51,6 +51,7 @@ class Place:
     world_size: int
     iterations: bool = False
     part: tuple[int, ...] = ()
+    lineage: str = ""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -157,7 +158,8 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
                     if written != size:
                         raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", where)
                 rows.append(FileRecord(file.path, file.format, size, into.file))
-            record = Record(place.run, place.rank, place.world_size, shard.state, clock(), tuple(rows), shard.deduplicated)
+            record = Record(place.run, place.rank, place.world_size, shard.state, clock(), tuple(rows), shard.deduplicated,
+                            place.lineage)
             where = os.path.join(attempt, record_name(place.rank))
             try:
                 publish(place.storage, where, [record.encode(_details(shard, sums))], place.run)

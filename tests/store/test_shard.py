@@ -28,15 +28,15 @@ def place_of(made, root, rank, storage=STORAGE, run=RUN):
     return Place(storage, str(root), run, rank, WORLD, iterations=made == "2.0")
 
 
-def shard_of(place, step, other=0.0):
-    """``other``: added to every weight."""
+def shard_of(place, step, other=0.0, suffix=0):
+    """``other``: added to every weight. ``suffix``: of the name of the file, in 1.0."""
     arrays = {name: array + array.dtype.type(other) if "weight" in name else array
               for name, array in folders.tensors_of(place.rank, step).items()}
     if place.iterations:
         model = {name: array for name, array in arrays.items() if name == "embedding.weight"}
         return iteration_shard("net", place, folders.state_of(step), model,
                                {name: array for name, array in arrays.items() if name not in model})
-    return rank_shard(folders.name_of(place.rank, step), folders.state_of(step), arrays)
+    return rank_shard(folders.name_of(place.rank, step, suffix), folders.state_of(step), arrays)
 
 
 def write(made, root, step, rank, storage=STORAGE, other=0.0):
