@@ -7,7 +7,7 @@ The records of all ranks of one run and step *are* the commit; the manifest says
 two of these operations leaves the previous checkpoint as it was, and at worst a file that no manifest names. Nobody waits for
 anybody while the training runs: rank 0 looks again after each later step, and at the end of the training until a deadline.
 
-Pointers: ``meta.json`` of all ranks in rank folders; of an iteration folder its name and the tracker (iteration.py).
+Pointers: ``meta.json`` of the first rank in rank folders; of an iteration folder its name and the tracker (iteration.py).
 """
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mindresume.errors import RecordError
-from mindresume.formats.names import META, meta_json, parse_name
+from mindresume.formats.names import META, folder_name, meta_json, parse_name
+from mindresume.formats.rank_folders import ranks_of
 from mindresume.formats.records import find_attempts, listed, ranks_count, scan_records
 from mindresume.formats.scan import scan
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
-    FileRecord,
     Manifest,
     Record,
     read_record,
@@ -58,6 +58,8 @@ class Committer:
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._said: set[str] = set()
+        self._late = False                          # the pointers are those of an older step
+        self._alone = False                         # there is one meta.json only
         self._reasons: dict[int, str] = {}          # why a pending step could not be committed the last time
 
     def saved(self, step: int) -> None:
@@ -106,12 +108,23 @@ class Committer:
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
         self.log(f"step {step} committed: {ranks_count(len(manifest.files))}, "
                  f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")
+        self._after(step, manifest)
+        return []
+
+    def _after(self, step: int, manifest: Manifest) -> None:
+        """Pointers and pruning. The commit stands, whatever fails here; it is done again next time. What old pointers lead to
+        stays for one save more, but not for ever."""
         try:
             self._point(self.place, manifest)
-            self.prune()
-        except OSError as error:                  # the commit stands; pointers and pruning are done again next time
+            pointed, self._late = True, False
+        except OSError as error:
             self.log(f"step {step}: after the commit: {error}")
-        return []
+            pointed, self._late = self._late, True
+        if pointed:
+            try:
+                self.prune()
+            except OSError as error:
+                self.log(f"step {step}: after the commit: {error}")
 
     def _manifest(self, place: Place, step: int) -> Manifest:
         """From the records, each checked against its files. RecordError or OSError if something does not fit."""
@@ -141,18 +154,28 @@ class Committer:
 
     def _point(self, place: Place, manifest: Manifest) -> None:
         """So that mindformers without us finds the same checkpoint. An iteration folder that an error left without its name gets
-        it first."""
+        it first.
+
+        Of rank folders one ``meta.json`` is enough, in that of the first rank: mindformers takes the oldest step that any of them
+        names and passes over folders without one. Those that it, or a version of ours before, has left in the other folders would
+        hold it back; they go once a run, behind the first commit, when the step they name is still there."""
         if place.iterations:
             self._show(manifest.step)
             return
+        storage, root, first = self.place.storage, self.place.root, place.ranks[0]
+        parsed = parse_name(os.path.basename(manifest.files[0][0].path))
+        if parsed is None:
+            return
+        publish_json(storage, os.path.join(root, folder_name(first), META), meta_json(parsed), self.place.run)
 
-        def write(file: FileRecord) -> None:
-            folder, _, name = file.path.partition("/")
-            parsed = parse_name(name)
-            if parsed is not None:
-                publish_json(self.place.storage, os.path.join(self.place.root, folder, META), meta_json(parsed),
-                             self.place.run)
-        parallel(self.place.storage, write, [files[0] for files in manifest.files])
+        def forget(rank: int) -> None:
+            folder = os.path.join(root, folder_name(rank))
+            if storage.status(os.path.join(folder, META)) is not None:
+                storage.remove(os.path.join(folder, META))
+                storage.sync(folder)
+        if not self._alone:
+            parallel(storage, forget, [rank for rank in ranks_of(storage.list(root)) if rank != first])
+            self._alone = True
 
     def _show(self, step: int) -> None:
         """The iteration folder of ``step``, after those of this run that an error left without their names."""

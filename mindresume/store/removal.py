@@ -266,8 +266,7 @@ def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str] | N
             remove_tree(storage, trash)
             return
         _clear_weights(storage, root, trash, claimed)
-        for entry in storage.list(trash):
-            storage.remove(os.path.join(trash, entry))
+        parallel(storage, lambda entry: storage.remove(os.path.join(trash, entry)), storage.list(trash))
     storage.remove(trash)
 
 

@@ -391,12 +391,13 @@ def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
 
 
 def remove_tree(storage: Storage, folder: str) -> None:
-    """A folder and everything in it; links are removed, not followed."""
-    for name in storage.list(folder):
-        path = os.path.join(folder, name)
-        found = storage.status(path)
+    """A folder and everything in it, folders in it first; links are removed, not followed."""
+    paths = [os.path.join(folder, name) for name in storage.list(folder)]
+    files = []
+    for path, found in zip(paths, parallel(storage, storage.status, paths), strict=True):
         if found is not None and found.is_folder and not found.is_link:
             remove_tree(storage, path)
         else:
-            storage.remove(path)
+            files.append(path)
+    parallel(storage, storage.remove, files)
     storage.remove(folder)
