@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,16 @@ def parse_attempt(name: str) -> tuple[int, str] | None:
     """(step, run) of an attempt folder, None for any other name."""
     found = _ATTEMPT.fullmatch(name)
     return (int(found.group(1)), found.group(2)) if found else None
+
+
+def trash_name(attempt: str) -> str:
+    """A new name for a folder of records that is to be removed: free, whatever else has or had records of that attempt."""
+    return f"{TRASH}{attempt}.{secrets.token_hex(4)}"
+
+
+def untrashed(name: str) -> str:
+    """The attempt that trash is of; any other name as it is."""
+    return name.removeprefix(TRASH).partition(".")[0] if name.startswith(TRASH) else name
 
 
 def record_name(rank: int) -> str:
@@ -201,7 +212,8 @@ class Details:
 @dataclass(frozen=True)
 class Record:
     """What one rank wrote for one step of one run. ``saved_at``: seconds since 1970, for people only. ``deduplicated``: of the
-    pieces that several ranks hold, it wrote its share (``remove_redundancy``)."""
+    pieces that several ranks hold, it wrote its share (``remove_redundancy``). ``lineage``: the run that began this training;
+    empty: not known."""
     run: str
     rank: int
     world_size: int
@@ -209,6 +221,7 @@ class Record:
     saved_at: float
     files: tuple[FileRecord, ...]
     deduplicated: bool = False
+    lineage: str = ""
 
     @property
     def step(self) -> int:
@@ -218,7 +231,8 @@ class Record:
         tail = _dump(details.to_json(), DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
                 "state": self.state.to_json(), "saved_at": self.saved_at, "files": [file.to_json() for file in self.files],
-                "deduplicated": self.deduplicated, "details": xxhash.xxh3_128_hexdigest(tail)}
+                "deduplicated": self.deduplicated, **_named("lineage", self.lineage),
+                "details": xxhash.xxh3_128_hexdigest(tail)}
         return seal(head) + tail + b"\n"
 
     @classmethod
@@ -228,7 +242,7 @@ class Record:
             world_size = _counted(head, "world_size", 1, MAX_RANKS)
             rank = _counted(head, "rank", 0, world_size - 1)
             return cls(head["run"], rank, world_size, TrainingState.from_json(head["state"]), _time(head["saved_at"]),
-                       _files(head["files"], rank), _flag(head, "deduplicated"))
+                       _files(head["files"], rank), _flag(head, "deduplicated"), _lineage(head))
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
@@ -255,7 +269,7 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
 class Manifest:
     """The commit of one checkpoint: the files of each rank in order of rank, and the checksum of each rank's record. ``small``:
     what rank 0 wrote beside them, such as ``metadata.json``. ``deduplicated``: some rank wrote only its share. ``part``: of nodes
-    that share no disk, the ranks of a job of ``world`` whose files these are; else all."""
+    that share no disk, the ranks of a job of ``world`` whose files these are; else all. ``lineage``: as of a record."""
     run: str
     state: TrainingState
     saved_at: float
@@ -265,6 +279,7 @@ class Manifest:
     deduplicated: bool = False
     part: tuple[int, ...] = ()
     world: int = 0
+    lineage: str = ""
 
     @classmethod
     def of(cls, records: Sequence[tuple[Record, str]], part: tuple[int, ...] = ()) -> Manifest:
@@ -275,7 +290,7 @@ class Manifest:
         state = replace(first.state, metrics=tuple(sorted(metrics.items())))
         return cls(first.run, state, max(record.saved_at for record, _ in records), tuple(record.files for record, _ in records),
                    tuple(checksum for _, checksum in records), (), any(record.deduplicated for record, _ in records), part,
-                   first.world_size if part else 0)
+                   first.world_size if part else 0, first.lineage)
 
     @property
     def world_size(self) -> int:
@@ -295,7 +310,7 @@ class Manifest:
                      "state": self.state.to_json(), "saved_at": self.saved_at,
                      "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
                      "small": [file.to_json() for file in self.small], "deduplicated": self.deduplicated,
-                     **({"part": list(self.part)} if self.part else {})}, MANIFEST_LIMIT)
+                     **_named("lineage", self.lineage), **_named("part", list(self.part))}, MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
@@ -317,7 +332,20 @@ class Manifest:
             for rank, checksum in zip(ranks, records, strict=True):
                 _check_checksum(checksum, record_name(rank))
             return cls(head["run"], TrainingState.from_json(head["state"]), _time(head["saved_at"]), files, tuple(records), small,
-                       _flag(head, "deduplicated"), part, world_size if part else 0)
+                       _flag(head, "deduplicated"), part, world_size if part else 0, _lineage(head))
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    """A field that is there only if it says something."""
+    return {name: value} if value else {}
+
+
+def _lineage(head: Mapping[str, Any]) -> str:
+    """Name of a run; empty where there is no such field."""
+    if "lineage" not in head:
+        return ""
+    run_sequence(head["lineage"])
+    return head["lineage"]
 
 
 def _part(value: Any, world_size: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mindresume.drill.stories import PER_EPOCH
 from mindresume.formats.names import META, parse_name
-from mindresume.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank
+from mindresume.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, untrashed
 from mindresume.store.storage import TEMPORARY
 
 # kind -> system calls; "?" before a name: not on every machine
@@ -146,7 +146,7 @@ def role(path: str) -> Role:
         return Role("temporary")
     if FOLDER in parts:
         below = parts[parts.index(FOLDER) + 1:]
-        parsed = parse_attempt(below[0].removeprefix(TRASH)) if below else None
+        parsed = parse_attempt(untrashed(below[0])) if below else None
         if parsed is None:
             return Role("other")
         trash = below[0].startswith(TRASH)

@@ -14,8 +14,9 @@ from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.names import folder_rank
-from mindresume.formats.records import sizes
-from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_sequence
+from mindresume.formats.records import scan_records, sizes
+from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_sequence, untrashed
+from mindresume.store.lineage import newest_lineage
 from mindresume.store.removal import Plan, carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
@@ -48,9 +49,12 @@ def prune(folder: Root, json: AsJson = False,
                                                    "best (min, unless given) or the largest?")] = None,
           minutes: Annotated[float | None, typer.Option("--keep-minutes", metavar="M", help="One every M minutes "
                                                         "stays.")] = None,
+          all_trainings: Annotated[bool, typer.Option("--all-trainings", help="Count and remove the checkpoints of all trainings "
+                                                      "in this folder, not only of the one that saved last.")] = False,
           dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False) -> None:
     """Removes the checkpoints that no --keep option keeps, and saves that never completed.
 
+    Where a training was begun afresh in the folder of another one, those of the training that saved last are meant.
     At least one --keep option is needed; what any of them keeps stays. Always stay: the newest checkpoint whose files are whole,
     what a job is reading now, incomplete saves of a job that may still run, and everything that mindformers wrote alone.
     """
@@ -66,14 +70,16 @@ def prune(folder: Root, json: AsJson = False,
             known.append(claim.ended(storage, root))
         return known[0](run)
     held, records = claim.holds(storage, root), os.path.join(root, FOLDER)
-    made = plan(storage, root, policy, held, ended=ended)
-    begun = [name for name in storage.list(records) if name.startswith(TRASH) and name.removeprefix(TRASH) not in held]
+    lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
+    made = plan(storage, root, policy, held, ended=ended, lineage=lineage)
+    begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
     going = [*made.victims, *made.debris]
     size = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
-    removed = going if dry_run else carry_out(storage, root, made, claim.Holds(storage, root))
+    said: list[str] = []
+    removed = going if dry_run else carry_out(storage, root, made, claim.Holds(storage, root), said.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
-    groups = _groups(made, going, removed, size)
+    groups = _groups(made, going, removed, size, said)
     freed = sum(size[c.box] for c in removed) + sum(left.values())
     if json:
         print_json({"root": root, "dry_run": dry_run, **groups, "freed_bytes": freed})
@@ -113,12 +119,15 @@ def _size(storage: Storage, root: str, box: str) -> int:
     return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
 
 
-def _groups(made: Plan, going: list[Candidate], removed: list[Candidate], size: dict[str, int]) -> dict[str, list[Row]]:
-    """Rows of what stays, goes and is held; what was to go and did not was held, or removed by somebody else, meanwhile."""
+def _groups(made: Plan, going: list[Candidate], removed: list[Candidate], size: dict[str, int], said: list[str]
+            ) -> dict[str, list[Row]]:
+    """Rows of what stays, goes and is held; what was to go and did not cannot be removed, or was held, or removed by somebody
+    else, meanwhile. ``said``: by whoever tried."""
     def row(candidate: Candidate, why: str | None = None) -> Row:
         return {"step": candidate.step, "run": candidate.run, "saved_at": candidate.saved_at, "size": size[candidate.box],
                 "committed": candidate.committed, "why": why or made.reasons[candidate.box]}
-    stayed = [row(c, "held since a moment ago, or removed by somebody else") for c in going if c not in removed]
+    stayed = [row(c, next((text for text in said if f"{c.box}," in text), "held since a moment ago, or removed by somebody else"))
+              for c in going if c not in removed]
     return {"kept": [row(c) for c in sorted((*made.kept, *made.unfinished), key=lambda c: c.order, reverse=True)],
             "removed": [row(c) for c in removed], "held": [row(c) for c in made.spared] + stayed}
 
@@ -143,5 +152,5 @@ def _print(root: str, groups: dict[str, list[Row]], made: Plan, dry_run: bool) -
 
 
 def _step_text(trash: str) -> str:
-    found = parse_attempt(trash.removeprefix(TRASH))
+    found = parse_attempt(untrashed(trash))
     return f"step {found[0]}" if found else trash

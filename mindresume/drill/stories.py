@@ -227,7 +227,7 @@ STORIES: Mapping[str, Story] = {story.name: story for story in (
     Story("save again", "a later run, which went back, saves step 20 once more", _again, ((0, 10), (0, 20))),
     Story("background", "the same as save, in a background thread of every rank", _background),
     Story("prune", "saves of which only the newest is kept", _prune, ((0, 5), (0, 10))),
-    Story("pointers", "rank 0 commits, and points meta.json of all ranks or the tracker to it", _pointers, also=_records_only),
+    Story("pointers", "rank 0 commits, and points meta.json or the tracker to it", _pointers, also=_records_only),
     Story("start", "the next run claims the folder, cleans up after the last one, commits and saves", _start,
           also=_one_rank_missing, before=_claim),
 )}

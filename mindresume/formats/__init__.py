@@ -45,7 +45,8 @@ class Candidate:
     no disk, the ranks of the node whose files these are. ``small``: files beside the weights that the manifest names.
     ``manifest_problem``: why the manifest that should be there cannot be used; then the records count, which are the commit.
     ``unseen``: why it could not be looked into (a folder that cannot be listed); then ``problem`` says so too. Nothing is known
-    of what is in it: it is never removed, and no training begins afresh beside it.
+    of what is in it: it is never removed, and no training begins afresh beside it. ``lineage``: the run that began its training;
+    empty: its records do not say.
     ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
@@ -71,6 +72,7 @@ class Candidate:
     part: tuple[int, ...] = ()
     manifest_problem: str = ""
     unseen: str = ""
+    lineage: str = ""
 
     @property
     def name(self) -> str:

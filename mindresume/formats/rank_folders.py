@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from mindresume.errors import DamagedFileError
 from mindresume.files import FORMATS
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
-from mindresume.formats.names import META, folder_name, folder_rank, parse_label, parse_name
+from mindresume.formats.names import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import header_of, no_step, scalars_of, status_of
 from mindresume.layout import MAX_RANKS
-from mindresume.manifest import FOLDER, TRASH, FileRecord, attempts, run_sequence
+from mindresume.manifest import FOLDER, FileRecord, attempts, run_sequence, untrashed
 from mindresume.state import is_count
 from mindresume.store.storage import Storage, parallel, read_json
 
@@ -82,7 +82,7 @@ def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | N
 def _attempted(names: list[str]) -> set[tuple[str, int]]:
     """(run, step) of every attempt there is a folder of, those that are being removed included. ``names``: what lies in the
     folder of records."""
-    return {(run, step) for _, step, run in attempts([name.removeprefix(TRASH) for name in names])}
+    return {(run, step) for _, step, run in attempts(list(map(untrashed, names)))}
 
 
 # ---- files without records -----------------------------------------------------------------------------------------
@@ -235,19 +235,28 @@ def _life(candidate: Candidate) -> tuple[str, int]:
 
 
 def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str]:
-    """Paths of the files of all ranks that say they are of this run and step. Reads the header of every file: for clean-up."""
-    found = []
-    for folder in (name for name in storage.list(root) if folder_rank(name) is not None):
-        for name in storage.list(os.path.join(root, folder)):
+    """Paths of the files of all ranks that say they are of this run and step, for clean-up. Lists every rank folder. Files that
+    have one name but for the rank are of one save: of each such name one header is read that can be, and only where that one is
+    of this run and step those of the others."""
+    folders = [name for name in storage.list(root) if folder_rank(name) is not None]
+    listings = parallel(storage, lambda folder: storage.list(os.path.join(root, folder)), folders)
+    groups: dict[FileName, list[FileRecord]] = {}
+    for folder, names in zip(folders, listings, strict=True):
+        for name in names:
             parsed = parse_name(name)
-            if parsed is None:
-                continue
-            try:
-                header = header_of(storage, root, FileRecord(f"{folder}/{name}", parsed.format))
-            except DamagedFileError:
-                continue
-            if parse_label(header) == (run, step):
-                found.append(os.path.join(root, folder, name))
+            if parsed is not None:
+                groups.setdefault(parsed._replace(rank=0), []).append(FileRecord(f"{folder}/{name}", parsed.format))
+
+    def says(file: FileRecord) -> tuple[str, int] | None | bool:
+        """Its label; False if it cannot be read."""
+        try:
+            return parse_label(header_of(storage, root, file))
+        except DamagedFileError:
+            return False
+    found = []
+    for files in groups.values():
+        first = next((label for label in map(says, files) if label is not False), None)
+        if first == (run, step):
+            labels = parallel(storage, says, files)
+            found += [os.path.join(root, file.path) for file, label in zip(files, labels, strict=True) if label == first]
     return found
-
-

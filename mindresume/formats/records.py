@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import BinaryIO, NamedTuple
@@ -158,7 +158,8 @@ def candidate_of(manifest: Manifest, base: str = "", path: str | None = None) ->
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
         committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, base=base,
-        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part)
+        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part,
+        lineage=manifest.lineage)
 
 
 def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
@@ -178,21 +179,17 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     checksums: dict[int, str] = {}
     problem, last = None, EMERGENCY in content
     named = set(map(record_rank, content)) - {None}
-    for rank in sorted(named):
-        try:
-            with storage.open(os.path.join(path, record_name(rank))) as file:
-                records[rank], checksums[rank] = read_record(file)
-        except (RecordError, OSError) as error:
-            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {error}", rank=rank)
+    for rank, found in _heads(storage, path, sorted(named), last or not brief):
+        if isinstance(found, Exception):
+            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank)
             continue
+        records[rank], checksums[rank] = found
         if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
             problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
         first = records[min(records)]
         if records[rank].world_size != first.world_size:
             problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
                                                f"of rank {first.rank} of {first.world_size}", rank=rank)
-        if brief and len(named) < first.world_size and not last:     # it never completed, whatever the others say
-            break
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in named]
     gap = _gap(storage, path, records, world) if last and problem is None and missing and records else None
@@ -213,7 +210,29 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
                      deduplicated=any(record.deduplicated for record in records.values()),
-                     absent=tuple(missing) if complete else ())
+                     absent=tuple(missing) if complete else (), lineage=first.lineage if first else "")
+
+
+def _heads(storage: Storage, path: str, ranks: list[int], every: bool
+           ) -> Iterator[tuple[int, tuple[Record, str] | Exception]]:
+    """(rank, its record and the checksum of that, or why it cannot be read), of ``ranks``. Without ``every`` it ends behind the
+    first that can be read if that tells that the save never completed, whatever the others say."""
+    def read(rank: int) -> tuple[Record, str] | Exception:
+        try:
+            with storage.open(os.path.join(path, record_name(rank))) as file:
+                return read_record(file)
+        except (RecordError, OSError) as error:
+            return error
+    left = iter(ranks)
+    for rank in left:
+        found = read(rank)
+        yield rank, found
+        if not isinstance(found, Exception):
+            if not every and len(ranks) < found[0].world_size:
+                return
+            break
+    rest = list(left)
+    yield from zip(rest, parallel(storage, read, rest), strict=True)
 
 
 def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int) -> str:

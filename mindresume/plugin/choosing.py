@@ -81,7 +81,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
                                          f"weights")
         (log.info if known else log.warning)("mindresume: fresh start: %s %s; weights %s", path, reason, instead)
         return None
-    current.choice = choice
+    current.choice = current.resumed_from = choice
     if resume and group.rank == 0:
         with suppress(OSError):
             current.lost = lost_by_death(storage, choice.root, choice.chosen)

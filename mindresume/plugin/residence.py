@@ -21,6 +21,7 @@ from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.common import forget
 from mindresume.store.exchange import Exchange
 from mindresume.store.islands import Islands, check_alone, find, next_common_run
+from mindresume.store.lineage import continued, others
 from mindresume.store.probe import examine
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage
@@ -63,6 +64,8 @@ class Residence:
     def begin(self, current: session.Session) -> None:
         """The checkpoint that all nodes are known to have stays until they all have a newer one."""
         storage, root = self.place.storage, self.place.root
+        if self.leads:
+            self._say_others()
         if not self.islands.apart:
             if self.leads:
                 forget(storage, root)
@@ -74,6 +77,20 @@ class Residence:
             self.exchange.note(chosen.name if chosen is not None else "")
         except OSError as error:
             adapter.logger().warning("mindresume: %s: %s", root, error)
+
+    def _say_others(self) -> None:
+        """Checkpoints of another training in this folder: retention leaves them alone, so somebody must know."""
+        storage, root = self.place.storage, self.place.root
+        try:
+            rows = others(scan_records(storage, root)[0], self.place.lineage)
+        except OSError as error:
+            adapter.logger().info("mindresume: whether %s holds checkpoints of another training is not known: %s", root, error)
+            return
+        if rows:
+            steps = sorted({candidate.step or 0 for candidate in rows})
+            adapter.logger().warning("mindresume: %s holds %d checkpoint(s) of another training, step %s, which this run does "
+                                     "not continue. They are not counted and never removed: mindresume prune --all-trainings "
+                                     "does that; or give each training an output_dir of its own", root, len(rows), listed(steps))
 
 
 def move_in(storage: Storage, root: str, prefix: str, current: session.Session, iterations: bool) -> Residence:
@@ -99,11 +116,19 @@ def move_in(storage: Storage, root: str, prefix: str, current: session.Session, 
     folder = os.path.join(root, folder_name(group.rank))
     suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
     part = islands.ranks(group.rank) if islands.apart else ()
-    place = Place(storage, root, rows[0][0], group.rank, group.size, iterations, part)
+    place = Place(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], current))
     home = Residence(place, max([row[1] for row in rows if row] + suffixes), islands, claims[0] if claims else None,
                      Exchange(storage, root, place.run, islands, group.rank))
     atexit.register(home.leave)
     return home
+
+
+def _lineage(root: str, run: str, current: session.Session) -> str:
+    """The same on all ranks, as the choice is."""
+    if not current.resumes:
+        return continued(None, run, True)
+    origin = current.resumed_from or current.choice
+    return continued(origin.chosen, run, os.path.realpath(origin.root) == os.path.realpath(root))
 
 
 def _islands_of(storage: Storage, root: str, current: session.Session, iterations: bool) -> Islands:

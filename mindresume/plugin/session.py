@@ -67,6 +67,7 @@ class Session:
     settings: Settings = field(default_factory=Settings)
     group: Group = field(default_factory=Solo)
     choice: Choice | None = None
+    resumed_from: Choice | None = None       # the same before anything was converted
     training: bool = False                   # inside Trainer.train or finetune
     islands: dict[str, Islands] = field(default_factory=dict)    # which ranks see the same folder, by its path
     monitor: Any = None                      # the CheckpointMonitor that saves in this training

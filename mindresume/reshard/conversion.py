@@ -36,6 +36,7 @@ from mindresume.reshard.source import Source
 from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
 from mindresume.reshard.weights import Weights
 from mindresume.store.commit import Committer
+from mindresume.store.lineage import continued
 from mindresume.store.shard import Place
 from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, remove_tree
 from mindresume.strategy import Strategy
@@ -339,7 +340,8 @@ class Conversion:
                                               tensor.shape if layout else None, index)
                 path = file.path.removeprefix(f"{job.base}/") if job.base else file.path
                 records.append(FileRecord(path, file.format, sums[number].size, sums[number].file))
-            record = Record(job.run, rank, len(job.shards), state, self.clock(), tuple(records))
+            record = Record(job.run, rank, len(job.shards), state, self.clock(), tuple(records),
+                            lineage=continued(job.source.candidate, "", same_folder=False))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], job.run)
         left = Committer(place, log=self.log).try_commit(state.step)
         if left:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 
 from mindresume.errors import FolderInUseError, RecordError
 from mindresume.formats.iteration_files import parse_iteration
-from mindresume.manifest import FOLDER, TRASH, attempts, field_errors, run_name, run_sequence, seal, unseal
+from mindresume.manifest import FOLDER, attempts, field_errors, run_name, run_sequence, seal, unseal, untrashed
 from mindresume.state import is_count, is_number
 from mindresume.store.storage import TEMPORARY, Storage, publish
 
@@ -177,7 +177,7 @@ def users_of(storage: Storage, root: str) -> list[Owner]:
 def next_run(names: Iterable[str]) -> str:
     """The name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
-    used = [run for _, _, run in attempts([name.removeprefix(TRASH) for name in names])]
+    used = [run for _, _, run in attempts(list(map(untrashed, names)))]
     used += _claimed(names) + _claimed(names, _ENDED)
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
 
@@ -410,7 +410,7 @@ class Holds:
     def _all_attempts(self) -> set[str]:
         bases = [base for base in self.storage.list(self.root) if parse_iteration(base) is not None]
         names = [name for base in ("", *bases) for name in self.storage.list(os.path.join(self.root, base, FOLDER))]
-        return {name for name, _, _ in attempts([name.removeprefix(TRASH) for name in names])}
+        return {name for name, _, _ in attempts(list(map(untrashed, names)))}
 
 
 def holds(storage: Storage, root: str) -> Mapping[str, str]:

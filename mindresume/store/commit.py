@@ -7,7 +7,7 @@ The records of all ranks of one run and step *are* the commit; the manifest says
 two of these operations leaves the previous checkpoint as it was, and at worst a file that no manifest names. Nobody waits for
 anybody while the training runs: rank 0 looks again after each later step, and at the end of the training until a deadline.
 
-Pointers: ``meta.json`` of all ranks in rank folders; of an iteration folder its name and the tracker (iteration.py).
+Pointers: ``meta.json`` of the first rank in rank folders; of an iteration folder its name and the tracker (iteration.py).
 """
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mindresume.errors import RecordError
-from mindresume.formats.names import META, meta_json, parse_name
+from mindresume.formats.names import META, folder_name, meta_json, parse_name
+from mindresume.formats.rank_folders import ranks_of
 from mindresume.formats.records import find_attempts, listed, ranks_count, scan_records
 from mindresume.formats.scan import scan
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
-    FileRecord,
     Manifest,
     Record,
     read_record,
@@ -35,7 +35,7 @@ from mindresume.store import iteration
 from mindresume.store.claim import fence
 from mindresume.store.removal import Plan, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, Policy
-from mindresume.store.shard import Place
+from mindresume.store.shard import Place, is_committed
 from mindresume.store.storage import parallel, publish, publish_json
 
 
@@ -57,6 +57,9 @@ class Committer:
         self.holds, self._ended = holds, ended
         self.pending: list[int] = []
         self.committed: list[int] = []
+        self._said: set[str] = set()
+        self._late = False                          # the pointers are those of an older step
+        self._alone = False                         # there is one meta.json only
         self._reasons: dict[int, str] = {}          # why a pending step could not be committed the last time
 
     def saved(self, step: int) -> None:
@@ -98,19 +101,30 @@ class Committer:
     def try_commit(self, step: int) -> list[int]:
         """Commits ``step`` if all ranks have recorded it; else returns the ranks that have not."""
         missing = self._missing(step)
-        if missing:
-            return missing
+        if missing:                         # or its folder has its other name already: a writer died before it said so
+            return [] if self.place.iterations and is_committed(self.place, step) else missing
         fence(self.place.storage, self.place.root, self.place.run)
         manifest = self._manifest(self.place, step)
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
         self.log(f"step {step} committed: {ranks_count(len(manifest.files))}, "
                  f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")
+        self._after(step, manifest)
+        return []
+
+    def _after(self, step: int, manifest: Manifest) -> None:
+        """Pointers and pruning. The commit stands, whatever fails here; it is done again next time. What old pointers lead to
+        stays for one save more, but not for ever."""
         try:
             self._point(self.place, manifest)
-            self.prune()
-        except OSError as error:                  # the commit stands; pointers and pruning are done again next time
+            pointed, self._late = True, False
+        except OSError as error:
             self.log(f"step {step}: after the commit: {error}")
-        return []
+            pointed, self._late = self._late, True
+        if pointed:
+            try:
+                self.prune()
+            except OSError as error:
+                self.log(f"step {step}: after the commit: {error}")
 
     def _manifest(self, place: Place, step: int) -> Manifest:
         """From the records, each checked against its files. RecordError or OSError if something does not fit."""
@@ -140,25 +154,35 @@ class Committer:
 
     def _point(self, place: Place, manifest: Manifest) -> None:
         """So that mindformers without us finds the same checkpoint. An iteration folder that an error left without its name gets
-        it first."""
+        it first.
+
+        Of rank folders one ``meta.json`` is enough, in that of the first rank: mindformers takes the oldest step that any of them
+        names and passes over folders without one. Those that it, or a version of ours before, has left in the other folders would
+        hold it back; they go once a run, behind the first commit, when the step they name is still there."""
         if place.iterations:
             self._show(manifest.step)
             return
+        storage, root, first = self.place.storage, self.place.root, place.ranks[0]
+        parsed = parse_name(os.path.basename(manifest.files[0][0].path))
+        if parsed is None:
+            return
+        publish_json(storage, os.path.join(root, folder_name(first), META), meta_json(parsed), self.place.run)
 
-        def write(file: FileRecord) -> None:
-            folder, _, name = file.path.partition("/")
-            parsed = parse_name(name)
-            if parsed is not None:
-                publish_json(self.place.storage, os.path.join(self.place.root, folder, META), meta_json(parsed),
-                             self.place.run)
-        parallel(self.place.storage, write, [files[0] for files in manifest.files])
+        def forget(rank: int) -> None:
+            folder = os.path.join(root, folder_name(rank))
+            if storage.status(os.path.join(folder, META)) is not None:
+                storage.remove(os.path.join(folder, META))
+                storage.sync(folder)
+        if not self._alone:
+            parallel(storage, forget, [rank for rank in ranks_of(storage.list(root)) if rank != first])
+            self._alone = True
 
     def _show(self, step: int) -> None:
         """The iteration folder of ``step``, after those of this run that an error left without their names."""
         for attempt in find_attempts(self.place.storage, self.place.root, top=[]):
             if attempt.run == self.place.run and attempt.step < step and attempt.base and MANIFEST in attempt.content:
-                iteration.show(self.place, attempt.step, newest=False)
-        iteration.show(self.place, step)
+                iteration.show(self.place, attempt.step, newest=False, log=self.log)
+        iteration.show(self.place, step, log=self.log)
 
     def adopt(self) -> list[int]:
         """Commits what earlier runs completed before they died, and makes it visible. Returns its steps, newest first."""
@@ -172,7 +196,8 @@ class Committer:
             making = candidate.base.startswith(FOLDER)
             if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
                 continue
-            place, step = Place(storage, root, candidate.run or "", 0, candidate.world_size, making), candidate.step or 0
+            place = Place(storage, root, candidate.run or "", 0, candidate.world_size, making, lineage=candidate.lineage)
+            step = candidate.step or 0
             try:
                 if not candidate.committed:
                     manifest = self._manifest(place, step)
@@ -183,7 +208,7 @@ class Committer:
             if making and any(c.step == step and c.committed and c.order > candidate.order for c in found):
                 continue                                        # a later run has saved this step again
             if making:
-                iteration.show(place, step, newest=candidate.name == newest)
+                iteration.show(place, step, newest=candidate.name == newest, log=self.log)
             elif candidate.name == newest:
                 self._point(place, manifest)
             adopted.append(step)
@@ -197,8 +222,8 @@ class Committer:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.store.removal``). Returns the
         steps of the former."""
         storage, root = self.place.storage, self.place.root
-        made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over)
-        removed = carry_out(storage, root, made, self.holds, self.log)
+        made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over, self.place.lineage)
+        removed = carry_out(storage, root, made, self.holds, self._log_once)
         steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
         if steps:
             self.log(f"removed step {', '.join(map(str, steps))}: kept {self.policy}")
@@ -211,12 +236,18 @@ class Committer:
         found, _, _ = scan_records(self.place.storage, self.place.root)
         own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step),
                      key=lambda c: c.step or 0)
-        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self.log)
+        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self._log_once)
         steps = [candidate.step or 0 for candidate in removed]
         self.pending = [other for other in self.pending if other not in steps]
         if steps:
             self.log(f"the disk is full: removed what there was of step {', '.join(map(str, steps))}, which never completed")
         return steps
+
+    def _log_once(self, text: str) -> None:
+        """What cannot be removed now will be tried after every save."""
+        if text not in self._said:
+            self._said.add(text)
+            self.log(text)
 
     def _is_over(self, run: str) -> bool:
         return run_sequence(run) < run_sequence(self.place.run) and (self._ended is None or self._ended(run))

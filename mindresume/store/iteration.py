@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import xxhash
@@ -29,17 +29,17 @@ from mindresume.formats.iteration_files import (
     iteration_name,
     parse_iteration,
 )
-from mindresume.formats.iterations import common_from, intent_name, intents, tracked
+from mindresume.formats.iterations import common_from, foreign_candidate, intent_name, intents, tracked
 from mindresume.formats.metadata import encode_metadata
-from mindresume.formats.records import attempts_within, details_of
+from mindresume.formats.records import attempts_within, details_of, read_attempts
 from mindresume.manifest import (
     FOLDER,
-    TRASH,
     FileRecord,
     Record,
     attempt_name,
     run_name,
     run_sequence,
+    trash_name,
 )
 from mindresume.state import TrainingState
 from mindresume.store.shard import Place
@@ -67,7 +67,7 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
     return tuple(found)
 
 
-def show(place: Place, step: int, newest: bool = True) -> None:
+def show(place: Place, step: int, newest: bool = True, log: Callable[[str], None] = lambda text: None) -> None:
     """Gives the committed folder of ``step`` its name, and if it is the ``newest`` points the tracker to it. OSError: what was
     not done is done by the next call, or by ``settle``."""
     storage, root = place.storage, place.root
@@ -77,9 +77,7 @@ def show(place: Place, step: int, newest: bool = True) -> None:
         publish(storage, intent, [b""], place.run)
     if storage.status(target) is not None:
         _lead_elsewhere(storage, root, step, place.run)
-        foreign = attempt_name(step, run_name(0, secrets.token_hex(4)))         # mindformers gives its runs no name
-        replaced = next((attempt.name for attempt in attempts_within(storage, root, name)), foreign)
-        storage.rename(target, os.path.join(records, TRASH + replaced))
+        _make_way(place, step, log)
         storage.sync(root)
     storage.rename(place.base(step), target)
     storage.sync(root)
@@ -87,6 +85,23 @@ def show(place: Place, step: int, newest: bool = True) -> None:
     if newest:
         point(storage, root, step, place.run)
         storage.remove(intent)
+
+
+def _make_way(place: Place, step: int, log: Callable[[str], None]) -> None:
+    """Frees the name of the iteration folder of ``step``. What this training saved there before is trash now. What is of another
+    one, of mindformers, or a copy by hand is not ours to remove: it stays under another name, by which it can be loaded."""
+    storage, root, name = place.storage, place.root, iteration_name(step)
+    ours, _, _ = read_attempts(storage, root, attempts_within(storage, root, name))
+    if ours:
+        removable, replaced = ours[0].step == step and ours[0].lineage == place.lineage, ours[0].name
+    else:
+        foreign = foreign_candidate(storage, root, name)
+        removable = foreign is None or foreign.problem is not None
+        replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers gives its runs no name
+    free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
+    storage.rename(os.path.join(root, name), os.path.join(root, free))
+    if not removable:
+        log(f"{name} in {root} was not of this training, which saves step {step} now: it is kept as {free}")
 
 
 def point(storage: Storage, root: str, step: int, tag: str) -> None:

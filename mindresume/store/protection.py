@@ -1,28 +1,42 @@
 """What retention must not remove, whatever its policy says, and why.
 
-    protected(storage, root, found)            # {box of a candidate: reasons}; ``found``: all saves with records, newest first
+    not_counted(found, lineage)                # {box of a candidate: reasons}; ``found``: all saves with records, newest first
+    protected(storage, root, counted)          # the same, of the others
 
 A rule looks at what is in the folder and yields the candidates that must stay, each with a reason that reads well behind "kept:".
 Whoever has a new reason writes a rule and adds it to RULES: every removal (after a commit, with ``mindresume prune``) obeys it.
-The policies count what is protected like any other; it only does not go. A note that a rule cannot understand protects whatever
-it may be about: better one too many than the last one missing.
+The policies count what is protected like any other; it only does not go. What they must not even count is in ``not_counted``. A
+note that a rule cannot understand protects whatever it may be about: better one too many than the last one missing.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mindresume.formats import Candidate
-from mindresume.formats.iteration_files import TRACKER
+from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.iterations import tracked
 from mindresume.formats.records import whole
 from mindresume.store.common import spared
+from mindresume.store.lineage import others
 from mindresume.store.storage import Storage
 from mindresume.store.trials import trials
 
+Reasons = Mapping[str, list[str]]
 Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
 
 NEWEST_WHOLE = "the newest one that is whole"
 NEWEST_HEALTHY = "the newest one that is healthy"
+ANOTHER_TRAINING = "of another training"
+
+
+def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
+    """Iteration folders that were copied or renamed by hand: no resume takes them under that name, and who made them may need
+    them. And all that is of another training than ``lineage`` (None: of any)."""
+    aside = {c.box: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
+             if parse_iteration(c.base) not in (None, c.step)}
+    for candidate in others(found, lineage) if lineage is not None else ():
+        aside.setdefault(candidate.box, []).append(ANOTHER_TRAINING)
+    return aside
 
 
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
@@ -78,7 +92,7 @@ def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> 
 RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes, on_trial, not_looked_into)
 
 
-def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Mapping[str, list[str]]:
+def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Reasons:
     """OSError if the folder cannot be looked at: then nothing is removed this time."""
     stays: dict[str, list[str]] = {}
     for rule in RULES:

@@ -244,14 +244,16 @@ class Remote:
 
     def prune(self, policy: Policy, run: str, step: int, log: Callable[[str], None] = lambda text: None) -> list[int]:
         """After ``step`` of ``run`` was committed: removes what the policy does not keep, and what was never completed by earlier
-        runs, or by this one before ``step``. Neither the newest goes, nor the newest that is healthy, nor ``step``. Returns the
-        steps of the former. RemoteError after the rest if something could not be removed; Overtaken before anything is."""
+        runs, or by this one before ``step``. Neither the newest goes, nor the newest that is healthy, nor ``step``; what is of
+        another training (``lineage.py``) is not counted and stays. Returns the steps of the former. RemoteError after the rest if
+        something could not be removed; Overtaken before anything is."""
         seen = self.look()
         self.fence(run, seen)
+        own = self._known(attempt_name(step, run), log)
         newest_first, saved = [], []
         for name in seen.committed():
             manifest = self._known(name, log)
-            if manifest is not None:
+            if manifest is not None and (own is None or manifest.lineage == own.lineage):
                 newest_first.append(name)
                 saved.append(_Saved(manifest.step, manifest.saved_at, dict(manifest.state.metrics), manifest.state.health))
         healthy = next((index for index, one in enumerate(saved) if not one.health), None)

@@ -3,7 +3,7 @@
     made = plan(storage, root, policy, holds(), active=run)       # looks, touches nothing
     removed = carry_out(storage, root, made, holds)
 
-    per victim   rename its box to trash-... ─▶ sync ─▶ held after all? rename it back
+    per victim   rename its box to trash-... (a name that is free by a nonce) ─▶ sync ─▶ held after all? rename it back
     then         weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash folder
 
 The box is the folder of records, or the iteration folder, which holds the weights too: then it is all that has to go.
@@ -24,8 +24,19 @@ from mindresume.formats.iteration_files import COMMON, iteration_name, parse_wei
 from mindresume.formats.names import folder_name, name_for_rank, parse_label, parse_name
 from mindresume.formats.rank_folders import labelled_files
 from mindresume.formats.records import attempts_within, header_of, scan_records, whole
-from mindresume.manifest import FOLDER, MANIFEST, TRASH, FileRecord, Manifest, parse_attempt, read_record, record_rank
-from mindresume.store.protection import NEWEST_WHOLE, protected
+from mindresume.manifest import (
+    FOLDER,
+    MANIFEST,
+    TRASH,
+    FileRecord,
+    Manifest,
+    parse_attempt,
+    read_record,
+    record_rank,
+    trash_name,
+    untrashed,
+)
+from mindresume.store.protection import NEWEST_WHOLE, not_counted, protected
 from mindresume.store.retention import KeepAny, Policy, surplus
 from mindresume.store.storage import TEMPORARY, Storage, parallel, remove_tree, temporary_name
 
@@ -56,28 +67,31 @@ class Plan:
 # ---- deciding ------------------------------------------------------------------------------------------------------
 
 def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
-         ended: Callable[[str], bool] = lambda run: False) -> Plan:
-    """What goes from ``root``. Counts the checkpoints of earlier runs too, and never those that mindformers wrote alone.
+         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None) -> Plan:
+    """What goes from ``root``. Counts the checkpoints of earlier runs of the same training too (``lineage``; None: whatever they
+    are of), and never those that mindformers wrote alone.
 
     ``held``: {name of an attempt folder: who reads it}. ``active``: the run that saves now; its incomplete saves before its
     newest commit go, because every rank is past them. ``ended(run)``: whether a run is over for certain; asked after the folder
     was read, so that no run that began meanwhile counts as over. Of other runs nothing incomplete goes, however old.
 
-    What ``mindresume.store.protection`` names never goes. Committed ones newer than the newest whole one are broken: they do not
-    count when the policy chooses among the others, and go only if it would not keep them either if they counted. Without a single
-    whole one no checkpoint goes at all.
+    What ``mindresume.store.protection`` names never goes, and some of that is not counted either. Committed ones newer than the
+    newest whole one are broken: they do not count when the policy chooses among the others, and go only if it would not keep them
+    either if they counted. Without a single whole one no checkpoint goes at all.
     """
     found, _, _ = scan_records(storage, root)
-    stays = protected(storage, root, found)
-    committed = [c for c in found if c.committed]
+    aside = not_counted(found, lineage)
+    counted = [c for c in found if c.box not in aside]
+    stays = {**protected(storage, root, counted), **aside}
+    committed = [c for c in counted if c.committed]
     good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.box, ())), None)
     kept_by, going = _policy_says(policy, committed, good)
     # Saves that were complete once and that nobody can commit any more take a place, but remove nothing good.
     over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
-    counted = [c for c in found if c.committed or (c.existed and c.run in over)]
-    for index in surplus(policy, counted) if good is not None else ():
-        if not counted[index].committed:
-            going[counted[index].box] = f"not committed, and none of: {policy}"
+    places = [c for c in counted if c.committed or (c.existed and c.run in over)]
+    for index in surplus(policy, places) if good is not None else ():
+        if not places[index].committed:
+            going[places[index].box] = f"not committed, and none of: {policy}"
     newest = max((c.step or 0 for c in committed if c.run == active), default=0)
     for candidate in found:
         if not candidate.existed and (candidate.run in over or (candidate.run == active and (candidate.step or 0) < newest)):
@@ -133,32 +147,44 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
 def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict,
               log: Callable[[str], None] = lambda text: None) -> list[Candidate]:
     """Removes victims and debris of a plan, and finishes what an earlier process left. Returns those that are no checkpoints any
-    more; one that somebody else removed or that is held by now is not among them. OSError of a file system in trouble: what
-    was left is finished by the next call."""
-    removed = [candidate for candidate in (*made.victims, *made.debris) if _uncommit(storage, root, candidate, holds, log)]
-    empty_trash(storage, root, holds, {candidate.name for candidate in removed})
-    return removed
+    more; one that somebody else removed or that is held by now is not among them. Each fails for itself, which is logged, and is
+    tried again by the next call."""
+    trash: dict[str, Candidate] = {}
+    for candidate in (*made.victims, *made.debris):
+        try:
+            name = _uncommit(storage, root, candidate, holds, log)
+        except OSError as error:
+            log(_cannot(f"step {candidate.step}, {candidate.box},", error))
+            continue
+        if name:
+            trash[name] = candidate
+    empty_trash(storage, root, holds, trash, log)
+    return list(trash.values())
 
 
-def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> bool:
-    """Whoever begins to read publishes its hold and then looks whether the folder is still there; this renames and then looks for
-    holds. So at least one of the two sees the other."""
+def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> str:
+    """Name of its trash, which can be emptied; empty if it was held or gone. Whoever begins to read publishes its hold and then
+    looks whether the folder is still there; this renames and then looks for holds. So at least one of the two sees the other."""
     if not candidate.box:
-        return False
-    records = os.path.join(root, FOLDER)
-    trash = os.path.join(records, TRASH + candidate.name)
+        return ""
+    records, name = os.path.join(root, FOLDER), trash_name(candidate.name)
     try:
-        storage.rename(candidate.box, trash)
+        storage.rename(candidate.box, os.path.join(records, name))
     except FileNotFoundError:
-        return False                                                    # somebody removed it by hand: fine
+        return ""                                                       # somebody removed it by hand: fine
     for folder in dict.fromkeys((os.path.dirname(candidate.box), records)):
         storage.sync(folder)
     who = holds().get(candidate.name)
     if who is None:
-        return True
-    if _restore(storage, trash, candidate.box):
+        return name
+    if _restore(storage, os.path.join(records, name), candidate.box):
         log(f"step {candidate.step} stays for now: {who}")
-    return False
+    return ""
+
+
+def _cannot(what: str, error: OSError) -> str:
+    """The same words for the same trouble, so that it can be said once: without the name of the trash."""
+    return f"{what} cannot be removed: {error.strerror or error}"
 
 
 def _restore(storage: Storage, trash: str, attempt: str) -> bool:
@@ -171,31 +197,52 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
     return True
 
 
-def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Collection[str] = ()) -> None:
-    """Finishes every removal that was begun. ``checked``: names of attempts that are known not to be held.
+def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Collection[str] = (),
+                log: Callable[[str], None] = lambda text: None) -> None:
+    """Finishes every removal that was begun; each fails for itself, which is logged. ``checked``: names of trash that is known
+    not to be held, and whose rename is durable.
 
     What a process un-committed and then died before it saw the hold on it comes back if nothing of it is lost yet; else it waits
     until the hold is gone.
     """
     folder = os.path.join(root, FOLDER)
     names = [name for name in storage.list(folder) if name.startswith(TRASH)]
-    if not names:
+    ready, others = [name for name in names if name in checked], [name for name in names if name not in checked]
+    if others:
+        try:
+            for path in (root, folder):                         # who renamed it may have died before this
+                storage.sync(path)
+            held = holds()
+        except OSError as error:
+            log(_cannot("what was begun to be removed earlier", error))
+            others = []
+    for name in others:
+        if untrashed(name) not in held:
+            ready.append(name)
+        else:
+            _bring_back(storage, root, name, log)
+    if not ready:
         return
-    held = holds() if any(name.removeprefix(TRASH) not in checked for name in names) else {}
-    for name in list(names):
-        attempt = name.removeprefix(TRASH)
-        if attempt in held and attempt not in checked:
-            names.remove(name)
-            manifest, base = _manifest_of(storage, root, os.path.join(folder, name))
-            if manifest is not None:
-                box = os.path.join(root, iteration_name(manifest.step)) if base != root else os.path.join(folder, attempt)
-                if storage.status(box) is None:
-                    _restore(storage, os.path.join(folder, name), box)
     # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
     found, claimed, _ = scan_records(storage, root)
     known = None if any(candidate.unseen for candidate in found) else claimed           # nobody knows what that one claims
-    for name in names:
-        _clear(storage, root, os.path.join(folder, name), known)
+    for name in ready:
+        try:
+            _clear(storage, root, os.path.join(folder, name), known)
+        except OSError as error:
+            log(_cannot(os.path.join(folder, name), error))
+
+
+def _bring_back(storage: Storage, root: str, name: str, log: Callable[[str], None]) -> None:
+    trash = os.path.join(root, FOLDER, name)
+    try:
+        manifest, base = _manifest_of(storage, root, trash)
+        if manifest is not None:
+            box = os.path.join(root, *([iteration_name(manifest.step)] if base != root else [FOLDER, untrashed(name)]))
+            if storage.status(box) is None:
+                _restore(storage, trash, box)
+    except OSError as error:
+        log(f"{trash} is read again and cannot be brought back: {error.strerror or error}")
 
 
 def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
@@ -219,8 +266,7 @@ def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str] | N
             remove_tree(storage, trash)
             return
         _clear_weights(storage, root, trash, claimed)
-        for entry in storage.list(trash):
-            storage.remove(os.path.join(trash, entry))
+        parallel(storage, lambda entry: storage.remove(os.path.join(trash, entry)), storage.list(trash))
     storage.remove(trash)
 
 
@@ -251,7 +297,7 @@ def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[
 
 def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
     """``path``: weights that the save in ``trash`` may have written; a half-written file has its run in its name."""
-    step, run = parse_attempt(os.path.basename(trash).removeprefix(TRASH)) or (0, "")
+    step, run = parse_attempt(untrashed(os.path.basename(trash))) or (0, "")
     if path.endswith(TEMPORARY) or storage.status(path) is None:
         return False
     try:
@@ -267,7 +313,7 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
     One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record that is of
     this attempt and names a file of its step, the labels inside the files tell.
     """
-    step, run = parse_attempt(os.path.basename(folder).removeprefix(TRASH)) or (0, "")
+    step, run = parse_attempt(untrashed(os.path.basename(folder))) or (0, "")
     for entry in storage.list(folder):
         if record_rank(entry) is None:
             continue

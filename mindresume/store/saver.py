@@ -50,7 +50,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``saved``: this rank's part of the checkpoint is written and recorded. ``error`` may still name a file beside it.
+    """``saved``: this rank's part of the checkpoint is written and recorded. ``error`` may still name a file beside it, or what
+    came after the record.
     ``size`` in bytes of the weights, ``seconds`` of writing."""
     step: int
     saved: bool
@@ -100,19 +101,19 @@ class Work:
         """FolderInUseError is raised, every other SaveError is in the outcome."""
         started = time.monotonic()
         try:
-            record = write_shard(self.place, save.shard, gauge=Gauge(f"saving step {save.step}", self.log))
+            written = write_shard(self.place, save.shard, gauge=Gauge(f"saving step {save.step}", self.log))
         except FolderInUseError:
             raise
         except SaveError as error:
             self._make_room(error, save.step)
             return Outcome(save.step, False, error)
-        size = sum(file.size or 0 for file in record.files)
+        size = sum(file.size or 0 for file in written.record.files)
         try:
             for extra in save.extras:
                 write_extra(self.place.storage, extra, self.place.run)
         except SaveError as error:
             return Outcome(save.step, True, error, size, time.monotonic() - started)
-        return Outcome(save.step, True, None, size, time.monotonic() - started)
+        return Outcome(save.step, True, written.doubt, size, time.monotonic() - started)
 
     def _make_room(self, error: SaveError, step: int) -> None:
         if self.committer is not None and isinstance(error, NoRoomError):

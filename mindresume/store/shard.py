@@ -17,31 +17,33 @@ import numpy as np
 
 from mindresume.errors import NoRoomError, RecordError, SaveError
 from mindresume.files import encode, encoded_size
-from mindresume.files.checksum import Checksums, checksummed
-from mindresume.formats.iteration_files import MODEL, OPTIMIZER, WeightFile
+from mindresume.files.checksum import Checksums, checksummed, file_checksum
+from mindresume.formats.iteration_files import MODEL, OPTIMIZER, WeightFile, iteration_name
 from mindresume.formats.names import FileName, folder_name, label
 from mindresume.gauge import Gauge
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     EMERGENCY,
     FOLDER,
+    MANIFEST,
     Details,
     FileRecord,
     Record,
     TensorRecord,
     attempt_name,
+    read_record,
     record_name,
     run_sequence,
 )
 from mindresume.state import TrainingState
 from mindresume.store.claim import fence
-from mindresume.store.storage import TEMPORARY, Storage, publish
+from mindresume.store.storage import TEMPORARY, Storage, UnsettledError, publish
 
 
 @dataclass(frozen=True)
 class Place:
     """Who saves where. ``root``: folder of the rank folders, or with ``iterations`` of the iteration folders. ``part``: the ranks
-    that see it, where nodes share no disk; else all."""
+    that see it, where nodes share no disk; else all. ``lineage``: the run that began this training (``lineage.py``)."""
     storage: Storage
     root: str
     run: str
@@ -49,6 +51,7 @@ class Place:
     world_size: int
     iterations: bool = False
     part: tuple[int, ...] = ()
+    lineage: str = ""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -58,6 +61,10 @@ class Place:
     def base(self, step: int) -> str:
         """What paths of files are relative to. An iteration folder is made under another name, and renamed by the commit."""
         return os.path.join(self.root, FOLDER, attempt_name(step, self.run)) if self.iterations else self.root
+
+    def bases(self, step: int) -> list[str]:
+        """All that ``base`` may be: an iteration folder first as it is made, then as it is committed."""
+        return [self.base(step), *([os.path.join(self.root, iteration_name(step))] if self.iterations else [])]
 
     def attempt(self, step: int) -> str:
         """The folder of records."""
@@ -105,55 +112,139 @@ def iteration_shard(prefix: str | None, place: Place, state: TrainingState, mode
     return Shard(tuple(files), state, layouts or {}, random or {}, deduplicated)
 
 
-def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time, gauge: Gauge | None = None) -> Record:
-    """Writes this rank's files and its record. SaveError names what failed; then none of them has appeared, or files without a
-    record, which count as nothing. A disk or quota without room for them is an error before the first byte.
-    FolderInUseError if a later run has taken over the folder."""
-    base, attempt = place.base(shard.state.step), place.attempt(shard.state.step)
-    recorded = os.path.join(attempt, record_name(place.rank))
+@dataclass(frozen=True)
+class Written:
+    """This rank's part of a save is there and counts. ``doubt``: an error after its record had its name leaves open whether it
+    would outlive a loss of power before the commit."""
+    record: Record
+    doubt: SaveError | None = None
+
+
+def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time, gauge: Gauge | None = None) -> Written:
+    """Writes this rank's files and its record, or finds that this run has written them already. SaveError names what failed. A
+    disk or quota without room for them is an error before the first byte. FolderInUseError if a later run has taken over the
+    folder.
+
+    Until the record is given its name, an error leaves nothing, or files that count as nothing. From then on nothing that it
+    names is removed, whatever is reported: rank 0 may have seen it, committed the step and removed older ones. What is on disk
+    then decides whether this rank has saved, as it does for rank 0. The same step may be tried again after any error."""
+    step = shard.state.step
+    base, attempt = place.base(step), place.attempt(step)
     targets = [os.path.join(base, file.path) for file in shard.files]
-    sums = [Checksums() for _ in shard.files]
-    target = targets[0]
+    where = targets[0]
     try:
         fence(place.storage, place.root, place.run)
-        files = [replace(file, metadata={**file.metadata, **label(place.run, shard.state.step)}) for file in shard.files]
+        before = _recorded(place, step, _listed_bases(place, step))
+        if before is not None:
+            return Written(before[0])
+        files = [replace(file, metadata={**file.metadata, **label(place.run, step)}) for file in shard.files]
         expected = [encoded_size(file.format, file.tensors, file.metadata) for file in files]
-        _check_room(place, shard, sum(expected))
+        there = {target for target in targets if place.storage.status(target) is not None}
+        needed = sum(size for target, size in zip(targets, expected, strict=True) if target not in there)
+        _check_room(place, step, needed)
         gauge = gauge or Gauge.silent()
-        gauge.expect(sum(expected))
+        gauge.expect(needed)
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, targets)]):
             place.storage.make_folder(folder)
-        for target in targets:
-            if place.storage.status(target) is not None:
-                raise SaveError(f"{target} exists already; a committed file is never overwritten. Another job is writing into "
-                                f"this folder: give each job a folder of its own")
+        made, rows, sums = [], [], [Checksums() for _ in files]
         try:
-            rows = []
-            for target, file, size, into in zip(targets, files, expected, sums, strict=True):
-                pieces = encode(file.format, file.tensors, file.metadata)
-                written = publish(place.storage, target, gauge.counted(checksummed(pieces, into)), place.run, size)
-                if written != size:
-                    raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", target)
+            for where, file, size, into in zip(targets, files, expected, sums, strict=True):
+                if where in there:
+                    _check_same(place.storage, where, file, into)
+                else:
+                    made.append(where)
+                    pieces = encode(file.format, file.tensors, file.metadata)
+                    written = publish(place.storage, where, gauge.counted(checksummed(pieces, into)), place.run, size)
+                    if written != size:
+                        raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", where)
                 rows.append(FileRecord(file.path, file.format, size, into.file))
-            record = Record(place.run, place.rank, place.world_size, shard.state, clock(), tuple(rows), shard.deduplicated)
-            publish(place.storage, recorded, [record.encode(_details(shard, sums))], place.run)
-        except OSError:                     # a file without a record is worth nothing, fills the disk and blocks a retry
-            with suppress(OSError):         # the first error is the one to report; never a record without its files
-                place.storage.remove(recorded)
-                for written_before in targets:
-                    place.storage.remove(written_before)
+            record = Record(place.run, place.rank, place.world_size, shard.state, clock(), tuple(rows), shard.deduplicated,
+                            place.lineage)
+            where = os.path.join(attempt, record_name(place.rank))
+            try:
+                publish(place.storage, where, [record.encode(_details(shard, sums))], place.run)
+            except UnsettledError as error:
+                return _settled(place, step, error)
+        except OSError:                     # no record names them: they are worth nothing, fill the disk and block a retry
+            with suppress(OSError):         # the first error is the one to report
+                for target in made:
+                    place.storage.remove(target)
             raise
     except (OSError, ValueError) as error:      # ValueError: a dtype or name that the format cannot hold
-        reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or target
-        kind = NoRoomError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
-        raise kind(f"step {shard.state.step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints "
-                   f"saved before are untouched") from error
-    return record
+        reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or where
+        raise _kind(error)(f"step {step} was not saved on rank {place.rank}: {reason} ({where}). The checkpoints saved before "
+                           f"are untouched") from error
+    return Written(record)
+
+
+def _kind(error: Exception) -> type[SaveError]:
+    return NoRoomError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
+
+
+def _settled(place: Place, step: int, error: UnsettledError) -> Written:
+    """What is on disk after an error at the rename of the record, or behind it. SaveError if that is not known."""
+    try:
+        found = _recorded(place, step, place.bases(step))
+    except OSError:
+        found = None
+    if found is None:
+        raise _kind(error)(f"step {step} may not be saved on rank {place.rank}: {error.strerror} ({error.filename}), and its "
+                           f"record cannot be read now. Nothing was removed: it counts if the record turns out to be "
+                           f"there") from error
+    record, committed = found
+    if committed:                               # with the manifest rank 0 has flushed the folder of records
+        return Written(record)
+    return Written(record, SaveError(
+        f"step {step} is saved on rank {place.rank}, but a loss of power before its commit could undo that: {error.strerror} "
+        f"({error.filename})"))
+
+
+def _listed_bases(place: Place, step: int) -> list[str]:
+    """Those of ``bases`` that are worth a look before a save. On NFS this host would remember for a while that a name it looked
+    for is absent; a listing does no such harm."""
+    names = place.storage.list(place.root) if place.iterations else []
+    return [base for base in place.bases(step) if base == place.base(step) or os.path.basename(base) in names]
+
+
+def _recorded(place: Place, step: int, bases: Sequence[str]) -> tuple[Record, bool] | None:
+    """What this rank and run recorded of ``step``, if the files are as it says; and whether rank 0 has committed it. An iteration
+    folder may get its other name at any moment. OSError if it cannot be known."""
+    for base in bases:
+        try:
+            with place.storage.open(os.path.join(base, FOLDER, attempt_name(step, place.run), record_name(place.rank))) as file:
+                record, _ = read_record(file)
+        except (FileNotFoundError, RecordError):
+            continue
+        found = [place.storage.status(os.path.join(base, row.path)) for row in record.files]
+        if all(status is not None and status.size == row.size for row, status in zip(record.files, found, strict=True)):
+            return record, is_committed(place, step)
+    return None
+
+
+def is_committed(place: Place, step: int) -> bool:
+    """Whether the save of this run has its manifest. OSError."""
+    return any(place.storage.status(os.path.join(base, FOLDER, attempt_name(step, place.run), MANIFEST)) is not None
+               for base in place.bases(step))
+
+
+def _check_same(storage: Storage, path: str, file: ShardFile, into: Checksums) -> None:
+    """Takes the checksums of what would be written, and accepts ``path`` if it is exactly that: left by an attempt of this run
+    whose record did not get there, or is not visible yet, so it must not be touched. Else SaveError."""
+    for _ in checksummed(encode(file.format, file.tensors, file.metadata), into):
+        pass
+    with storage.open(path) as opened:
+        found = file_checksum(opened)
+    if found != (into.file, into.size):
+        raise SaveError(f"{path} exists already, with other content; a file of a checkpoint is never overwritten. If another "
+                        f"job is writing into this folder, give each job a folder of its own")
+    storage.sync(os.path.dirname(path))
 
 
 def mark_emergency(place: Place, step: int) -> None:
     """Says that ranks were lost: what those that are left write of ``step`` may be all there will ever be of it. Each of them
-    says so before it writes. OSError."""
+    says so before it writes; not if all have saved it. OSError."""
+    if is_committed(place, step):
+        return
     attempt = place.attempt(step)
     place.storage.make_folder(attempt)
     publish(place.storage, os.path.join(attempt, EMERGENCY), [b""], f"{place.rank}.{place.run}")
@@ -162,10 +253,10 @@ def mark_emergency(place: Place, step: int) -> None:
 _RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follow
 
 
-def _check_room(place: Place, shard: Shard, needed: int) -> None:
+def _check_room(place: Place, step: int, needed: int) -> None:
     room = place.storage.room(place.root)
     if room < needed + _RECORD_ROOM:
-        raise NoRoomError(f"step {shard.state.step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
+        raise NoRoomError(f"step {step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
                           f"{place.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "
                           f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
 

@@ -309,23 +309,41 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     return [results[number] for number in range(len(rows))]
 
 
+class UnsettledError(OSError):
+    """The rename of a file that is being published was attempted: its name may be there, and others may have seen it, whatever
+    the error says. On NFS an operation that took effect can be reported as failed."""
+
+
 def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:
     """Writes ``path`` so that it appears complete or not at all. ``tag`` keeps the temporary names of writers apart; ``size`` as
     for ``write``.
 
-    Returns the size in bytes; OSError if anything fails, and then ``path`` is as before.
+    Returns the size in bytes. UnsettledError if the rename or what follows it fails: ``path`` may be there. Any other OSError: it
+    is as before.
     """
     folder = os.path.dirname(path)
     temporary = temporary_name(path, tag)
     try:
         size = storage.write(temporary, pieces, size)
-        storage.rename(temporary, path)
     except OSError:
         with suppress(OSError):                 # the first error is the one to report
             storage.remove(temporary)
         raise
-    storage.sync(folder)
+    try:
+        storage.rename(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            storage.remove(temporary)
+        raise _unsettled(error, path) from error
+    try:
+        storage.sync(folder)
+    except OSError as error:
+        raise _unsettled(error, path) from error
     return size
+
+
+def _unsettled(error: OSError, path: str) -> UnsettledError:
+    return UnsettledError(error.errno, error.strerror or str(error), error.filename or path)
 
 
 def temporary_name(path: str, tag: str) -> str:
@@ -373,12 +391,13 @@ def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
 
 
 def remove_tree(storage: Storage, folder: str) -> None:
-    """A folder and everything in it; links are removed, not followed."""
-    for name in storage.list(folder):
-        path = os.path.join(folder, name)
-        found = storage.status(path)
+    """A folder and everything in it, folders in it first; links are removed, not followed."""
+    paths = [os.path.join(folder, name) for name in storage.list(folder)]
+    files = []
+    for path, found in zip(paths, parallel(storage, storage.status, paths), strict=True):
         if found is not None and found.is_folder and not found.is_link:
             remove_tree(storage, path)
         else:
-            storage.remove(path)
+            files.append(path)
+    parallel(storage, storage.remove, files)
     storage.remove(folder)

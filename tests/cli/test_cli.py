@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import iterations
 import pytest
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 from iterations import folder_of, foreign
@@ -54,6 +55,16 @@ def saved(tmp_path, origin):
     for step in (5, 10, 15):
         save(root, step) if origin == "mindresume" else write_foreign(root, step)
     return root
+
+
+def test_a_copy_of_an_iteration_is_listed_as_one(tmp_path, read):
+    iterations.save(tmp_path, 10, 20)
+    shutil.copytree(iterations.folder_of(tmp_path, 10), iterations.folder_of(tmp_path, 11))
+    _, found = read("ls", tmp_path)
+    assert {row["iteration"]: row["usable"] for row in found["checkpoints"]} == {
+        "iteration_00000020": True, "iteration_00000010": True, "iteration_00000011": False}
+    status, found = read("which", tmp_path)
+    assert status == 0 and found["chosen"]["step"] == 20 and found["refused"] == []
 
 
 def paths(root, step, world=4):

@@ -11,7 +11,7 @@ import pytest
 from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, TRASH, attempt_name
+from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.store import claim
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +145,22 @@ def test_removals_cut_short_are_finished_and_counted(saved, read, call):
     assert "would be finished too: 1 removal(s) cut short earlier (step 5)" in out and contents(saved) == before
     assert read(saved, "--keep-last", 5)["freed_bytes"] == size
     assert not path_of(saved, 5, 0).exists() and sorted(committed(saved)) == [10, 15, 20, 25, 30]
+
+
+def test_another_training_in_the_same_folder(tmp_path, read, monkeypatch):
+    """The one that saved last is meant, unless all are."""
+    plain = folders.place_of
+    monkeypatch.setattr(folders, "place_of", lambda root, rank, world, run: replace(plain(root, rank, world, run), lineage=run))
+    later = run_name(2, "0000bbbb")
+    for run, steps_of in ((RUN, (100, 110)), (later, (5, 10, 15))):
+        for step in steps_of:
+            save(tmp_path, step, world=1, run=run, suffix=int(run[:4]))
+    found = read(tmp_path, "--keep-last", 1, "--dry-run")
+    assert {row["step"]: row["why"] for row in found["kept"]} == {
+        15: "the newest one that is whole, the last one", 110: "of another training", 100: "of another training"}
+    assert steps(found["removed"]) == [10, 5]
+    assert steps(read(tmp_path, "--keep-last", 1, "--all-trainings")["removed"]) == [10, 5, 110, 100]
+    assert committed(tmp_path) == [15]
 
 
 def test_a_folder_of_mindformers_alone(tmp_path, call, read):

@@ -328,9 +328,9 @@ def trash_is_never_emptied(patch: Patch) -> None:
 def tracker_before_the_rename(patch: Patch) -> None:
     right = iteration.show
 
-    def show(place, step, newest=True):
+    def show(place, step, newest=True, log=print):
         iteration.point(place.storage, place.root, step, place.run)
-        right(place, step, newest)
+        right(place, step, newest, log)
     patch.setattr(iteration, "show", show)
 
 
@@ -388,10 +388,10 @@ def replaced_folder_written_into(patch: Patch) -> None:
     """Its files are replaced one by one."""
     right = iteration.show
 
-    def show(place, step, newest=True):
+    def show(place, step, newest=True, log=print):
         disk, target = place.storage, os.path.join(place.root, iteration_name(step))
         if disk.status(target) is None:
-            return right(place, step, newest)
+            return right(place, step, newest, log)
         for name in disk.list(place.base(step)):
             if name != FOLDER:
                 disk.rename(os.path.join(place.base(step), name), os.path.join(target, name))
@@ -430,9 +430,9 @@ def renamed_without_sync(patch: Patch) -> None:
         disk.rename(temporary, os.path.join(root, TRACKER))
         PosixStorage().sync(root) if isinstance(disk, PosixStorage) else disk.disk.sync(root)
 
-    def show(place, step, newest=True):
+    def show(place, step, newest=True, log=print):
         patch.setattr(iteration, "point", point)
-        right(replace(place, storage=NoSync(place.storage)), step, newest)
+        right(replace(place, storage=NoSync(place.storage)), step, newest, log)
     patch.setattr(iteration, "show", show)
 
 

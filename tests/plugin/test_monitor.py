@@ -6,6 +6,7 @@
 import inspect
 import json
 import os
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from mindresume.plugin import (
 from mindresume.plugin import monitor as module  # noqa: E402
 from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
 from mindresume.resume.lost import Lost  # noqa: E402
+from mindresume.resume.select import Choice  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.claim import Claim, claims, owner_of_this_process  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
@@ -92,6 +94,12 @@ def build(folder, done=0, **options):
     block = {"type": "CheckpointMonitor", "prefix": "net", "directory": str(folder), "save_checkpoint_steps": 5,
              "keep_checkpoint_max": 99, **options}
     return build_callback(dict(block), default_args=injected)
+
+
+def resume(root, step):
+    """What the hooks leave before the training begins: step ``step`` is chosen. Without it a training is a fresh start."""
+    found = next(c for c in scan(PosixStorage(), str(root)).candidates if c.step == step)
+    session.current().choice = Choice(found, (), (), False, (), str(root))
 
 
 def files(folder, kind="checkpoint", fmt="safetensors"):
@@ -256,9 +264,35 @@ def test_a_name_that_has_a_record_is_not_used_again_though_its_file_is_gone(tmp_
 def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_path):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
     assert committed(tmp_path) == [10, 15] and len(files(tmp_path)) == 2
+    resume(tmp_path / "checkpoint", 15)
     Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5)
     assert committed(tmp_path) == [15, 20]
     assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
+
+
+def test_a_fresh_start_beside_another_training_leaves_its_checkpoints_and_says_so(tmp_path, caplog):
+    Job(build(tmp_path, keep_checkpoint_max=2)).steps(15).end()
+    caplog.clear()
+    Job(build(tmp_path, keep_checkpoint_max=1)).steps(12).end()
+    assert "holds 2 checkpoint(s) of another training, step 10, 15, which this run does not continue" in caplog.text
+    assert committed(tmp_path) == [10, 12, 15]
+    resume(tmp_path / "checkpoint", 12)
+    Job(build(tmp_path, done=12, keep_checkpoint_max=1), 12).steps(8).end()        # its own are counted over its runs
+    assert committed(tmp_path) == [10, 15, 20]
+
+
+@pytest.mark.parametrize("where", ["transformed", "elsewhere"])
+def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
+    Job(build(tmp_path, keep_checkpoint_max=2)).steps(10).end()
+    other = tmp_path / where
+    shutil.copytree(tmp_path / "checkpoint", other)
+    resume(other, 10)
+    if where == "transformed":                                  # of the chosen one, to another layout: now that is loaded
+        current = session.current()
+        current.resumed_from = Choice(current.choice.chosen, (), (), False, (), str(tmp_path / "checkpoint"))
+        current.choice = replace(current.choice, chosen=replace(current.choice.chosen, lineage="", run="0001-ffffffff"))
+    Job(build(tmp_path, done=10, keep_checkpoint_max=2), 10).steps(10).end()
+    assert committed(tmp_path) == [15, 20]
 
 
 # ---- behind the training ---------------------------------------------------------------------------------------------
@@ -760,7 +794,7 @@ def test_one_line_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_s
     writer = Writer()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
     own_session.lost, own_session.load_seconds = Lost(4, 100.0), 2.5
-    own_session.choice = SimpleNamespace(chosen=SimpleNamespace(world_size=1), shards=(), root="elsewhere")
+    own_session.choice = SimpleNamespace(chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere")
     Job(build(tmp_path, done=10), 10)
     assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}
     assert "resumed behind step 10: at least 4 steps of the job before are lost" in caplog.text

@@ -9,15 +9,17 @@ pytest.importorskip("mindformers")
 
 import mindspore as ms  # noqa: E402
 from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
-from plugin.test_monitor import Job, settle_all  # noqa: E402
+from plugin.test_monitor import Job, resume, settle_all  # noqa: E402
 from plugin.test_monitor import build as build_any  # noqa: E402
 
+from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.files import read_header  # noqa: E402
 from mindresume.formats.iteration_files import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.manifest import FOLDER, read_details  # noqa: E402
 from mindresume.plugin import residence, session  # noqa: E402
+from mindresume.resume.select import select  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.islands import Islands  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
@@ -104,6 +106,7 @@ def test_transient_parameters_stay_out(tmp_path):
 
 def test_retention_counts_earlier_runs_and_the_tracker_follows(tmp_path):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
+    resume(tmp_path, 15)
     Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5).end()
     assert folders(tmp_path) == ["iteration_00000015", "iteration_00000020"] and (tmp_path / TRACKER).read_text() == "20"
     assert [name for name in os.listdir(tmp_path / FOLDER) if name.startswith("ended-0002")]
@@ -111,10 +114,22 @@ def test_retention_counts_earlier_runs_and_the_tracker_follows(tmp_path):
 
 def test_a_run_that_went_back_replaces_what_it_saves_again(tmp_path):
     Job(build(tmp_path)).steps(10).end()
+    resume(tmp_path, 5)
     Job(build(tmp_path, done=5), 5).steps(5).end()
     found = scan(PosixStorage(), str(tmp_path)).candidates
     assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (5, "0001")]
     assert folders(tmp_path) == ["iteration_00000005", "iteration_00000010"]
+
+
+def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_steps_aside(tmp_path):
+    Job(build(tmp_path)).steps(15).end()
+    Job(build(tmp_path, keep_checkpoint_max=1)).steps(10).end()
+    found = scan(PosixStorage(), str(tmp_path)).candidates
+    assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (tmp_path / TRACKER).read_text() == "10"
+    kept = [name for name in folders(tmp_path) if ".kept-" in name]
+    assert [name[:20] for name in kept] == ["iteration_00000005.k", "iteration_00000010.k"]
+    choice = select(PosixStorage(), str(tmp_path / kept[1]), Solo())
+    assert (choice.chosen.step, choice.chosen.run[:4]) == (10, "0001")
 
 
 @pytest.mark.parametrize("norm, status", [(0, 0), (1, 1)])

@@ -30,8 +30,9 @@ def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
     assert committer.try_commit(5) == [1]
     write_rank(tmp_path, 5, 1, 3, fmt=fmt)
     assert committer.poll() == [] and steps(tmp_path) == [5]
-    meta = (tmp_path / "rank_1" / "meta.json").read_text()
-    assert meta == f'{{"last_epoch":1,"last_step":5,"last_ckpt_file":"net_rank_1-1_5.{fmt}"}}'
+    meta = (tmp_path / "rank_0" / "meta.json").read_text()
+    assert meta == f'{{"last_epoch":1,"last_step":5,"last_ckpt_file":"net_rank_0-1_5.{fmt}"}}'
+    assert not (tmp_path / "rank_1" / "meta.json").exists()             # one is enough for mindformers, which takes the oldest
 
 
 def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
@@ -112,8 +113,8 @@ def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
         save(tmp_path, step, world=2)
     save(tmp_path, 20, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(2))
     assert steps(tmp_path) == [20, 15]
-    assert sorted(os.listdir(tmp_path / "rank_1")) == ["meta.json", "net_rank_1-2_5.safetensors",
-                                                       "net_rank_1_1-2_10.safetensors", "net_rank_1_7-1_1.safetensors"]
+    assert sorted(os.listdir(tmp_path / "rank_1")) == ["net_rank_1-2_5.safetensors", "net_rank_1_1-2_10.safetensors",
+                                                       "net_rank_1_7-1_1.safetensors"]
     assert sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(15, RUN), attempt_name(20, NEXT_RUN)]
 
 

@@ -180,7 +180,7 @@ def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
     refusal = quick(STORAGE, str(tmp_path), found[0], 4)
     assert "only the files of rank 2, 3 of 4 are here: nodes saved it that share no disk" in refusal.reason
-    assert (tmp_path / "rank_3" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
+    assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
 
 
 def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):

@@ -459,6 +459,57 @@ def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
     assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
 
 
+# ---- a folder is what it is, not the name of its records -------------------------------------------------------------
+
+def orphan(root, step, run=RUN):
+    """One rank has saved a step again that was committed, as former versions did: a second folder of that name."""
+    other = root.parent / f"orphan-{root.name}"
+    write_rank(other, step, 1, run=run)
+    shutil.move(making(other, step, run), making(root, step, run))
+    return making(root, step, run)
+
+
+def test_two_folders_of_one_attempt_go_each_for_itself(tmp_path):
+    root = tmp_path / "root"
+    save(root, 10, 20)
+    left = orphan(root, 20)
+    made = plan(STORAGE, str(root), KeepLast(1), ended=lambda run: True)
+    assert [c.box for c in made.debris] == [str(left)] and [c.step for c in made.victims] == [10]
+    assert [c.box for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
+    carry_out(STORAGE, str(root), made)
+    assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == []
+
+    orphan(root, 20)
+    save(root, 30, policy=KeepLast(1))                                  # both go, and nothing is in the way of anything later
+    assert listing(root) == ["iteration_00000030", TRACKER] and hidden(root) == []
+    save(root, 40, policy=KeepLast(1))
+    assert listing(root) == ["iteration_00000040", TRACKER] and hidden(root) == []
+
+
+def test_the_next_run_is_not_confused_by_them(tmp_path):
+    root = tmp_path / "root"
+    save(root, 10, 20)
+    orphan(root, 20)
+    assert chosen(root) == (20, RUN) and adopting(root) == []
+    save(root, 30, run=NEXT, policy=KeepLast(2))
+    assert listing(root) == ["iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
+
+
+def test_a_copy_by_hand_is_not_counted_never_removed_and_in_nobodys_way(tmp_path):
+    root = tmp_path / "root"
+    save(root, 10)
+    shutil.copytree(folder_of(root, 10), folder_of(root, 11))
+    assert chosen(root) == (10, RUN)
+    save(root, 20, 30, policy=KeepLast(2))
+    assert listing(root) == ["iteration_00000011", "iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
+    made = plan(STORAGE, str(root), KeepLast(2))
+    assert "iteration_00000011 is a copy" in made.reasons[str(folder_of(root, 11))]
+    shutil.copytree(folder_of(root, 30), folder_of(root, 99))          # newer by its name than everything
+    save(root, 40, policy=KeepLast(1))
+    assert listing(root) == ["iteration_00000011", "iteration_00000040", "iteration_00000099", TRACKER]
+    assert chosen(root) == (40, RUN) and adopting(root) == []
+
+
 # ---- readers ---------------------------------------------------------------------------------------------------------
 
 def candidate_of(root, step):
@@ -556,13 +607,6 @@ def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_
     save(tmp_path / "new", 20, run=claim.run)
     claim.leave()
     assert claim.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).victims] == [10]
-
-
-def test_the_second_writer_of_a_folder_is_stopped(tmp_path):
-    save(tmp_path, 10)
-    write_rank(tmp_path, 20, 0)
-    with pytest.raises(Exception, match="exists already"):
-        write_rank(tmp_path, 20, 0)
 
 
 def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training(tmp_path):

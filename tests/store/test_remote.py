@@ -517,6 +517,16 @@ def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, m
     assert sum("archived" in line for line in world.log) == 1 and len(set(asked)) == 1
 
 
+def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
+    """A fresh start with the url of another training."""
+    for module in (folders, iterations):
+        monkeypatch.setattr(module, "place_of", lambda root, rank, size, run=RUN, *more, plain=module.place_of: replace(
+            plain(root, rank, size, run, *more), lineage=run))
+    world.mirror(5, 10)
+    world.mirror(15, 20, 25, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [25, 20, 10, 5]
+
+
 def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
     plain, write = folders.state_of, iterations.write_rank
     monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))

@@ -1,4 +1,5 @@
 """What goes and what never goes, and a removal that dies before any single one of its operations."""
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
 from mindresume.agree import Solo
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
+from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, trash_name, untrashed
 from mindresume.resume.select import select
 from mindresume.store.commit import Committer
 from mindresume.store.protection import NEWEST_HEALTHY, NEWEST_WHOLE
@@ -263,7 +264,9 @@ def test_the_order_of_operations(saved):
     removed = carry_out(storage, str(saved), planned(saved, KeepLast(3)))
     assert steps(removed) == [5]
     records, name = saved / FOLDER, attempt_name(5, RUN)
-    trash, changes = records / (TRASH + name), [what for what in storage.done if what[0] not in ("list", "status", "open")]
+    changes = [what for what in storage.done if what[0] not in ("list", "status", "open")]
+    trash = Path(changes[0][2])
+    assert trash.parent == records and untrashed(trash.name) == name
     expected = [("rename", str(records / name), str(trash)), ("sync", str(records))]
     for rank in range(2):
         path = path_of(saved, 5, rank)
@@ -319,7 +322,7 @@ def test_weights_of_a_removal_that_died_are_synced_by_the_next_one_too(saved):
     assert not path_of(saved, 5, 1).exists()
     storage = Counting()
     carry_out(storage, str(saved), planned(saved, KeepLast(3)))
-    trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))
+    trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))            # with whatever nonce
     first_record = next(i for i, what in enumerate(storage.done) if what[0] == "remove" and what[1].startswith(trash))
     assert ("sync", str(saved / "rank_0")) in storage.done[:first_record]
     assert ("sync", str(saved / "rank_1")) in storage.done[:first_record]
@@ -428,13 +431,84 @@ def test_what_lost_files_already_does_not_come_back_and_waits_for_its_holder(sav
 
 
 def test_another_process_finished_the_removal_before_the_hold_was_seen(saved):
-    trash = saved / FOLDER / (TRASH + attempt_name(5, RUN))
-
     def holds():
-        shutil.rmtree(trash)
+        for trash in (saved / FOLDER).glob(TRASH + attempt_name(5, RUN) + ".*"):
+            shutil.rmtree(trash)
         return {attempt_name(5, RUN): "loading"}
     assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), holds) == []
     assert committed(saved) == [20, 15, 10]
+
+
+# ---- each fails for itself -------------------------------------------------------------------------------------------
+
+class Stuck(Counting):
+    """Operations on what has one of ``names`` in its path, or is in a folder of it, fail."""
+
+    def __init__(self, operation, *names, code=errno.EACCES):
+        super().__init__()
+        self.operation, self.names, self.code = operation, names, code
+
+    def _count(self, what, *paths):
+        super()._count(what, *paths)
+        if what == self.operation and any(name in paths[0] for name in self.names):
+            raise OSError(self.code, os.strerror(self.code), *paths[:1])
+
+
+@pytest.mark.parametrize("operation, name, left", [
+    ("rename", attempt_name(15, RUN), [20, 15]), ("remove", str(Path(path_of("", 15, 1)).name), [20]),
+    ("sync", "rank_1", [20]), ("open", "rank_00000.json", [20])])
+def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, name, left):
+    log, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
+    old.mkdir()
+    storage = Stuck(operation, name)
+    removed = carry_out(storage, str(saved), planned(saved, KeepLast(1), ended=over), log=log.append)
+    assert committed(saved) == left and not old.exists()
+    assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
+    if operation != "open":                                                     # then other records tell what it wrote
+        assert log and all("cannot be removed: Permission denied" in line for line in log)
+        assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over))
+    assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
+
+
+def test_what_cannot_be_removed_is_said_once(saved):
+    log, storage = [], Stuck("rename", attempt_name(5, RUN))
+    place = folders.place_of(saved, 0, 2)
+    committer = Committer(type(place)(storage, place.root, place.run, 0, 2), KeepLast(3), log.append)
+    assert committer.prune() == committer.prune() == []
+    assert len(log) == 1 and "step 5," in log[0] and "cannot be removed: Permission denied" in log[0]
+
+
+def test_trash_of_the_same_attempt_is_in_nobodys_way(saved):
+    """Its removal was cut short, the checkpoint was copied back by hand."""
+    name = attempt_name(5, RUN)
+    for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
+        shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
+    assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))) == [5]
+    assert committed(saved) == [20, 15, 10] and not list((saved / FOLDER).glob(TRASH + "*"))
+    assert not path_of(saved, 5, 0).exists()
+
+
+def test_a_rename_that_reports_an_error_after_its_effect(saved):
+    class Late(PosixStorage):
+        def rename(self, old, new):
+            super().rename(old, new)
+            raise OSError(errno.EIO, "Input/output error", old)
+    log = []
+    assert carry_out(Late(), str(saved), planned(saved, KeepLast(3)), log=log.append) == []
+    assert len(log) == 1 and committed(saved) == [20, 15, 10]
+    assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
+
+
+def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
+    def holds():
+        raise OSError(errno.EIO, "Input/output error")
+    log = []
+    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), holds, log.append) == []
+    assert path_of(saved, 5, 0).exists() and len(log) == 2
+    held = {attempt_name(5, RUN): "loading"}
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), lambda: held)
+    assert committed(saved) == [20, 15, 10, 5]                                   # it was held, and comes back
 
 
 # ---- the committer ---------------------------------------------------------------------------------------------------

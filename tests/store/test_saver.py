@@ -44,7 +44,8 @@ def test_poll_commits_what_others_complete_later(tmp_path):
 def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
     saver = Foreground(Work(place_of(tmp_path, 0, 1)))
     saver.save(Save(shard(5)))
-    saver.save(Save(shard(5)))
+    path_of(tmp_path, 6, 0).write_text("in the way")
+    saver.save(Save(shard(6)))
     good, bad = saver.poll()
     assert good.saved and not bad.saved and "exists already" in str(bad.error)
     write_shard(place_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), shard(6, suffix=1))
