@@ -266,12 +266,8 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     storage.make_folder(folder)
     dead = _watch(storage, root, owner, log, clock, sleep)
     names = storage.list(folder)
-    visible = [base for base in storage.list(root) if parse_iteration(base) is not None]        # also if copied from elsewhere
-    traces: list[str] = []
-    for base in visible:
-        with suppress(OSError):             # one that cannot be listed forbids no job
-            traces += storage.list(os.path.join(root, base, FOLDER))
-    claim = Claim(storage, root, replace(owner, run=owner.run or next_run([*names, *traces]), every=beat), traced)
+    run = owner.run or next_run([*names, *_in_iterations(storage, root)])
+    claim = Claim(storage, root, replace(owner, run=run, every=beat), traced)
     claim.publish()
     known = {other.run for other in dead}
     later = [run for run in _claimed(storage.list(folder))     # two jobs that start at the same moment: the later name stays
@@ -291,6 +287,16 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
             if name.endswith(TEMPORARY) and _READER < run_sequence(run) < claim.owner.order[0]:
                 storage.remove(os.path.join(folder, name))
     return claim
+
+
+def _in_iterations(storage: Storage, root: str) -> list[str]:
+    """Names of the folders of records in iteration folders, also in those that were copied from elsewhere."""
+    found: list[str] = []
+    for base in storage.list(root):
+        if parse_iteration(base) is not None:
+            with suppress(OSError):             # one that cannot be listed forbids no job, and nothing can be removed there
+                found += storage.list(os.path.join(root, base, FOLDER))
+    return found
 
 
 def _in_use(root: str, other: str, me: Owner) -> str:
@@ -408,8 +414,7 @@ class Holds:
         return self.clock() - since > every * GIVEN_UP
 
     def _all_attempts(self) -> set[str]:
-        bases = [base for base in self.storage.list(self.root) if parse_iteration(base) is not None]
-        names = [name for base in ("", *bases) for name in self.storage.list(os.path.join(self.root, base, FOLDER))]
+        names = [*self.storage.list(os.path.join(self.root, FOLDER)), *_in_iterations(self.storage, self.root)]
         return {name for name, _, _ in attempts(list(map(untrashed, names)))}
 
 
