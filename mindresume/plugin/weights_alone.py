@@ -60,6 +60,7 @@ def choose(config: Any, task: str, current: session.Session, storage: Storage) -
     if not path:
         return
     group, asked = current.group, config.get("resume_training")
+    path = choosing.located(storage, path, group)
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
         choosing.islands_of(storage, path, current).apart

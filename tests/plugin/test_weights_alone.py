@@ -179,6 +179,13 @@ def test_weights_that_know_no_step(tmp_path):
     right(load(tmp_path / "checkpoint_network", tmp_path / "out", SINGLE, PREDICT), SINGLE)
 
 
+def test_a_folder_one_too_high(tmp_path):
+    recorded(tmp_path / "output" / "checkpoint", SOURCE, TENSORS)
+    config, current = chosen(tmp_path / "output", tmp_path)
+    assert config.load_checkpoint == str(tmp_path / "output" / "checkpoint") and current.choice.chosen.step == STEP
+    current.release()
+
+
 def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(tmp_path, caplog):
     recorded(tmp_path / "checkpoint", SINGLE, TENSORS)
     path = path_of(tmp_path / "checkpoint", STEP, 0)
