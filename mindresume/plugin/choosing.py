@@ -7,10 +7,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from mindresume.agree import Group, decide, report
+from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.location import find as find_checkpoints
+from mindresume.host_memory import share_of_rank
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.convert import choose_complete, is_complete_resume, prepare
 from mindresume.reshard.strategies import strategies
@@ -22,8 +23,10 @@ from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.witness import settle
 from mindresume.store.claim import hold
 from mindresume.store.islands import Islands, find, together
-from mindresume.store.storage import Storage
+from mindresume.store.kept import KeptFiles
+from mindresume.store.storage import PosixStorage, Storage
 from mindresume.store.trials import Trial
+from mindresume.words import size_text
 
 
 def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
@@ -57,8 +60,13 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
         gauge, ranks = telling.gauge("checking"), partial(_share, group) if converts else None
+
+        def next_one(candidate: Candidate) -> None:
+            gauge.expect(read_size(candidate, _share(group, candidate)))
+            if isinstance(storage, KeptFiles):
+                storage.forget()                        # what was refused
         pick = partial(select, storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
-                       on_candidate=lambda candidate: gauge.expect(read_size(candidate, _share(group, candidate))),
+                       on_candidate=next_one,
                        complete=current.settings.verify == "full", sick=sick, counters=resume,
                        poison_limit=current.settings.poison_limit,
                        strategy_of=strategies(storage, config.get("src_strategy_path_or_dir") or None))
@@ -90,6 +98,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
         current.trial = Trial(storage, choice.root, choice.chosen, os.path.realpath(adapter.output_root()), group.rank)
     step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
+    _say_kept(storage, choice)
     for remark in choice.remarks:
         log.warning("mindresume: %s", remark)
     if converts and as_it_is and group.size > 1 and choice.chosen.origin == MINDFORMERS and not choice.chosen.base:
@@ -97,6 +106,31 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     if converts or choice.chosen.base:
         prepare(config, current, storage, aside=resume or adapter.is_parallel())
     return choice
+
+
+def reads_once(current: session.Session) -> Storage:
+    """Returns the storage of a choice, which keeps what is verified in memory until it is loaded: as much as half of this rank's
+    share of the host's memory, because the arrays into which it is loaded need the other half, and no more than ``staging_gib``.
+    All ranks call it together."""
+    if current.settings.verify != "full":
+        return PosixStorage()
+    budget = share_of_rank(current.group) // 2
+    if current.settings.staging_gib:
+        budget = min(budget, int(current.settings.staging_gib * 2**30))
+    return KeptFiles(PosixStorage(), budget)
+
+
+def _say_kept(storage: Storage, choice: Choice) -> None:
+    """Whether the checkpoint is read once."""
+    if not isinstance(storage, KeptFiles) or choice.chosen.origin == MINDFORMERS:
+        return                                          # without checksums nothing but headers was read
+    read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
+    if storage.size:
+        adapter.logger().info("mindresume: %s of what was verified stays in memory until it is loaded", size_text(storage.size))
+    if read > storage.size:
+        adapter.logger().info("mindresume: %s of what was verified is read again when it is loaded: this rank may keep %s "
+                              "(half of its share of the memory that is left; mindresume.staging_gib)",
+                              size_text(read - storage.size), size_text(storage.budget))
 
 
 def located(storage: Storage, path: str, group: Group) -> str:
@@ -107,9 +141,9 @@ def located(storage: Storage, path: str, group: Group) -> str:
             return [find_checkpoints(storage, path) or "", ""]
         except MissingCheckpointError as error:
             return ["", str(error)]
-    rows = [decide(group, look)]
+    rows = [decide(group, look, Waiting(f"looking for checkpoints below {path}"))]
     if rows == [["", ""]]:
-        rows = report(group, look)
+        rows = report(group, look, Waiting(f"looking for checkpoints below {path}"))
     places, several = sorted({place for place, _ in rows if place}), next((text for _, text in rows if text), "")
     if len(places) > 1:
         several = f"the ranks of this job find checkpoints in different folders: {', '.join(places)}; give one of them"

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mindresume.agree import agreed, decide, report
+from mindresume.agree import Waiting, agreed, decide, report, watched
 from mindresume.errors import ConfigError, EngineError, StrategyError
 from mindresume.formats import OURS
 from mindresume.formats.complete import MINDSPORE, is_complete
@@ -26,6 +26,7 @@ from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, session, telling
 from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
+from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
@@ -37,6 +38,8 @@ from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
+OPENING = Waiting("opening the checkpoint")
+_TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 
 # ---- at the choice -------------------------------------------------------------------------------------------------
@@ -59,7 +62,7 @@ def prepare(config: Any, current: session.Session, storage: Storage, aside: bool
     choice = current.choice
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
-    told = decide(current.group, partial(_decide, storage, choice, given, folder, current.open_source is None))
+    told = decide(current.group, partial(_decide, storage, choice, given, folder, current.open_source is None), OPENING)
     for note in told["notes"]:
         _log(note)
     if current.open_source is None:
@@ -104,7 +107,7 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 def arrays_for(config: Any, network: Any, current: session.Session, storage: Storage) -> dict[str, Any] | None:
     """After the compilation: {name: array} of everything this rank loads, read from the source. None if ckpt files were
     transformed on disk: ``current.choice`` then names the new ones. Whatever fails on one rank is AgreementError on all."""
-    log, source = adapter.logger(), agreed(current.group, current.open_source)
+    log, source = adapter.logger(), agreed(current.group, current.open_source, OPENING)
     shapes = adapter.wanted_of(network, source.weights.tensors)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
@@ -121,8 +124,8 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
         log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
         current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
         return None
-    traffic = telling.traffic_of_load(bytes_of(source.weights, regions))
-    arrays = agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic))
+    traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, regions))
+    arrays = agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic), waiting)
     needed = sum(array.nbytes for array in arrays.values())
     log.info("mindresume: rank %d reads %d tensors, %.1f MiB, of %s: %.1f MiB read", current.group.rank, len(regions),
              needed / 2**20, source.what, traffic.read / 2**20)
@@ -154,7 +157,7 @@ def unify(config: Any, current: session.Session, storage: Storage, source: Sourc
     all ranks."""
     job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
     if current.settings.transform_engine == "mindspore":
-        answer = decide(current.group, lambda: _by_mindspore(storage, job, folder, current.group.size))
+        answer = decide(current.group, lambda: _by_mindspore(storage, job, folder, current.group.size), _TRANSFORMING)
         if "refused" in answer:
             raise EngineError(answer["refused"])
         return answer["folder"]
@@ -174,7 +177,7 @@ def transform_files(config: Any, current: session.Session, storage: Storage, sou
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
     engine = engine_for(current.settings.transform_engine, job.files[0].format)
     if engine == "mindspore":
-        answer = decide(group, lambda: _by_mindspore(storage, job, folder, processes))
+        answer = decide(group, lambda: _by_mindspore(storage, job, folder, processes), _TRANSFORMING)
         if "folder" in answer:
             return answer["folder"]
         if current.settings.transform_engine == "mindspore":
@@ -218,16 +221,18 @@ def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Sess
     def look() -> list[Any]:
         found, finished = _free(storage, job, folder)
         return [found.target, finished]
-    target, finished = decide(group, look)
+    target, finished = decide(group, look, OPENING)
     conversion = Conversion(storage, job, target, _log)
     if finished:
         _log(f"{conversion.target} is there already, from an earlier start")
         return conversion.target
     mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
-    conversion.join(decide(group, conversion.prepare))
+    gauge = telling.gauge("converting")
+    write = writer("direct", conversion, traffic=Traffic(progress=gauge.advance))
+    conversion.join(decide(group, conversion.prepare, OPENING))
     try:
-        report(group, lambda: conversion.write(writer("direct", conversion), mine))
-        decide(group, conversion.commit)
+        report(group, lambda: conversion.write(write, mine), telling.waiting(gauge))
+        decide(group, conversion.commit, Waiting("committing the conversion"))
     except BaseException:
         if group.rank == 0:
             conversion.abandon()

@@ -237,7 +237,7 @@ def _load(original: Any) -> Any:
             return None
         if not current.resumes or config.only_save_strategy:
             return original(config, model, network, dataset, optimizer=optimizer, **kwargs)
-        return loading.load_chosen(config, model, dataset, current, PosixStorage())
+        return loading.load_chosen(config, model, dataset, current, current.storage)
     return load
 
 
@@ -341,7 +341,7 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
     """
-    storage = PosixStorage()
+    storage = current.storage = choosing.reads_once(current)
     if online.applies(config):
         return online.choose(config, current, storage)
     if not config.resume_training:

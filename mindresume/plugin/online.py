@@ -28,6 +28,7 @@ from mindresume.formats.iteration_files import COMMON
 from mindresume.formats.records import listed
 from mindresume.network import job_layouts
 from mindresume.plugin import adapter, choosing, loading, session, telling
+from mindresume.plugin.convert import OPENING
 from mindresume.plugin.group import Passing
 from mindresume.reshard.balanced import Exchange, pass_on, plan
 from mindresume.reshard.geometry import Region
@@ -159,7 +160,7 @@ def load(network: Any, optimizer: Any, current: session.Session) -> None:
     ranks for whatever fails on one."""
     if current.online.pretrained:
         return load_pretrained(current.online.model._train_network, network, current.online.folder, current)
-    train, source = current.online.model._train_network, agreed(current.group, current.open_source)
+    train, source = current.online.model._train_network, agreed(current.group, current.open_source, OPENING)
     shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
     names = set(shapes) if current.online.resume else of_model & set(shapes)
@@ -179,10 +180,10 @@ def load_pretrained(train: Any, network: Any, folder: str, current: session.Sess
     wanted = {name: row for name, row in adapter.wanted_of(train).items() if name in names and not is_transient(name)}
     layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, current.group.size,
                           lambda text: adapter.logger().warning("mindresume: %s", text))
-    traffic = telling.traffic_of_load(sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()))
+    traffic, waiting = telling.traffic_of_load(sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()))
     arrays = agreed(current.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, current.group.rank, network=core.get_gpt_transformer_config(),
-        tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic))
+        tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), waiting)
     loaded = set(arrays)
     adapter.logger().info("mindresume: rank %d loads %d tensors of %s: %.1f MiB read", current.group.rank, len(arrays), folder,
                           traffic.read / 2**20)
@@ -200,8 +201,8 @@ def _arrays(network: Any, source: Source, shapes: Mapping[str, tuple[tuple[int, 
     if initialised and group.rank == 0:
         log.warning("mindresume: not in %s, and left as they are initialised: %s", source.what, listed(initialised))
     mine, exchanges = _shared(source.weights, regions, layouts, current)
-    traffic = telling.traffic_of_load(bytes_of(source.weights, mine))
-    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, current.online.workers), traffic))
+    traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, mine))
+    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, current.online.workers), traffic), waiting)
     received = 0
     if exchanges:
         passing = Passing()

@@ -25,7 +25,9 @@ from mindresume.resume.select import Choice
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
 from mindresume.store.islands import Islands
+from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote
+from mindresume.store.storage import PosixStorage, Storage
 from mindresume.store.trials import Trial
 
 
@@ -89,6 +91,7 @@ class Session:
     online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
     alone: WeightsAlone | None = None        # Checkpoint 1.0 without a resume
     task: str = ""                           # outside of a training: what is done with the network, evaluate or predict
+    storage: Storage = field(default_factory=PosixStorage)      # by which the chosen checkpoint is verified, and then loaded
     remote: Remote | None = None             # ModelArts: where checkpoints are kept when the disks are gone
 
     @property
@@ -117,6 +120,8 @@ class Session:
 
     def release(self) -> None:
         """The chosen checkpoint has been read, or nobody is going to."""
+        if isinstance(self.storage, KeptFiles):
+            self.storage.forget()
         if self.hold is not None:
             self.hold.leave()
             self.hold = None

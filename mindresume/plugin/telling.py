@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from mindresume.agree import Waiting
 from mindresume.gauge import Gauge
 from mindresume.plugin import adapter
 from mindresume.reshard.direct import Traffic
@@ -17,11 +18,16 @@ def gauge(what: str) -> Gauge:
     return Gauge(what, partial(adapter.logger().info, "mindresume: %s"))
 
 
-def traffic_of_load(total: int) -> Traffic:
-    """That says how far the load of ``total`` bytes is."""
+def waiting(made: Gauge) -> Waiting:
+    """Returns how the ranks wait for work whose progress ``made`` counts."""
+    return Waiting(made.what, lambda: made.done)
+
+
+def traffic_of_load(total: int) -> tuple[Traffic, Waiting]:
+    """Returns what says how far the load of ``total`` bytes is, and how the ranks wait for it."""
     made = gauge("loading")
     made.expect(total)
-    return Traffic(progress=made.advance)
+    return Traffic(progress=made.advance), waiting(made)
 
 
 def scalars(step: int, **values: float | None) -> None:

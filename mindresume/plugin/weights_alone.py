@@ -25,6 +25,7 @@ from mindresume.formats.records import header_of, listed
 from mindresume.formats.scan import is_root
 from mindresume.network import check_fit, job_layouts
 from mindresume.plugin import adapter, choosing, loading, online, session, telling
+from mindresume.plugin.convert import OPENING
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.source import Source, open_complete
@@ -85,7 +86,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, current: session.S
     path = config.checkpoint.load_path
     if os.path.realpath(path) != os.path.realpath(alone.path):                  # mindformers has translated names into new files
         current.open_source = partial(open_complete, storage, path)
-    source = agreed(current.group, current.open_source) if current.open_source is not None else None
+    source = agreed(current.group, current.open_source, OPENING) if current.open_source is not None else None
     if not alone.trains:
         network.set_train(False)
     known = source is not None and source.candidate is None and is_huggingface(storage, source.weights.name)
@@ -121,8 +122,8 @@ def _load(config: Any, cell: Any, network: Any, source: Source, current: session
     regions = agreed(group, lambda: wanted_regions(
         source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
         lambda name: optional(backwards.get(name, name)), allow=True))
-    traffic = telling.traffic_of_load(bytes_of(source.weights, regions))
-    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic))
+    traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, regions))
+    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), waiting)
     named = {backwards.get(name, name): array for name, array in arrays.items()}
     del arrays
     agreed(group, lambda: _convert(named, wanted))
@@ -133,20 +134,22 @@ def _load(config: Any, cell: Any, network: Any, source: Source, current: session
 
 def _load_own(config: Any, cell: Any, network: Any, current: session.Session, storage: Storage) -> None:
     """The file of this rank, of a job of as many ranks that left no layouts."""
-    what, held = current.alone.path, agreed(current.group, lambda: _held(storage, current))
+    what, held = current.alone.path, agreed(current.group, lambda: _held(storage, current), OPENING)
     there = {name for names in held.values() for name in names}
     wanted, optional = _wanted(cell, network, there), _optional(config, current, there)
+
+    gauge = telling.gauge("loading")
 
     def read() -> tuple[dict[str, np.ndarray], bool]:
         parts = {source: tuple(name for name in names if name in wanted) for source, names in held.items()}
         if not any(parts.values()):
             raise LoadError(_nothing(what, wanted, there))
         shard = replace(current.shard, sources=tuple(replace(source, names=names) for source, names in parts.items() if names))
-        arrays, deduplicated = loading.read_shard(storage, current.choice.root, shard, telling.gauge("loading"))
+        arrays, deduplicated = loading.read_shard(storage, current.choice.root, shard, gauge)
         _convert(arrays, wanted)
         check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
         return arrays, deduplicated
-    arrays, deduplicated = agreed(current.group, read)
+    arrays, deduplicated = agreed(current.group, read, telling.waiting(gauge))
     _put(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, current)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 
-from mindresume.agree import Group, report
+from mindresume.agree import Group, Waiting, report
 from mindresume.errors import DamagedFileError, MindResumeError, MissingCheckpointError
 from mindresume.files import read_header
 from mindresume.files.checksum import damaged_tensors, file_checksum
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.manifest import FileRecord
+from mindresume.reshard.direct import Traffic
 from mindresume.reshard.load import check_tensors
 from mindresume.reshard.made import Made, made_of
 from mindresume.reshard.source import Source, open_complete
@@ -37,14 +38,19 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
     AgreementError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
     training was."""
     opened: list[Source] = []
+    read = [0]
+
+    def counted(count: int) -> None:
+        read[0] += count
 
     def check() -> object:
         source = open_complete(storage, path)
         opened.append(source)
         if full and source.made:
-            check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size])
+            check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
+                          traffic=Traffic(progress=counted))
         return source.state.to_json() if source.state else None
-    told = report(group, check)[0]
+    told = report(group, check, Waiting(f"checking {path}", lambda: read[0]))[0]
     if told is None and resume:
         raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
                                      f"With resume_training: False they are loaded as weights only")

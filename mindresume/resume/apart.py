@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from mindresume.agree import Group, report
+from mindresume.agree import Group, Waiting, report
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.names import parse_name
@@ -42,7 +42,7 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
         own.append(_look(storage, path, group, named, sick))
         return {"offers": list(own[0].offers)[:_NEWEST], "existed": any(c.existed for c in own[0].found.candidates),
                 "insists": own[0].insists, "strange": own[0].found.strange}
-    rows = report(group, look)
+    rows = report(group, look, Waiting(f"looking at the checkpoints below {path}"))
     mine, tried = own[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindresume.agree import Group, decide, report
+from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
@@ -53,6 +53,7 @@ from mindresume.store.trials import deaths_by_key, suspicion
 
 Log = Callable[[str], None]
 _SPARE = 64 << 20               # bytes that are to be left on the disk
+_PATIENCE = 7200.0              # seconds without a file that came whole, on any rank, after which a download is given up
 
 
 @dataclass
@@ -112,7 +113,8 @@ class Restore:
         steps = {refusal.step for refusal in refused}
         bound = (chosen.order[:2] if chosen else (0, 0)) if self.islands else None
         while True:
-            offer = decide(self.group, lambda: self._offer(steps, bound, suspected=chosen is None))
+            offer = decide(self.group, lambda: self._offer(steps, bound, suspected=chosen is None),
+                           Waiting(f"looking at {self.remote.url}"))
             for row in offer["refused"]:
                 self._refuse(*row)
             self._unhealthy = self._unhealthy or offer["unhealthy"]
@@ -173,7 +175,7 @@ class Restore:
     def _fetch(self, attempt: str, data: bytes) -> str | None:
         """None: it is on this disk now, whole. Else why it is not, and what came is gone again."""
         manifest, started = Manifest.read(io.BytesIO(data)), time.monotonic()
-        share = _Share(self, attempt, manifest)
+        share = self._share = _Share(self, attempt, manifest)
         problem = (self._all(share.prepare, leaders=True) or self._room(share) or self._all(share.download) or
                    self._all(share.publish_records))
         if problem is not None:
@@ -194,7 +196,7 @@ class Restore:
                 return [socket.gethostname(), share.needed(), self.storage.room(self.root), None]
             except OSError as error:
                 return ["", 0, 0, f"{self.root}: {error}"]
-        rows = report(self.group, look)
+        rows = report(self.group, look, Waiting("looking for room"))
         failed = next((row[3] for row in rows if row[3]), None)
         if failed:
             return failed
@@ -218,7 +220,7 @@ class Restore:
             except (OSError, RemoteError, RecordError) as error:
                 return str(error)
             return None
-        found = report(self.group, attempt)
+        found = report(self.group, attempt, Waiting(f"fetching from {self.remote.url}", lambda: self._share.fetched, _PATIENCE))
         return next((f"rank {rank}: {reason}" for rank, reason in enumerate(found) if reason), None)
 
 

@@ -124,6 +124,12 @@ class _Recorded:
         if copy is not None:
             self._files.give_back(copy, self._size)
 
+    def __getattr__(self, name: str) -> Any:
+        """Other ways to read are not written down; such a file is not kept."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         return self._file.seek(position, whence)
 

@@ -57,6 +57,8 @@ def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
         assert file.read() == DATA[-100:]
     with storage.open(path) as file:
         assert os.preadv(file.fileno(), [bytearray(len(DATA))], 0) == len(DATA)
+    with storage.open(path) as file:
+        assert len(file.readline()) + len(file.read()) == len(DATA)
     assert storage.size == 0
     with storage.open(path) as file:                            # what was read again counts as it was read last
         file.read(100_000)
