@@ -8,13 +8,13 @@ of it is an error.
 """
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from mindresume.data import SKIPPED
 from mindresume.errors import ProgressError
 from mindresume.resume.progress import Progress
+from mindresume.store.storage import MOST_READ, PosixStorage, read_json
 
 _DEPTH = 20                     # of datasets around the one that reads
 
@@ -36,8 +36,7 @@ def take_up(dataset: Any, progress: Progress) -> None:
     do = ("Resume from a checkpoint at whose step a state was saved, with the batch size it was saved with; or begin the data "
           "anew (ignore_data_skip: True)")
     try:
-        with open(path, encoding="utf-8") as file:
-            state = json.load(file)["_train_state"]
+        state = read_json(PosixStorage(), path, MOST_READ)["_train_state"]
         found = {name: state[name] for name in expected}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgressError(f"{path}: the state of the streaming data set behind {progress.data_skip} steps cannot be read "
