@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume.drill.faults import FAULTS, LAG, Fault, Killed, Machine, Operation
@@ -16,6 +16,7 @@ from mindresume.drill.ranks import Hang, Turns
 from mindresume.drill.stories import LAYOUTS, RUNS, STORIES, Saved, Story, World
 from mindresume.drill.workers import Workers
 from mindresume.errors import MindResumeError, SaveError
+from mindresume.manifest import TRASH, untrashed
 from mindresume.store.storage import PosixStorage, Storage
 
 
@@ -111,8 +112,14 @@ def _play(setup: Setup, story: Story, fmt: str, fault: Fault | None) -> tuple[Ma
 
 
 def _relative(machine: Machine, folder: str) -> Machine:
-    machine.operations = [Operation(o.number, o.rank, o.name, os.path.relpath(o.path, folder)) for o in machine.operations]
+    """Paths below ``folder``, and without the digits that keep names of trash apart: the same in every run."""
+    machine.operations = [replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in machine.operations]
     return machine
+
+
+def _plain(path: str) -> str:
+    names = [TRASH + untrashed(name) if name.startswith(TRASH) else name for name in path.split(os.sep)]
+    return os.sep.join(names)
 
 
 def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -49,11 +49,11 @@ def test_one_cell_for_every_fault_and_operation_it_can_hit(setup, monkeypatch):
 @pytest.mark.parametrize("story, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
 def test_a_number_means_the_same_operation_with_a_fault(setup, story, fmt):
     task, = prepare(setup, [story], [fmt])
-    for kind in FAULTS:
+    for kind in FAULTS:                     # who sees names "late" may do something else before it is struck
         for operation in task.operations[7::31]:
             if Fault(kind, operation.number).hits(operation.name):
                 found = cell(setup, task, Fault(kind, operation.number))
-                assert (found.rank, found.name, found.path) == (operation.rank, operation.name, operation.path)
+                assert kind == "late" or (found.rank, found.name, found.path) == (operation.rank, operation.name, operation.path)
 
 
 @pytest.mark.parametrize("kind", ["kill some", "reorder", "late", "ENOSPC"])
