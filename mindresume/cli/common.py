@@ -45,6 +45,9 @@ def say(text: object = "", error: bool = False) -> None:
     print(line.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"), file=stream)
 
 
+NOTHING = 3                     # exit status: there is no checkpoint, or none that can be used
+
+
 def print_json(value: Any) -> None:
     try:
         text = json.dumps(value, indent=1, allow_nan=False)

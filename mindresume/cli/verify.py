@@ -9,11 +9,22 @@ from typing import Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, locate, origin_text, print_json, progress_bar, refusal_json, say
+from mindresume.cli.common import (
+    NOTHING,
+    AsJson,
+    Folder,
+    WorldSize,
+    locate,
+    origin_text,
+    print_json,
+    progress_bar,
+    refusal_json,
+    say,
+)
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.complete import is_complete
-from mindresume.formats.records import absent_text, ranks_count
+from mindresume.formats.records import absent_text, listed, offered, ranks_count
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import prove, read_size
@@ -31,7 +42,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
     What mindformers wrote has no checksums: there headers, sizes and counters are checked, and it is said so.
-    Exit status: 0 all is as it was written, 1 something is damaged or missing.
+    Exit status: 0 all is as it was written, 1 something is damaged or missing, 3 there is no checkpoint.
     """
     storage = PosixStorage()
     path = locate(folder)
@@ -41,8 +52,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
         raise MissingCheckpointError(found.strange)
     wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
-        raise MissingCheckpointError(f"{found.root} has no step {step}; there are: "
-                                     f"{', '.join(str(c.step) for c in found.candidates) or 'no checkpoints'}")
+        raise MissingCheckpointError(f"{found.root} has no step {step}; {offered(found.candidates)}")
     read, started, results = 0, time.monotonic(), []
     with progress_bar("verifying", json) as meter:
         meter.expect(sum(read_size(row.candidate, list(row.candidate.files)) for row in wanted if row.candidate.existed))
@@ -79,7 +89,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             if results else f"{found.root}: no checkpoints")
         for note in (*found.notes, *assumption(found, world_size)):
             say(note)
-    sys.exit(1 if damaged else 0)
+    sys.exit(NOTHING if not results else 1 if damaged else 0)
 
 
 def _state(candidate: Candidate, bad: list[Refusal]) -> str:
@@ -92,7 +102,9 @@ def _print(root: str, candidate: Candidate, bad: list[Refusal]) -> None:
     state = _state(candidate, bad)
     text = {"incomplete": "the save never completed; nothing is lost with it", "damaged": "DAMAGED",
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
-            "verified": f"every byte of {ranks_count(candidate.world_size)} is as it was written"}[state]
+            "verified": f"every byte of {ranks_count(candidate.world_size)} is as it was written" if not candidate.part else
+            f"every byte of rank {listed(candidate.part)} of {candidate.world_size}, which are on this node, is as it was written"
+            }[state]
     if candidate.absent and not bad:
         text = f"{text}; {absent_text(candidate)}"
     say(f"step {'?' if candidate.step is None else candidate.step} ({origin_text(candidate)}): {text}")

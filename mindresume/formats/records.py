@@ -262,6 +262,12 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return text + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def offered(candidates: Iterable[Candidate]) -> str:
+    """Says which steps there are."""
+    steps = sorted({candidate.step for candidate in candidates if candidate.step is not None})
+    return f"there are: {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
+
+
 def ranks_count(count: int) -> str:
     """'1 rank', '4 ranks'"""
     return f"{count} rank" + ("" if count == 1 else "s")

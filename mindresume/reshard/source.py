@@ -21,7 +21,7 @@ from mindresume.errors import (
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
-from mindresume.formats.records import is_without_step, ranks_count, state_of_counters
+from mindresume.formats.records import is_without_step, offered, ranks_count, state_of_counters
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration import of_iteration
@@ -72,8 +72,8 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
         raise MissingCheckpointError(found.strange)
     wanted = [c for c in found.candidates if step is None or c.step == step]
     if not wanted:
-        offered = ", ".join(sorted({str(c.step) for c in found.candidates})) or "no checkpoints"
-        raise MissingCheckpointError(f"{path} has no {'checkpoint' if step is None else f'step {step}'}; there are: {offered}")
+        raise MissingCheckpointError(f"{path} has no checkpoint" if step is None else
+                                     f"{path} has no step {step}; {offered(found.candidates)}")
     refused: list[Refusal] = []
     for candidate in wanted:
         try:

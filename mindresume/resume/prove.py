@@ -32,7 +32,7 @@ from mindresume.manifest import (
 from mindresume.resume.absent import details_by, stand_ins, unlike_replica
 from mindresume.resume.understood import Layouts, needs_metadata
 from mindresume.state import TrainingState
-from mindresume.store.storage import Storage
+from mindresume.store.storage import Storage, error_text
 from mindresume.strategy import Strategy
 
 Progress = Callable[[int], None]          # bytes read since the last call
@@ -69,8 +69,11 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
     if candidate.origin == MINDFORMERS:
         problem = _ranks_of_foreign(candidate, world_size)
     elif candidate.part:
-        problem = candidate.refuse(f"only the files of rank {listed(candidate.part)} of {candidate.world_size} are here: nodes "
-                                   f"saved it that share no disk; bring the folders of all of them together")
+        problem = _wrong_files(storage, root, candidate) if files else None
+        return problem or candidate.refuse(
+            f"only the files of rank {listed(candidate.part)} of {candidate.world_size} are here: nodes saved it that share no "
+            f"disk. A job on these nodes takes the newest step that all of them have; for any other job bring their folders "
+            f"together")
     elif world_size is not None and candidate.world_size != world_size and not candidate.base:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
@@ -80,6 +83,11 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
         problem = Layouts(storage, root, candidate).problem()
     if problem is not None or not files:
         return problem
+    return _wrong_files(storage, root, candidate)
+
+
+def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
+    """The first file that is missing, and that nothing stands in for, or of another size."""
     try:
         found = sizes(storage, root, candidate.every_file)
     except OSError as error:
@@ -270,7 +278,7 @@ def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tu
         lost = next(file for index, file in enumerate(candidate.files[rank]) if index not in there)
         wanted = {name: row for name, row in record_of(storage, candidate, rank)[1].tensors.items() if row.file not in there}
         sources = []
-        for other in _likely_holders(wanted, rank, candidate.world_size):
+        for other in _likely_holders(wanted, rank, candidate):
             if not wanted:
                 break
             theirs = record_of(storage, candidate, other)[1].tensors
@@ -282,17 +290,18 @@ def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tu
                     sources.append(Source(file, names))
                     wanted = {name: row for name, row in wanted.items() if name not in names}
     except (RecordError, OSError) as error:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {error}", lost.path, rank)
+        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", lost.path, rank)
     if wanted:
         return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
                                 f"rank, for example {next(iter(wanted))}", lost.path, rank)
     return tuple(sources)
 
 
-def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, world_size: int) -> list[int]:
-    """All other ranks, those first that hold the same slices by the layout of one cut tensor: reading a record of thousands of
-    tensors takes some milliseconds, and among thousands of ranks the first one asked should be the right one."""
-    others = [other for other in range(world_size) if other != rank]
+def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
+    """All other ranks whose files are here, those first that hold the same slices by the layout of one cut tensor: reading a
+    record of thousands of tensors takes some milliseconds, and among thousands of ranks the first one asked should be the right
+    one."""
+    others = [other for other in candidate.files if other != rank]
     for row in tensors.values():
         if row.layout is not None and row.global_shape is not None:
             first = rank - rank % row.layout.stage_size

@@ -90,8 +90,8 @@ def candidates_for(storage: Storage, path: str, named: str | None = None, world_
         offered = sorted({c.base or os.path.basename(c.first.path) for c in found.candidates if c.first})
         where = os.path.join(root, folder_name(0)) + " has no such file, nor has the folder of any other rank" if any(
             not c.base for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
-        raise MissingCheckpointError(f"resume_training names {named!r}: {where}. There are: "
-                                     f"{', '.join(offered) or 'no checkpoints'}")
+        there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
+        raise MissingCheckpointError(f"resume_training names {named!r}: {where}. {there}")
     return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
 
 

@@ -11,7 +11,7 @@ from mindresume.resume.remarks import manifest_text, stand_in_text
 from mindresume.resume.select import candidates_for
 from mindresume.store.storage import Storage, parallel
 
-COMPLETE, INCOMPLETE, UNUSABLE = "complete", "incomplete", "unusable"
+COMPLETE, INCOMPLETE, UNUSABLE, PART = "complete", "incomplete", "unusable", "of this node"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,10 @@ class Seen:
 
     @property
     def state(self) -> str:
-        """COMPLETE, INCOMPLETE (the save never completed, nothing is lost with it) or UNUSABLE."""
+        """COMPLETE, INCOMPLETE (the save never completed, nothing is lost with it), UNUSABLE, or PART: what one of several nodes
+        that share no disk has of it is there."""
+        if self.candidate.part and self.candidate.problem is None and self.problem is not None and self.problem.file is None:
+            return PART
         return COMPLETE if self.problem is None else UNUSABLE if self.candidate.existed else INCOMPLETE
 
     @property

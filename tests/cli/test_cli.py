@@ -11,6 +11,7 @@ import pytest
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 from iterations import folder_of, foreign
 from iterations import save as save_iterations
+from store.test_islands import save_part
 
 from mindresume import cli
 from mindresume.files import read_header
@@ -429,17 +430,6 @@ def test_ls_says_who_saves_there(tmp_path, call, read):
     assert read("ls", tmp_path)[1]["in_use_by"] == []
 
 
-def test_the_part_of_one_node_is_whole_for_verify_and_no_resume_for_which(tmp_path, read):
-    """Of nodes that share no disk: rank 2 and 3 of 4."""
-    from store.test_islands import save_part
-    save_part(tmp_path, 5)
-    assert read("verify", tmp_path)[0] == 0
-    status, said = read("which", tmp_path)
-    assert status == 3 and "only the files of rank 2, 3 of 4 are here" in said["refused"][0]["reason"]
-    flip_bit(path_of(tmp_path, 5, 3))
-    assert read("verify", tmp_path)[0] == 1
-
-
 def test_the_last_save_of_a_dying_job_of_mindformers_is_what_which_says_too(tmp_path, read):
     """Proven by the strategy folder beside, as a training does it."""
     from resume.test_absent import COVERING, STRATEGY, WORLD, foreign
@@ -451,3 +441,29 @@ def test_the_last_save_of_a_dying_job_of_mindformers_is_what_which_says_too(tmp_
     assert read("which", root)[1]["chosen"]["step"] == 5
     write_strategy(STRATEGY, str(tmp_path / "strategy"))
     assert read("which", root)[1]["chosen"]["step"] == 7
+
+
+def test_what_one_of_several_nodes_has(tmp_path, call):
+    """Nodes that share no disk: each command says what this node has, and that the job asks all of them."""
+    for step in (5, 10):
+        save_part(tmp_path, step, (2, 3))
+    status, out, _ = call("which", tmp_path)
+    assert status == 0 and out.startswith("part     step 10, epoch 1: rank 2, 3 of 4") and "refused" not in out
+    status, out, _ = call("which", tmp_path, "--json")
+    assert json.loads(out)["part"]["ranks"] == [2, 3] and json.loads(out)["chosen"] is None and "error" not in json.loads(out)
+    assert call("ls", tmp_path)[1].count("of this node") == 2
+    status, out, _ = call("verify", tmp_path)
+    assert status == 0 and out.count("every byte of rank 2, 3 of 4") == 2
+    path_of(tmp_path, 10, 3).unlink()
+    status, out, _ = call("verify", tmp_path)
+    assert status == 1 and "the file of rank 3 is missing, and" in out and "Errno" not in out and "rank_00000" not in out
+    assert call("which", tmp_path)[1].splitlines()[-1].startswith("part     step 5, epoch 1")
+    assert "unusable" in call("ls", tmp_path)[1]
+    flip_bit(path_of(tmp_path, 5, 2))
+    assert call("which", tmp_path)[0] == 3
+
+
+def test_verify_where_there_is_nothing(tmp_path, call):
+    assert call("verify", tmp_path)[0] == 3
+    status, _, err = call("verify", tmp_path, "--step", "7")
+    assert status == 2 and err.endswith(" has no step 7; there is no checkpoint\n")
