@@ -91,7 +91,7 @@ class Ranks:
 
     def __init__(self, size: int):
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.board: list[bytes] = [b""] * size
 
     class Member:
@@ -120,7 +120,7 @@ class Ranks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(600)
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         return results
 

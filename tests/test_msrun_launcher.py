@@ -81,7 +81,7 @@ class Job:
 
     def run(self, *args, **env):
         process = self.start(*args, **env)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
     def program(self, text, name="train.py"):
@@ -101,7 +101,7 @@ class Job:
                 continue
         return found
 
-    def wait_for(self, condition, seconds=40):
+    def wait_for(self, condition, seconds=300):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain; processes: {self.processes()}"
@@ -221,12 +221,12 @@ def test_one_worker_exit_status(job):
 
 def test_one_worker_may_end_in_order_on_sigterm(job):
     job.program("signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
-                "print('up', flush=True); time.sleep(60)")
+                "print('up', flush=True); time.sleep(3600)")
     process = job.start("train.py", "1")
     log = job.folder / "output/msrun_log/worker_0.log"
     job.wait_for(lambda: log.exists() and "up" in log.read_text())
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=40)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 143
     assert "saved" in out and "saved" in log.read_text()
     assert job.processes() == []
@@ -236,7 +236,7 @@ def test_one_worker_may_end_in_order_on_sigterm(job):
 
 @pytest.mark.parametrize("join", ["True", "False"])
 def test_status_of_the_failed_worker(job, join):
-    job.program("time.sleep(60) if rank == '0' else sys.exit(3)")
+    job.program("time.sleep(3600) if rank == '0' else sys.exit(3)")
     done = job.run("train.py", "2", "8118", "logs", join, "60")
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("msrun_launcher.sh: the job failed with exit status 3; logs: logs/")
@@ -283,14 +283,14 @@ if rank == '0':
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import subprocess
-    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'], start_new_session=True)
 print('up', flush=True)
-time.sleep(60)""")
+time.sleep(3600)""")
     process = job.start("train.py", "2", "8118", "logs", "True", "60", MSRUN_GRACE="1")
     logs = [job.folder / f"logs/worker_{rank}.log" for rank in range(2)]
     job.wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs))
     process.send_signal(sent)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == status
     assert err.strip() == f"msrun_launcher.sh: {sent.name}: ending the job (up to 1 s)"
     assert "saved" in logs[0].read_text()
@@ -310,11 +310,11 @@ else:
         import subprocess
         subprocess.Popen([sys.executable, __file__], env=dict(os.environ, MS_ROLE='MS_SCHED'), start_new_session=True)
 note('up')
-time.sleep(60)""")
+time.sleep(3600)""")
     process, order = job.start("train.py", "2", "8118", "logs", "True", "60"), job.folder / "order.txt"
     job.wait_for(lambda: order.exists() and order.read_text().count("up") == 3)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143 and err.strip() == "msrun_launcher.sh: SIGTERM: ending the job (up to 60 s)"
     assert order.read_text().splitlines()[3:] == ["saved", "saved", "scheduler ends"]
     assert job.processes() == []
@@ -322,13 +322,13 @@ time.sleep(60)""")
 
 def test_second_signal_does_not_wait(job):
     job.program("signal.signal(signal.SIGTERM, lambda *_: print('not yet', flush=True)); print('up', flush=True)\n"
-                "while True: time.sleep(60)")
+                "while True: time.sleep(3600)")
     process = job.start("train.py", "1", MSRUN_GRACE="60")
     log = job.folder / "output/msrun_log/worker_0.log"
     for word in ("up", "not yet"):
         job.wait_for(lambda word=word: log.exists() and word in log.read_text())
         process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=40)
+    process.communicate(timeout=300)
     assert process.returncode == 143
     assert job.processes() == []
 
@@ -340,11 +340,11 @@ def test_a_process_that_does_not_end_after_sigkill_is_named_and_left(job, worker
     (job.folder / "bin" / "grep").write_text(f"#!/bin/bash\n"
                                              f"[[ $1 == -lsaF ]] && echo /proc/{stuck}/environ\nexec /usr/bin/grep \"$@\"\n")
     (job.folder / "bin" / "grep").chmod(0o755)
-    job.program("print('up', flush=True); time.sleep(60)")
+    job.program("print('up', flush=True); time.sleep(3600)")
     process = job.start("train.py", workers, "8118", "logs", "True", "60", MSRUN_GRACE="0", MSRUN_STUCK="1")
     job.wait_for(lambda: "up" in "".join(log.read_text() for log in job.folder.glob("logs/worker_*.log")))
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143 and f"process {stuck} (state not known) does not end after SIGKILL and is left" in err
     assert err.count("left behind") == 1 and job.processes() == []
 

@@ -313,11 +313,11 @@ class Training(RuleBasedStateMachine):
             place = Place(STORAGE, self.root, run.run, rank, run.world)
             savers[rank] = Background(place, policy if rank == 0 else None, "thread")
             savers[rank].save(Save(self._shard(entry, rank)))
-            said |= {rank for outcome in savers[rank].wait(20.0) if outcome.saved}
+            said |= {rank for outcome in savers[rank].wait(600.0) if outcome.saved}
         assert said == set(range(run.world))
         for rank in range(1, run.world):
-            assert all(outcome.error is None for outcome in savers[rank].finish(5.0))
-        assert all(outcome.error is None for outcome in savers[0].finish(0.0 if dies else 5.0))
+            assert all(outcome.error is None for outcome in savers[rank].finish(600.0))
+        assert all(outcome.error is None for outcome in savers[0].finish(0.0 if dies else 600.0))
         self._saved(entry, said, before)
         if dies:
             self.run = None

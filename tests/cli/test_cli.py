@@ -407,7 +407,7 @@ def test_no_framework_is_imported(tmp_path, code):
     save(tmp_path, 5, world=1)
     check = "\nimport sys; print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & " \
             "{'mindspore', 'mindformers', 'torch', 'transformers', 'tensorflow', 'safetensors'}))"
-    done = subprocess.run([sys.executable, "-c", code + check], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-c", code + check], cwd=tmp_path, capture_output=True, text=True, timeout=600,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and done.stdout.rstrip().endswith("LOADED []"), done.stdout + done.stderr
 
@@ -415,7 +415,7 @@ def test_no_framework_is_imported(tmp_path, code):
 def test_python_m_mindresume(tmp_path):
     save(tmp_path, 5, world=2)
     done = subprocess.run([sys.executable, "-m", "mindresume", "which", str(tmp_path), "--json"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=600)
     assert done.returncode == 0 and json.loads(done.stdout)["chosen"]["files"] == paths(tmp_path, 5, 2) and done.stderr == ""
 
 

@@ -328,7 +328,7 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.parent.mkdir(parents=True, exist_ok=True)
     way.write_text("in the way")
     job.steps(1)
-    for outcome in job.monitor._saver.wait(60):
+    for outcome in job.monitor._saver.wait(600):
         job.monitor._learn([outcome])
     way.unlink()
     job.end()
@@ -345,7 +345,7 @@ def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, 
 def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_session, monkeypatch):
     own_session.settings = Settings(async_when_busy="skip")
     job = Job(build(tmp_path, async_save=True)).steps(5)
-    job.monitor._saver.wait(60)
+    job.monitor._saver.wait(600)
     monkeypatch.setattr(job.monitor._saver, "busy", lambda: True)
     job.steps(5)
     assert job.monitor._skipped == 1
@@ -659,7 +659,7 @@ def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     spare = build(tmp_path, async_save=kind) if other else None
     job = Job(build(tmp_path, async_save=kind)).steps(7)
     emergency(job, spare)
-    job.monitor._saver.wait(60)
+    job.monitor._saver.wait(600)
     assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"] and calls == []
     newest = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
     assert (newest.step, newest.origin, newest.problem, newest.state.epoch) == (7, OURS, None, 1)

@@ -65,7 +65,7 @@ def load(ranks, layouts, tensors, dtypes, sizes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(600)
     assert len(results) == ranks
     return results, read
 

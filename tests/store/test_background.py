@@ -23,7 +23,7 @@ from mindresume.store.staging import Staging
 from mindresume.store.storage import PosixStorage
 
 KINDS = ["thread", "process"]
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 
 def shard(step, rank=0, fmt="safetensors", tensors=None):

@@ -15,7 +15,7 @@ from mindresume.formats.records import scan_records
 
 KINDS = ["thread", "process"]
 TESTS = Path(__file__).resolve().parents[1]
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 COMMON = """
 import atexit, os, signal, sys, time
