@@ -73,7 +73,7 @@ if __name__ == "__main__":
 
 from mindresume.files import read_header, read_tensor  # noqa: E402
 from mindresume.formats import Candidate  # noqa: E402
-from mindresume.formats.iteration_files import TRACKER, iteration_name  # noqa: E402
+from mindresume.formats.iteration_files import TRACKER, iteration_name, parse_iteration  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.manifest import FOLDER, TensorRecord, read_details, record_name  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
@@ -108,7 +108,7 @@ def configured(run: Run, resume_training: bool, **section: Any) -> Run:
 
 def steps_there(root: Path) -> list[int]:
     """Steps of the iteration folders, smallest first."""
-    return sorted(int(path.name.removeprefix("iteration_")) for path in root.glob("iteration_*"))
+    return sorted(step for path in root.glob("iteration_*") if (step := parse_iteration(path.name)) is not None)
 
 
 def tracker(root: Path) -> int:

@@ -139,7 +139,10 @@ def test_life_2_one_rank_dies_and_the_job_ends_by_itself(chain):
 def test_life_3_a_lost_rank_folder_changes_nothing(chain):
     """Data parallel 2: of four ranks, rank 1 holds what rank 3 has lost, bit by bit."""
     third = chain.lives[2]
-    assert third.predicted["chosen"] == chain.before_loss["chosen"]
+    before = chain.before_loss["chosen"]
+    assert {**third.predicted["chosen"], "remarks": []} == before
+    (remark,) = third.predicted["chosen"]["remarks"]
+    assert f"the file of rank {chain.lost} is missing" in remark and remark in third.logs[0]
     assert [Path(path).parent.name for path in chain.missing] == [f"rank_{chain.lost}"]
     assert third.predicted["chosen"]["step"] >= max([chain.lives[1].chosen()[0], *chain.lives[1].committed()])
     goes_on_where_predicted(third)
@@ -153,7 +156,7 @@ def test_life_4_a_flipped_bit_is_named_and_all_ranks_fall_back(chain):
     line = next(line for line in fourth.logs[0].splitlines() if f"not resuming from step {newest}" in line)
     assert f"rank {chain.lost - 1} " in line and TENSOR in line and chain.damaged.name in line and "WARNING" in line
     goes_on_where_predicted(fourth)
-    if chain.before_loss["chosen"] == fourth.predicted["chosen"]:        # the one whose rank folder was lost
+    if chain.before_loss["chosen"]["files"] == fourth.predicted["chosen"]["files"]:        # the one whose rank folder was lost
         assert chain.still_missing == chain.missing
 
 

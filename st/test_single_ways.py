@@ -36,7 +36,7 @@ def resumed_and_saved(run: Run, whole: Run) -> None:
     assert differences(whole.steps(), run.steps()) == []
     assert names(run, 2) == {40: "qwen3_rank_0_1-4_10.safetensors"}
     assert run.which() == {"refused": [], "chosen": {"step": 40, "epoch": 4, "format": "safetensors", "absent": [],
-                                                     "files": [str(weights(run, 40))]}}
+                                                     "files": [str(weights(run, 40))], "remarks": []}}
 
 
 def test_an_unmodified_script_with_register_path(started, whole_single):

@@ -86,6 +86,7 @@ class Cell:
 
 
 CELLS: list[Cell] = []
+COUNTED = str(ROOT / "st" / "programs" / "counted")             # names are the same in every run
 
 
 # ---- the job under strace ------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class Job:
              sys.executable, "-m", "st.syscall_job", str(base / "checkpoint"), setup.format, setup.saver, str(width),
              *map(str, steps)],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": COUNTED})
 
     def next(self) -> dict:
         """What became of the next step; {} if the job ended without a word."""
