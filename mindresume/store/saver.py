@@ -50,8 +50,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``saved``: this rank's part of the checkpoint is written and recorded. ``error`` may still name a file beside it, or what
-    came after the record.
+    """``saved``: this rank's part of the checkpoint is written, recorded and durable. ``error`` may still name a file beside it.
     ``size`` in bytes of the weights, ``seconds`` of writing."""
     step: int
     saved: bool
@@ -113,7 +112,8 @@ class Work:
                 write_extra(self.place.storage, extra, self.place.run)
         except SaveError as error:
             return Outcome(save.step, True, error, size, time.monotonic() - started)
-        return Outcome(save.step, True, written.doubt, size, time.monotonic() - started)
+        # Rank 0 does not commit what it could not flush itself, or it would remove older ones for it.
+        return Outcome(save.step, written.doubt is None, written.doubt, size, time.monotonic() - started)
 
     def _make_room(self, error: SaveError, step: int) -> None:
         if self.committer is not None and isinstance(error, NoRoomError):

@@ -195,8 +195,8 @@ def _settled(place: Place, step: int, error: UnsettledError) -> Written:
     if committed:                               # with the manifest rank 0 has flushed the folder of records
         return Written(record)
     return Written(record, SaveError(
-        f"step {step} is saved on rank {place.rank}, but a loss of power before its commit could undo that: {error.strerror} "
-        f"({error.filename})"))
+        f"step {step} may not stay saved on rank {place.rank}: its record is there, but a loss of power could undo that: "
+        f"{error.strerror} ({error.filename}). Nothing was removed: it counts if all ranks have recorded it"))
 
 
 def _listed_bases(place: Place, step: int) -> list[str]:

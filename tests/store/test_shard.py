@@ -108,13 +108,13 @@ def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, m
 
 @BOTH
 @pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
-def test_a_record_that_is_there_counts_and_the_error_is_told(tmp_path, made, operation, effect):
+def test_a_record_that_is_there_counts_for_the_others_and_the_error_is_told(tmp_path, made, operation, effect):
     write(made, tmp_path, 10, 0)
     place = place_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
     saver = Foreground(Work(place))
     saver.save(Save(shard_of(place, 10)))
     (outcome,) = saver.poll()
-    assert outcome.saved and outcome.size > 0 and "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
+    assert not outcome.saved and outcome.size > 0 and "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
     assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
 
 
