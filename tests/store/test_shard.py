@@ -114,7 +114,8 @@ def test_a_record_that_is_there_counts_for_the_others_and_the_error_is_told(tmp_
     saver = Foreground(Work(place))
     saver.save(Save(shard_of(place, 10)))
     (outcome,) = saver.poll()
-    assert not outcome.saved and outcome.size > 0 and "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
+    assert not outcome.saved and outcome.size > 0
+    assert "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
     assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
 
 
