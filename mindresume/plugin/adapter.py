@@ -95,12 +95,6 @@ def tensorboard_writer() -> Any:
     return get_tensorboard_writer()
 
 
-def check_remote_url(url: Any) -> None:
-    """TypeError for anything but a text that begins with obs:// or s3://."""
-    from mindformers.tools.utils import check_obs_url
-    check_obs_url(url)
-
-
 def output_root() -> str:
     """``output_dir`` of this training."""
     from mindformers.tools.utils import get_output_root_path

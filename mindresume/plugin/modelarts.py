@@ -41,7 +41,8 @@ def require_moxing() -> None:
 
 
 def remote_of(config: Any) -> Remote | None:
-    """TypeError, mindformers' own, if ``remote_save_url`` is no url of an object store."""
+    """Returns where checkpoints are kept besides, None: nowhere. ConfigError if ``remote_save_url`` is no address of an object
+    store."""
     url = config.get("remote_save_url")
     if not url:
         return None
@@ -49,7 +50,8 @@ def remote_of(config: Any) -> Remote | None:
         adapter.logger().warning("mindresume: remote_save_url: %s is ignored: this job does not run in ModelArts (none of %s is "
                                  "set). Checkpoints are on the disk of output_dir only", url, ", ".join(VARIABLES))
         return None
-    adapter.check_remote_url(url)
+    if not isinstance(url, str) or not url.startswith(("obs://", "s3://")):         # mindformers' check_obs_url: a TypeError
+        raise ConfigError(f"remote_save_url is {url!r}; expected an address in an object store that begins with obs:// or s3://")
     return Remote(MoxingStore(), f"{url.rstrip('/')}/{FOLDER}")
 
 
