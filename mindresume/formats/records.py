@@ -264,8 +264,9 @@ def listed(items: Sequence[object], most: int = 8) -> str:
 
 def offered(candidates: Iterable[Candidate]) -> str:
     """Says which steps there are."""
-    steps = sorted({candidate.step for candidate in candidates if candidate.step is not None})
-    return f"there are: {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
+    found = {candidate.step for candidate in candidates}
+    texts = [*map(str, sorted(found - {None})), *(["weights without a step"] if None in found else [])]
+    return f"there are: {', '.join(texts)}" if texts else "there is no checkpoint"
 
 
 def ranks_count(count: int) -> str:

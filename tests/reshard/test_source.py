@@ -128,11 +128,11 @@ def test_a_single_one_says_itself_what_is_wrong(tmp_path):
 def test_steps_that_are_not_there(tmp_path):
     for step in (5, 10):
         save(tmp_path / "a", step, replicas=1)
-    with pytest.raises(MissingCheckpointError, match=r"a has no step 7; there are: 10, 5"):
+    with pytest.raises(MissingCheckpointError, match=r"a has no step 7; there are: 5, 10"):
         opened(tmp_path / "a", step=7)
     (tmp_path / "empty").mkdir()
     for path in ("empty", "missing"):
-        with pytest.raises(MissingCheckpointError, match=rf"{path} has no checkpoint; there are: no checkpoints"):
+        with pytest.raises(MissingCheckpointError, match=rf"{path} has no checkpoint$"):
             opened(tmp_path / path)
 
 
@@ -374,7 +374,7 @@ def test_weights_only(tmp_path):
     source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
     check(source)
     assert source.state is None and source.what.endswith("checkpoint, weights only, 4 ranks")
-    with pytest.raises(MissingCheckpointError, match="has no step 15; there are: None"):
+    with pytest.raises(MissingCheckpointError, match="has no step 15; there are: weights without a step"):
         opened(tmp_path / "checkpoint", step=15)
 
 
