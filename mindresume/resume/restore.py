@@ -46,6 +46,7 @@ from mindresume.store import iteration
 from mindresume.store.claim import leave_trace
 from mindresume.store.common import order_of
 from mindresume.store.islands import Islands
+from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote, records_of
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage, publish, read_bytes, temporary_name
@@ -124,6 +125,8 @@ class Restore:
                 return False
             self._tried.add(offer["attempt"])
             problem = self._fetch(offer["attempt"], offer["manifest"].encode())
+            if isinstance(self.storage, KeptFiles):
+                self.storage.forget()               # what was replaced, by this rank or another one, is read anew
             if problem is None:
                 return True
             self._refuse(offer["attempt"], problem)

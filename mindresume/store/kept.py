@@ -5,12 +5,15 @@
     read_tensor(storage.open(path), entry)  # reads memory: the very bytes of which the checksum is
     storage.forget()
 
-A file is kept if one handle read it from the first byte to the last and the budget allows it. It lies in an anonymous file of the
-kernel (``memfd_create``), so that everything that reads files reads it too, and its memory counts as that of the process.
+A file is kept if one handle read it from the first byte to the last, and the budget and the number of open files allow it. It
+lies in an anonymous file of the kernel (``memfd_create``), so that everything that reads files reads it too, and its memory counts as
+that of the process.
 """
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import threading
 from contextlib import suppress
 from types import TracebackType
@@ -20,11 +23,13 @@ from mindresume.store.storage import Storage
 
 
 class KeptFiles:
-    """A ``Storage``: ``open`` as described above, everything else is that of ``inner``. ``budget`` in bytes. Threads may share
-    it."""
+    """A ``Storage``: ``open`` as described above, everything else is that of ``inner``. ``budget`` in bytes. ``most``: files,
+    each of which takes a handle of the process. Threads may share it."""
 
-    def __init__(self, inner: Storage, budget: int):
+    def __init__(self, inner: Storage, budget: int, most: int | None = None):
         self.inner, self.budget = inner, budget
+        self.most = _a_quarter() if most is None else most
+        self._handles = 0
         self._lock = threading.Lock()
         self._taken = 0                             # bytes, of files that are being read too
         self._kept: dict[str, tuple[int, int]] = {}             # path: (handle, size)
@@ -50,15 +55,18 @@ class KeptFiles:
         with self._lock:
             kept, self._kept = self._kept, {}
             self._taken -= sum(size for _, size in kept.values())
+            self._handles -= len(kept)
         for handle, _ in kept.values():
             os.close(handle)
 
     def take(self, size: int) -> int | None:
-        """Returns the handle of an anonymous file for ``size`` bytes; None if they are too many, or it cannot be made."""
+        """Returns the handle of an anonymous file for ``size`` bytes; None if that is too much or one too many, or it cannot be
+        made."""
         with self._lock:
-            if not 0 < size <= self.budget - self._taken:
+            if not 0 < size <= self.budget - self._taken or self._handles >= self.most:
                 return None
             self._taken += size
+            self._handles += 1
         try:
             return os.memfd_create("mindresume-kept", os.MFD_CLOEXEC)
         except (OSError, AttributeError):           # another kernel
@@ -68,6 +76,7 @@ class KeptFiles:
     def give_back(self, handle: int | None, size: int) -> None:
         with self._lock:
             self._taken -= size
+            self._handles -= 1
         if handle is not None:
             os.close(handle)
 
@@ -77,6 +86,12 @@ class KeptFiles:
                 self._kept[path] = handle, size
                 return
         self.give_back(handle, size)                # another thread was faster
+
+
+def _a_quarter() -> int:
+    """Of the files that this process may have open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
 
 
 class _Recorded:

@@ -106,14 +106,14 @@ class Work:
         except SaveError as error:
             self._make_room(error, save.step)
             return Outcome(save.step, False, error)
-        size = sum(file.size or 0 for file in written.record.files)
+        size, beside = sum(file.size or 0 for file in written.record.files), None
         try:
             for extra in save.extras:
                 write_extra(self.place.storage, extra, self.place.run)
         except SaveError as error:
-            return Outcome(save.step, True, error, size, time.monotonic() - started)
+            beside = error
         # Rank 0 does not commit what it could not flush itself, or it would remove older ones for it.
-        return Outcome(save.step, written.doubt is None, written.doubt, size, time.monotonic() - started)
+        return Outcome(save.step, written.doubt is None, written.doubt or beside, size, time.monotonic() - started)
 
     def _make_room(self, error: SaveError, step: int) -> None:
         if self.committer is not None and isinstance(error, NoRoomError):

@@ -2,6 +2,7 @@
 import errno
 import mmap
 import os
+import resource
 import threading
 
 import pytest
@@ -89,6 +90,19 @@ def test_without_memory_nothing_is_kept_and_nothing_fails(path, monkeypatch, tro
         patch.setattr(kept.os, trouble, fail)
         assert hashed(storage, path)[1] == len(DATA) and storage.size == 0
     assert hashed(storage, path)[1] == len(DATA) and storage.size == len(DATA)      # the budget was given back
+
+
+def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
+    paths = [str(tmp_path / name) for name in "abcd"]
+    for path in paths:
+        with open(path, "wb") as file:
+            file.write(b"1234")
+    storage = KeptFiles(PosixStorage(), 20_000_000, most=2)
+    sums = [hashed(storage, path) for path in paths]
+    assert storage.size == 8 and sums == [hashed(storage, path) for path in paths]
+    storage.forget()
+    assert hashed(storage, paths[3]) == sums[3] and storage.size == 4           # the handles were given back
+    assert KeptFiles(PosixStorage(), 1).most >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
 
 
 def test_two_threads_that_read_the_same_file(path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from fakes import moxing
-from folders import STORAGE, Ranks
+from folders import STORAGE, Ranks, flip_bit, path_of
 from resume.test_apart import NODES, PARTS
 from store.test_islands import RUN, save_part
 
@@ -18,6 +18,7 @@ from mindresume.store import mirror as mirrors
 from mindresume.store.common import committed
 from mindresume.store.exchange import Exchange
 from mindresume.store.islands import Islands
+from mindresume.store.kept import KeptFiles
 from mindresume.store.mirror import Mirror
 from mindresume.store.objects import MoxingStore
 from mindresume.store.remote import Mark, Remote
@@ -59,10 +60,10 @@ def save(tmp_path, *steps, late=()):
     return mirrors
 
 
-def resume(tmp_path):
+def resume(tmp_path, storage=lambda: STORAGE):
     def one(group):
-        root = str(tmp_path / NODES[group.rank])
-        return Restore(STORAGE, remote(), root, group, 4, islands=ISLANDS).choose(lambda: select_apart(STORAGE, root, group))
+        root, own = str(tmp_path / NODES[group.rank]), storage()
+        return Restore(own, remote(), root, group, 4, islands=ISLANDS).choose(lambda: select_apart(own, root, group))
     found = Ranks(4).run(one)
     for error in found:
         if isinstance(error, BaseException):
@@ -93,6 +94,13 @@ def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
     names = {path.name for path in (tmp_path / lost).glob("rank_*")}
     assert names == {f"rank_{rank}" for rank in PARTS[lost]} and committed(STORAGE, str(tmp_path / lost))
+
+
+def test_what_is_damaged_here_and_replaced_is_read_anew(tmp_path):
+    """Though every file that was read whole is kept in memory."""
+    save(tmp_path, 5, 10)
+    flip_bit(path_of(tmp_path / NODES[1], 10, 1))
+    assert [choice.chosen.step for choice in resume(tmp_path, lambda: KeptFiles(STORAGE, 1 << 30))] == [10] * 4
 
 
 def test_what_both_have_and_is_newer_stays(tmp_path):

@@ -1,12 +1,13 @@
 """Saving in the training thread, and the files for inference beside a checkpoint."""
 import errno
+from dataclasses import replace
 
 import pytest
 from folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
 
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
 from mindresume.files import read_header
-from mindresume.manifest import run_name
+from mindresume.manifest import record_name, run_name
 from mindresume.store.commit import Committer
 from mindresume.store.saver import Extra, Foreground, Save, Work, write_extra
 from mindresume.store.shard import Place, rank_shard, write_shard
@@ -59,6 +60,30 @@ def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
     assert outcome.saved and "was not written" in str(outcome.error) and saver.work.committer.committed == [5]
+
+
+class UnflushedRecord(PosixStorage):
+    """The first flush of a folder in which a record appeared fails."""
+    armed = True
+
+    def sync(self, folder):
+        if self.armed and record_name(0) in self.list(folder):
+            self.armed = False
+            raise OSError(errno.EIO, "Input/output error", folder)
+        super().sync(folder)
+
+
+@pytest.mark.parametrize("beside", [(), (5,)], ids=["nothing beside it", "a file beside it fails too"])
+def test_what_rank_0_could_not_flush_is_not_committed_by_it(tmp_path, beside):
+    (tmp_path / "network").write_text("a file in the way")
+    place = replace(place_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
+    saver = Foreground(Work(place, Committer(place)))
+    saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
+    (outcome,) = saver.poll()
+    assert not place.storage.armed and not outcome.saved and "may not stay saved" in str(outcome.error)
+    assert saver.work.committer.committed == []
+    saver.save(Save(shard(5)))                          # at the end of the training: its record is there, and flushed now
+    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.work.committer.committed == [5]
 
 
 def test_extras_appear_whole_and_the_oldest_go(tmp_path):
