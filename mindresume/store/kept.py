@@ -6,8 +6,8 @@
     storage.forget()
 
 A file is kept if one handle read it from the first byte to the last, and the budget and the number of open files allow it. It
-lies in an anonymous file of the kernel (``memfd_create``), so that everything that reads files reads it too, and its memory counts as
-that of the process.
+lies in an anonymous file of the kernel (``memfd_create``), so that everything that reads files reads it too, and its memory
+counts as that of the process.
 """
 from __future__ import annotations
 
