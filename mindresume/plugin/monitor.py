@@ -24,7 +24,7 @@ from mindresume import network as live
 from mindresume.agree import Group, Waiting, report, watched
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.names import stem
-from mindresume.formats.records import ranks_count
+from mindresume.formats.records import listed, ranks_count
 from mindresume.host_memory import UNKNOWN, share_of_rank
 from mindresume.plugin import adapter, modelarts, session, telling
 from mindresume.plugin.arguments import checked
@@ -190,7 +190,7 @@ class CheckpointMonitor(BuiltIn):
     def _save_last(self, cb_params: Any) -> None:
         """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
         parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
-        error, nobody begins."""
+        error, nobody begins, and all end: the next exchange would wait for the one that is gone."""
         step, deadline = self._append_step_num + cb_params.cur_step_num, session.current().settings.commit_timeout
         errors: list[SaveError] = []
 
@@ -203,7 +203,11 @@ class CheckpointMonitor(BuiltIn):
         rows = report(self._group, written, Waiting(f"writing what was begun before step {step}", watched))
         if errors:
             raise errors[0]
-        if any(fails for _, fails in rows) or all(saved for saved, _ in rows):
+        failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
+        if failing:
+            raise SaveError(f"the training ends at step {step}, because rank {listed(failing)} ends with an error of a save, "
+                            f"which the log of that rank tells. What all ranks have written counts; start the same command again")
+        if all(saved for saved, _ in rows):
             return
         if step in self._saved:
             self._collect(cb_params)

@@ -584,9 +584,22 @@ def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path, co
     assert collected == [5, 5] and committed(tmp_path) == [5]
 
 
-def test_nobody_repeats_it_if_one_ends_with_an_error(tmp_path, collected):
-    lonely_failure(tmp_path, RAISES).end()
+def test_nobody_repeats_it_if_one_ends_with_an_error_and_all_end(tmp_path, collected):
+    job = lonely_failure(tmp_path, RAISES)
+    with pytest.raises(SaveError, match="rank 1 ends with an error"):
+        job.end()
     assert collected == [5] and committed(tmp_path) == []
+
+
+def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path, collected):
+    """After a signal the end of the training would be one exchange more."""
+    job = Job(build(tmp_path)).steps(5)
+    job.monitor._group, job.monitor._leaving = Peer(RAISES), SimpleNamespace(at=lambda step: "SIGTERM", close=lambda: None)
+    with pytest.raises(SaveError, match="rank 1 ends with an error"):
+        job.steps(1)
+    assert len(job.monitor._group.told) == 1
+    job.monitor.settle()
+    assert committed(tmp_path) == [5]
 
 
 def test_who_ends_with_an_error_tells_the_others_first(tmp_path, own_session, collected):
