@@ -165,7 +165,7 @@ def islands_of(storage: Storage, path: str, current: session.Session) -> Islands
             current.islands[root] = find(storage, root, current.group)
         except AgreementError as error:
             adapter.logger().info("mindresume: %s is taken for a folder that all nodes share: %s", root, error)
-            current.islands[root] = together(current.group.size)
+            return together(current.group.size)         # not remembered: whoever saves there has to know
     return current.islands[root]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.agree import Waiting, agreed, watched
+from mindresume.agree import agreed
 from mindresume.errors import LoadError
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
@@ -97,9 +97,9 @@ def state_of(choice: Choice) -> TrainingState:
 
 def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session, storage: Storage) -> None:
     """Compiles where parameters are cut, then loads what was chosen into the training network, its optimizer included."""
-    early = None
+    early, gauge = None, telling.gauge("loading")
     if config.load_ckpt_async and current.open_source is None:              # read while the graph is compiled
-        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard, telling.gauge("loading"))
+        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard, gauge)
     if config.use_parallel and adapter.is_parallel():
         adapter.compile_for_load(config, model, dataset)
     network = model._train_network
@@ -107,15 +107,16 @@ def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session,
         arrays = convert.arrays_for(config, network, current, storage) if current.open_source is not None else None
         if arrays is not None:
             return put(network, arrays, False, current)
-        return load_shard(network, current, storage, early)
+        return load_shard(network, current, storage, early, gauge)
 
 
-def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None) -> None:
-    """Loads what this rank proved into ``network``. ``early``: reads it already. AgreementError on all ranks if it does not fit
-    on one."""
-    log, choice, gauge = adapter.logger(), current.choice, telling.gauge("loading")
+def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None,
+               gauge: Gauge | None = None) -> None:
+    """Loads what this rank proved into ``network``. ``early``: reads it already, and ``gauge`` tells how far it is.
+    AgreementError on all ranks if it does not fit on one."""
+    log, choice, gauge = adapter.logger(), current.choice, gauge or telling.gauge("loading")
     read = early.result if early else partial(read_shard, storage, choice.root, current.shard, gauge)
-    arrays, deduplicated = agreed(current.group, read, Waiting("loading", watched if early else lambda: gauge.done))
+    arrays, deduplicated = agreed(current.group, read, telling.waiting(gauge))
     files = choice.chosen.files.get(current.group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
     if any(source.file.path != own for source in current.shard.sources):

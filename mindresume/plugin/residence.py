@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.agree import Waiting, decide, report, watched
+from mindresume.agree import Waiting, decide, report
 from mindresume.errors import ConfigError
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
@@ -68,7 +68,10 @@ class Residence:
             self._say_others()
         if not self.islands.apart:
             if self.leads:
-                forget(storage, root)
+                try:
+                    forget(storage, root)
+                except OSError as error:                # with it more stays than must; no rank ends alone for that
+                    adapter.logger().warning("mindresume: %s: %s", root, error)
             return
         adapter.logger().warning("mindresume: the nodes share no disk at %s: each keeps what its own ranks save, here rank %s, "
                                  "and a resume takes the newest checkpoint that all of them have", root, listed(self.place.part))
@@ -109,8 +112,8 @@ def move_in(storage: Storage, root: str, prefix: str, current: session.Session, 
             examine(storage, root)
         claims.append(_occupy(storage, root, group.size, run, iterations))
         return claims[0].run, _unused_suffix(storage, root, prefix)
-    # Rank 0 may have to watch the claim of another job for some minutes.
-    rows = report(group, claim, Waiting("claiming the folder", watched))
+    # Rank 0 may have to watch the claim of another job for some minutes, but not as long as this waits for it.
+    rows = report(group, claim, Waiting("claiming the folder"))
     if islands.apart:                                   # if they are not after all, two of them have now claimed one folder
         report(group, lambda: [check_alone(own) for own in claims] and None)
     folder = os.path.join(root, folder_name(group.rank))

@@ -250,6 +250,15 @@ def test_all_ranks_look_in_one_place(tmp_path):
     assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
 
 
+def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_path, monkeypatch):
+    """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
+    def fail(*_):
+        raise AgreementError("rank 1: OSError: no space left")
+    monkeypatch.setattr(choosing, "find", fail)
+    made = session.Session(group=Solo())
+    assert not choosing.islands_of(STORAGE, str(tmp_path), made).apart and made.islands == {}
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkeypatch, there):
     """An older one may be taken, said aloud; but never none."""
