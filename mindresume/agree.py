@@ -114,7 +114,10 @@ def _followed(group: Group, work: Callable[[], Any], waiting: Waiting | None) ->
         except BaseException as error:      # noqa: B036  SystemExit: nobody may wait for this rank in vain
             found.append({"error": f"the work was broken off: {error!r}"})
         done.set()
-    threading.Thread(target=run, name="mindresume-work", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="mindresume-work", daemon=True).start()
+    except RuntimeError:                        # the limit of processes is reached; the others wait for this rank all the same
+        run()
     pause, before, since = FIRST_PAUSE, None, 0.0
     while True:
         waiting.pause(idle if done.is_set() else done, pause)

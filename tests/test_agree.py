@@ -79,3 +79,15 @@ def test_work_that_is_broken_off_is_an_error_of_all():
         raise SystemExit
     found = Ranks(2).run(lambda group: report(group, lambda: group.rank == 0 or end(), Waiting(pause=at_once)))
     assert all(str(error).startswith("rank 1: the work was broken off") for error in found)
+
+
+def test_a_rank_that_gets_no_thread_works_in_its_own(monkeypatch):
+    """An error of this rank alone would leave the others waiting."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "mindresume-work":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert Ranks(2).run(lambda group: report(group, lambda: group.rank, Waiting())) == [[0, 1]] * 2
