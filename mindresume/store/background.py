@@ -30,7 +30,7 @@ from mindresume.store.claim import Holds, ended
 from mindresume.store.commit import Committer
 from mindresume.store.retention import Policy
 from mindresume.store.saver import Outcome, Save, Work
-from mindresume.store.shard import Place
+from mindresume.store.shard import Place, is_committed
 from mindresume.store.staging import Staging
 
 Log = Callable[[str], None]
@@ -76,13 +76,16 @@ class Background:
         self._polling = False
         self._outcomes: list[Outcome] = []
         self._lost: FolderInUseError | None = None
+        self._newest: Outcome | None = None         # of what is saved; perhaps not committed
+        self._orphan: Outcome | None = None         # the same, after the death of the writer that was to commit it
 
     # ---- the training's side ---------------------------------------------------------------------------------------
 
     def save(self, save: Save) -> None:
         started = time.monotonic()
         self.counts.saves += 1
-        if self.busy():
+        busy, self._orphan = self.busy(), None              # an older step is not committed behind this one
+        if busy:
             self.counts.waited += 1
             if not self._idle(self.timeout):
                 error = SaveError(f"step {save.step} was not saved on rank {self.place.rank}: step {self._flight} is still being "
@@ -111,10 +114,16 @@ class Background:
 
     def poll(self) -> list[Outcome]:
         self._collect(0.0)
-        if self.policy is not None and self._flight is None and not self._polling and self._writer is not None:
-            self._polling = True
-            self._send(("poll",), None)
+        if self.policy is not None and self._flight is None and not self._polling:
+            self._ask()
         return self._taken()
+
+    def _ask(self) -> None:
+        """For a commit of what is saved already; of a writer that died its successor is told what that is."""
+        orphan, self._orphan = self._orphan, None
+        if orphan is not None or self._writer is not None:
+            self._polling = True
+            self._send(("poll",) if orphan is None else ("again", orphan), None)
 
     def wait(self, deadline: float) -> list[Outcome]:
         self._idle(deadline)
@@ -126,8 +135,13 @@ class Background:
             error = SaveError(f"step {self._flight} is still being written on rank {self.place.rank} after {deadline:.0f} s; it "
                               f"is left to the {self.kind} that writes it and may not become complete")
             self._outcomes.append(Outcome(self._flight or 0, False, error))
-        elif self._writer is not None:
+        else:
+            self._collect(0.0)                      # it may have died since the last look
+            if self._orphan is not None:
+                self._ask()
+        if self._flight is None and self._writer is not None:
             self._send(("finish", patience), None)
+            self._newest = None                     # no step follows: its end is no death
             with suppress(OSError):                 # it died this very moment; then there is nothing to wait for
                 if self._writer is not None:
                     self._writer.close()
@@ -191,6 +205,7 @@ class Background:
                 self.log(values[0])
             elif kind == "outcome":
                 self._outcomes.append(values[0])
+                self._newest = values[0] if values[0].saved else self._newest
             elif kind == "lost":
                 self._lost = values[0]
             elif kind == "done":
@@ -199,6 +214,10 @@ class Background:
 
     def _died(self, reason: str) -> None:
         self._writer, self._polling = None, False
+        if self.policy is not None and self._newest is not None:            # once: what kills its successor too is left alone
+            self._orphan, self._newest = self._newest, None
+            self.log(f"the {self.kind} that wrote and committed died ({reason}); another one "
+                     f"looks after step {self._orphan.step}")
         if self._flight is not None:
             step, self._flight = self._flight, None
             if all(outcome.step != step for outcome in self._outcomes):
@@ -224,6 +243,9 @@ def serve(place: Place, policy: Policy | None, staging: Staging, receive: Callab
                 outcome = values[0]
                 step = outcome.step
                 work.commit(outcome)
+            elif kind == "again":
+                if not is_committed(place, values[0].step):
+                    work.commit(values[0])
             elif kind == "poll":
                 work.poll()
             elif kind == "finish":

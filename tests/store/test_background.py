@@ -165,6 +165,42 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
     assert steps(tmp_path / "checkpoint") == [10, 1]
 
 
+@pytest.mark.parametrize("late", ["before the next step", "after it", "at the end"])
+def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_saved(tmp_path, late):
+    lines = []
+    saver = saver_in(tmp_path, "process", world=2, log=lines.append)
+    saver.save(Save(shard(5)))
+    assert saver.wait(PATIENCE)[0].saved
+    writer = saver._writer
+    writer._process.kill()
+    writer._process.wait()
+    if late == "before the next step":
+        write_rank(tmp_path, 5, 1, 2)
+    if late != "at the end":
+        assert saver.poll() == [] and saver._writer not in (None, writer)
+    if late != "before the next step":
+        write_rank(tmp_path, 5, 1, 2)
+    assert saver.finish(PATIENCE) == [] and steps(tmp_path) == [5]
+    assert ["exit status -9" in line for line in lines if "died" in line] == [True]
+
+
+def test_the_successor_commits_no_older_step_behind_a_newer_one(tmp_path):
+    lines = []
+    saver = saver_in(tmp_path, "process", world=2, log=lines.append)
+    saver.save(Save(shard(5)))
+    saver.wait(PATIENCE)
+    saver._writer._process.kill()
+    saver._writer._process.wait()
+    write_rank(tmp_path, 10, 1, 2)
+    saver.save(Save(shard(10)))
+    saver.wait(PATIENCE)
+    assert steps(tmp_path) == [10]
+    write_rank(tmp_path, 5, 1, 2)                               # too late
+    saver.poll()
+    assert saver.finish(PATIENCE) == [] and steps(tmp_path) == [10]
+    assert sum("died" in line for line in lines) == 1
+
+
 def test_a_writer_process_finishes_its_save_when_the_training_dies(tmp_path):
     saver = slow_saver(tmp_path, "process")
     saver.save(Save(shard(5)))
