@@ -81,7 +81,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
             f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
             f"whether all hosts have mounted the same folder, and start again")
     if choice.chosen is None:
-        known = storage.status(path) is not None
+        known = any(report(group, lambda: storage.status(path) is not None))
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
         if not resume:
             raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
