@@ -31,7 +31,7 @@ _FIRST = (CHECKPOINT, os.path.join("output", CHECKPOINT))   # of several these c
 _DEPTH, _WIDTH, _MOST = 3, 256, 2048                        # levels below; most names of a folder, and in all, that count
 # What a job makes in its output folder before it saves, and weights for inference alone, which no training resumes from.
 _OF_A_JOB = re.compile(r"log|msrun_log|strategy(_[0-9a-f]{8})?|merged_strategy|resume_record|checkpoint_network|"
-                       r"checkpoint_trainable")
+                       r"checkpoint_trainable|tensorboard|summary|profile|debug")
 _UNFINISHED = re.compile(r".*\.tmp|tmp[0-9a-z_]{8}|.*graph\.meta|.*_breakpoint\.ckpt")   # MindSpore's own, and no checkpoint
 
 

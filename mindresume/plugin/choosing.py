@@ -3,6 +3,7 @@ read."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.witness import settle
 from mindresume.store.claim import hold
 from mindresume.store.islands import Islands, find, together
-from mindresume.store.kept import KeptFiles
+from mindresume.store.kept import KeptFiles, disk_of
 from mindresume.store.storage import PosixStorage, Storage
 from mindresume.store.trials import Trial
 from mindresume.words import size_text
@@ -39,38 +40,45 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
-    log, group = adapter.logger(), current.group
+    log, group, disk = adapter.logger(), current.group, disk_of(storage)
     if named and os.path.isfile(path):
         log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
         named = None
-    path = located(storage, path, group)
+    path = located(disk, path, group)
     one = converts or any(report(group, lambda: os.path.isfile(path)))      # asked of all alike, or some would wait for ever
-    islands = together(group.size) if one else islands_of(storage, path, current)
-    settled = settle(storage, path, group, islands)
+    islands = together(group.size) if one else islands_of(disk, path, current)
+    settled = settle(disk, path, group, islands)
     if settled.seconds and not settled.unseen:
         log.info("mindresume: waited %d s until this host lists what the others see", settled.seconds)
     for sentence in settled.unseen:
         log.warning("mindresume: %s: the choice is made without it", sentence)
-    sick, remote = _sick(config, storage, group.rank) if healthy else None, current.remote if resume else None
+    sick, remote = _sick(config, disk, group.rank) if healthy else None, current.remote if resume else None
+
+    def forget(_: Any = None) -> None:
+        if isinstance(storage, KeptFiles):
+            storage.forget()                            # what was refused, and what a download has replaced
+
+    def anew(chooses: Callable[[], Choice]) -> Choice:
+        forget()
+        return chooses()
     if islands.apart:
         log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked for", path)
-        pick = partial(select_apart, storage, path, group, named, current.settings.verify == "full", sick)
-        choice = modelarts.choose(pick, config, path, named, remote, group, storage, False, islands, sick) if remote else pick()
-    elif decide(group, lambda: is_complete_resume(storage, path, converts)):
+        pick = partial(anew, partial(select_apart, storage, path, group, named, current.settings.verify == "full", sick, forget))
+        choice = modelarts.choose(pick, config, path, named, remote, group, disk, False, islands, sick) if remote else pick()
+    elif decide(group, lambda: is_complete_resume(disk, path, converts)):
         converts, choice = True, choose_complete(storage, path, current, resume)
     else:
         gauge, ranks = telling.gauge("checking"), partial(_share, group) if converts else None
 
         def next_one(candidate: Candidate) -> None:
             gauge.expect(read_size(candidate, _share(group, candidate)))
-            if isinstance(storage, KeptFiles):
-                storage.forget()                        # what was refused
-        pick = partial(select, storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
-                       on_candidate=next_one,
-                       complete=current.settings.verify == "full", sick=sick, counters=resume,
-                       poison_limit=current.settings.poison_limit,
-                       strategy_of=strategies(storage, config.get("src_strategy_path_or_dir") or None))
-        choice = modelarts.choose(pick, config, path, named, remote, group, storage, converts, None, sick,
+            forget()
+        pick = partial(anew, partial(
+            select, storage, path, group, None if converts else group.size, named, ranks, gauge.advance,
+            on_candidate=next_one, complete=current.settings.verify == "full", sick=sick, counters=resume,
+            poison_limit=current.settings.poison_limit,
+            strategy_of=strategies(storage, config.get("src_strategy_path_or_dir") or None)))
+        choice = modelarts.choose(pick, config, path, named, remote, group, disk, converts, None, sick,
                                   current.settings.poison_limit) if remote else pick()
     for refusal in choice.refused:
         log.warning("mindresume: not %s %s", "resuming from" if resume else "taking the weights of", refusal)
@@ -81,7 +89,8 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
             f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
             f"whether all hosts have mounted the same folder, and start again")
     if choice.chosen is None:
-        known = any(report(group, lambda: storage.status(path) is not None))
+        forget()
+        known = any(report(group, lambda: disk.status(path) is not None))
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
         if not resume:
             raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
@@ -92,13 +101,15 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     current.choice = current.resumed_from = choice
     if resume and group.rank == 0:
         with suppress(OSError):
-            current.lost = lost_by_death(storage, choice.root, choice.chosen)
-    hold_chosen(current, storage)
+            current.lost = lost_by_death(disk, choice.root, choice.chosen)
+    hold_chosen(current, disk)
     if resume and current.settings.poison_limit and _has_monitor(config):
-        current.trial = Trial(storage, choice.root, choice.chosen, os.path.realpath(adapter.output_root()), group.rank)
+        current.trial = Trial(disk, choice.root, choice.chosen, os.path.realpath(adapter.output_root()), group.rank)
     step = "" if choice.chosen.step is None else f" step {choice.chosen.step}, epoch {choice.chosen.epoch},"
     log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(choice.chosen, choice.complete))
     _say_kept(storage, choice)
+    if isinstance(storage, KeptFiles):
+        storage.enough()
     for remark in choice.remarks:
         log.warning("mindresume: %s", remark)
     if converts and as_it_is and group.size > 1 and choice.chosen.origin == MINDFORMERS and not choice.chosen.base:

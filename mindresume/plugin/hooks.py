@@ -232,12 +232,15 @@ def _load(original: Any) -> Any:
     @functools.wraps(original)
     def load(config: Any, model: Any, network: Any, dataset: Any, optimizer: Any = None, **kwargs: Any) -> Any:
         current = session.current()
-        if current.alone and weights_alone.load(config, model, network, dataset, current, PosixStorage(),
+        if current.alone and weights_alone.load(config, model, network, dataset, current, current.storage,
                                                 kwargs.get("do_eval", False), kwargs.get("do_predict", False)):
             return None
         if not current.resumes or config.only_save_strategy:
             return original(config, model, network, dataset, optimizer=optimizer, **kwargs)
-        return loading.load_chosen(config, model, dataset, current, current.storage)
+        try:
+            return loading.load_chosen(config, model, dataset, current, current.storage)
+        finally:
+            current.loaded()
     return load
 
 
@@ -319,8 +322,11 @@ def _load_online(original: Any) -> Any:
         if not current.online:
             return original(*args, **kwargs)
         given = signature(original).bind(*args, **kwargs).arguments
-        with current.loading():
-            return online.load(given["network"], given.get("optimizer"), current)
+        try:
+            with current.loading():
+                return online.load(given["network"], given.get("optimizer"), current)
+        finally:
+            current.loaded()
     return load
 
 

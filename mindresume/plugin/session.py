@@ -118,10 +118,14 @@ class Session:
         finally:
             self.load_seconds += time.monotonic() - started
 
-    def release(self) -> None:
-        """The chosen checkpoint has been read, or nobody is going to."""
+    def loaded(self) -> None:
+        """This rank has what it verified, or does without it: the memory is for the training."""
         if isinstance(self.storage, KeptFiles):
             self.storage.forget()
+
+    def release(self) -> None:
+        """The chosen checkpoint has been read, or nobody is going to."""
+        self.loaded()
         if self.hold is not None:
             self.hold.leave()
             self.hold = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.agree import agreed, report
+from mindresume.agree import agreed, decide, report
 from mindresume.errors import LoadError
 from mindresume.files.model import DTYPES
 from mindresume.formats.complete import is_complete
@@ -89,7 +89,8 @@ def load(config: Any, model: Any, network: Any, dataset: Any, current: session.S
     source = agreed(current.group, current.open_source, OPENING) if current.open_source is not None else None
     if not alone.trains:
         network.set_train(False)
-    known = source is not None and source.candidate is None and is_huggingface(storage, source.weights.name)
+    known = decide(current.group, lambda: source is not None and source.candidate is None and
+                   is_huggingface(storage, source.weights.name))        # asked of one: what follows are exchanges
     if reason := adapter.only_by_mindformers(network, source.weights.tensors if source else (), known):
         log.warning("mindresume: %s: %s; mindformers loads it, and its log says what got no value", alone.path, reason)
         config.auto_trans_ckpt = alone.converts
@@ -111,7 +112,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, current: session.S
 def _load(config: Any, cell: Any, network: Any, source: Source, current: session.Session) -> None:
     """By regions, from any layout into that of the job."""
     log, group, tensors = adapter.logger(), current.group, source.weights.tensors
-    wanted = _wanted(cell, network, tensors)
+    wanted = agreed(group, lambda: _wanted(cell, network, tensors))
     optional = _optional(config, current, tensors)
     origin = agreed(group, lambda: names_in(wanted, tensors, source.what, optional))
     layouts = job_layouts(cell, {name: shape for name, (shape, _) in wanted.items()}, group.size,
@@ -136,7 +137,8 @@ def _load_own(config: Any, cell: Any, network: Any, current: session.Session, st
     """The file of this rank, of a job of as many ranks that left no layouts."""
     what, held = current.alone.path, agreed(current.group, lambda: _held(storage, current), OPENING)
     there = {name for names in held.values() for name in names}
-    wanted, optional = _wanted(cell, network, there), _optional(config, current, there)
+    wanted = agreed(current.group, lambda: _wanted(cell, network, there))
+    optional = _optional(config, current, there)
 
     gauge = telling.gauge("loading")
 

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from mindresume.agree import Group, Waiting, report
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
@@ -33,7 +34,7 @@ class _Own:
 
 
 def select_apart(storage: Storage, path: str, group: Group, named: str | None = None, complete: bool = True,
-                 sick: frozenset[str] | None = None) -> Choice:
+                 sick: frozenset[str] | None = None, on_candidate: Callable[[Candidate], None] | None = None) -> Choice:
     """Arguments as of ``select.select``, of each rank its own; of ``sick`` those of rank 0 count. NoUsableCheckpointError on all
     ranks if there are checkpoints, but none that all ranks can use; MissingCheckpointError if a named one is not such."""
     own: list[_Own] = []
@@ -47,6 +48,8 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:
         candidate = mine.offers[name]
+        if on_candidate:
+            on_candidate(candidate)
         verdicts, shards, lost = proven_by_all(storage, mine.found.root, candidate, [group.rank], group, None, complete)
         if not verdicts:
             return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete,
@@ -75,6 +78,8 @@ def _look(storage: Storage, path: str, group: Group, named: str | None, sick: fr
     own = _Own(found, insists)
     for candidate in found.candidates:
         refusal = candidate.problem or _for_rank(candidate, group)
+        if candidate.attempt is None:                       # only files were counted, and those of this node
+            candidate = replace(candidate, world_size=group.size)
         if refusal is None and sick is not None and not insists and is_sick(candidate, sick):
             refusal = candidate.refuse("it was unhealthy when it was saved")
         if refusal is None:
@@ -90,6 +95,9 @@ def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
     if candidate.attempt and candidate.world_size != group.size:
         return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {group.size}; another number of ranks "
                                 f"needs a disk that all nodes share")
+    if candidate.attempt is None and max(candidate.files) >= group.size:
+        return candidate.refuse(f"saved by at least {max(candidate.files) + 1} ranks, this job has {group.size}; another number "
+                                f"of ranks needs a disk that all nodes share", rank=max(candidate.files))
     if group.rank not in candidate.files:
         return candidate.refuse(f"this node holds files of rank {listed(sorted(candidate.files))}, none of rank {group.rank}",
                                 rank=group.rank)

@@ -79,8 +79,8 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
             storage.remove(probe)
 
     def tidy() -> None:
-        if shows and not storage.list(folder):      # somebody else's folder, that is only read
-            with suppress(OSError):
+        if shows:                                   # somebody else's folder, that is only read
+            with suppress(OSError):                 # not empty. A listing may still show what others have removed: not asked
                 storage.remove(folder)
     try:
         report(group, show)

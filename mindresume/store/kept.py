@@ -3,6 +3,7 @@
     storage = KeptFiles(PosixStorage(), budget)
     file_checksum(storage.open(path))       # reads the disk
     read_tensor(storage.open(path), entry)  # reads memory: the very bytes of which the checksum is
+    storage.enough()                        # nothing else is kept
     storage.forget()
 
 A file is kept if one handle read it from the first byte to the last, and the budget and the number of open files allow it. It
@@ -50,13 +51,21 @@ class KeptFiles:
         file = self.inner.open(path)
         return _Recorded(self, path, file)          # type: ignore[return-value]
 
+    def enough(self) -> None:
+        """What is kept stays, and nothing more comes to it: who loads a file reads it for the last time."""
+        with self._lock:
+            self.budget = 0
+
     def forget(self) -> None:
-        """Gives the memory back. Handles that were opened stay valid."""
+        """Gives the memory back. Nobody reads what was kept any more. The files are made empty before they are closed: a process
+        that was forked meanwhile, such as a worker of a data set, has them open too, and would keep the memory."""
         with self._lock:
             kept, self._kept = self._kept, {}
             self._taken -= sum(size for _, size in kept.values())
             self._handles -= len(kept)
         for handle, _ in kept.values():
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
             os.close(handle)
 
     def take(self, size: int) -> int | None:
@@ -92,6 +101,11 @@ def _a_quarter() -> int:
     """Of the files that this process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
+
+
+def disk_of(storage: Storage) -> Storage:
+    """Where nothing is kept: for everything that may be another file the next time it is read."""
+    return storage.inner if isinstance(storage, KeptFiles) else storage
 
 
 class _Recorded:

@@ -123,6 +123,7 @@ def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(
     ("rank_0/net_rank_0-1_5.tmp", "rank_0/tmpab12cd_e"), ("rank_0/meta.json", "rank_0/net_rank_0-graph.meta"),
     ("rank_0/net_rank_0-1_5_breakpoint.ckpt",), (".mindresume/ended-0001-0000aaaa.json", "anything"),
     ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
+    ("log/rank_0/info.log", "tensorboard/rank_0/events.out.tfevents.1", "profile/rank_0/a.json", "debug/graphs_info/a.ir"),
     ("checkpoint/", "strategy_0123abcd/ckpt_strategy_rank_0.ckpt", "train.log", "config.yaml", "rank_0/om/graph.ir"),
     ("checkpoint/rank_0/", "checkpoint_network/rank_0/net-network.ckpt", "merged_strategy/src_strategy.ckpt"),
     ("checkpoint/.mindresume/claim-0001-0000aaaa.json", "data/a.bin")])

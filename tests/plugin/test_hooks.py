@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import iterations
 import numpy as np
 import pytest
 from folders import RUN, STORAGE, Ranks, flip_bit, path_of, place_of, save, state_of, write_foreign
@@ -27,6 +28,7 @@ from mindresume.errors import (  # noqa: E402
     ProgressError,
     TrainingCompleteError,
 )
+from mindresume.formats.iterations import tracked
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
@@ -639,3 +641,54 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current, caplog):
         hooks.choose_checkpoint(config_of(tmp_path), current)
         assert ("is read again when it is loaded" in caplog.text) == (settings.verify == "full")
         assert getattr(current.storage, "size", 0) == 0
+
+
+def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
+    """Where nodes share no disk, the damaged bytes of the first look were kept, and what had come from the object store in their
+    place was refused with them."""
+    save(tmp_path, 15, world=1)
+    path = path_of(tmp_path, 15, 0)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    def restore(pick, *arguments):
+        with pytest.raises(NoUsableCheckpointError):
+            pick()
+        (tmp_path / "new").write_bytes(content)
+        (tmp_path / "new").replace(path)
+        return pick()
+    monkeypatch.setattr(choosing.modelarts, "choose", restore)
+    monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
+    current.remote = object()
+    hooks.choose_checkpoint(config_of(tmp_path), current)
+    assert current.choice.chosen.step == 15
+
+
+def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkeypatch):
+    """What is read before the choice, while other hosts are waited for, was kept, and decided."""
+    iterations.save(tmp_path, 5)
+    iterations.save(tmp_path, 10)
+    iterations.track(tmp_path, "5")
+
+    def wait(storage, path, *arguments):
+        assert tracked(storage, path) == 5
+        iterations.track(tmp_path, "10")
+        return Settled(1)
+    monkeypatch.setattr(choosing, "settle", wait)
+    hooks.choose_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
+    assert current.choice.chosen.step == 10
+
+
+def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load(tmp_path, current):
+    """What mindformers wrote is not verified by its bytes; reading it kept a second copy, for the whole training without a
+    CheckpointMonitor."""
+    chosen(tmp_path, current, foreign=True)
+    loading.read_shard(current.storage, str(tmp_path), current.shard)
+    assert path_of(tmp_path, 15, 0).stat().st_size > current.storage.size
+    saved_network(tmp_path / "ours", network(1.0))
+    hooks.choose_checkpoint(config_of(tmp_path / "ours"), current)
+    assert current.storage.size > 0
+    net, load = network(5.0), hooks._load(lambda *arguments, **options: None)
+    config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)
+    load(config, SimpleNamespace(_train_network=net), net, None)
+    assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.storage.size == 0

@@ -118,6 +118,14 @@ def test_what_mindformers_wrote(tmp_path):
     write_foreign(tmp_path / "a", 10, ranks=(0, 1))
     choices = choose(tmp_path)
     assert step_of(choices) == 5 and choices[3].shards[0].scalars["step_num"] == 5
+    assert {choice.chosen.world_size for choice in choices} == {4}      # a node sees its own two, and nothing was loaded
+
+
+def test_what_mindformers_wrote_on_more_ranks(tmp_path):
+    for node, ranks in {"a": (0, 1, 4, 5), "b": (2, 3, 6, 7)}.items():
+        write_foreign(tmp_path / node, 5, ranks=ranks)
+    with pytest.raises(NoUsableCheckpointError, match="saved by at least 6 ranks, this job has 4"):
+        choose(tmp_path)
 
 
 def test_another_number_of_ranks(tmp_path):

@@ -105,6 +105,22 @@ def test_a_shared_folder_that_a_host_lists_late(tmp_path, monkeypatch, seconds, 
     assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
 
 
+def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path, monkeypatch):
+    """Both hosts still list what the other has removed. A folder of something else was taken for one where a job saves, because
+    the folder of records stayed in it, and the training began afresh."""
+    class Old(PosixStorage):
+        shown: set = set()
+
+        def list(self, folder):
+            names = super().list(folder)
+            self.shown |= {name for name in names if name.startswith("probe-")}
+            return sorted({*names, *self.shown}) if folder.endswith(FOLDER) else names
+
+        def sleep(self, seconds):
+            pass
+    assert looked_from(tmp_path, [Old(), Old()], monkeypatch) == (0, 0, 0, 0)
+
+
 def test_that_one_sees_the_other_is_enough(tmp_path, monkeypatch):
     hosts = [Late(1e9), Late(0), Late(1e9)]
     assert looked_from(tmp_path, hosts, monkeypatch) == (0,) * 6 and not any(host.now for host in hosts)

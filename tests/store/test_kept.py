@@ -46,8 +46,19 @@ def test_a_file_is_read_once(path):
     with storage.open(path) as one, storage.open(path) as two:  # each at a position of its own
         assert one.read(10) == two.read(10) == DATA[:10] and os.pread(one.fileno(), 5, 100) == DATA[100:105]
         assert mmap.mmap(one.fileno(), 0, prot=mmap.PROT_READ)[-7:] == DATA[-7:]
-    storage.forget()
+    with os.fdopen(os.dup(storage._kept[path][0])) as of_a_child:       # forked meanwhile, such as a worker of a data set
+        storage.forget()
+        assert os.fstat(of_a_child.fileno()).st_blocks == 0
     assert storage.size == 0 and hashed(storage, path) != first and disk.opened == [path] * 2
+
+
+def test_when_it_is_enough_nothing_more_is_kept(tmp_path, path):
+    (tmp_path / "second").write_bytes(DATA)
+    storage = KeptFiles(PosixStorage(), 30_000_000)
+    hashed(storage, path)
+    storage.enough()
+    hashed(storage, str(tmp_path / "second"))
+    assert storage.size == len(DATA) and list(storage._kept) == [path]
 
 
 def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
