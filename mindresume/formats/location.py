@@ -107,7 +107,7 @@ def _alien(storage: Storage, path: str) -> list[str]:
         return []                               # a job saves here; whatever else lies beside it
     ranks = [name for name in names if folder_rank(name) is not None]
     alien = [name for name in names if name not in ranks and name not in (TRACKER, CHECKPOINT) and not _is_system(name) and
-             not _OF_A_JOB.fullmatch(name)]
+             not _OF_A_JOB.fullmatch(name) and parse_iteration(name) is None]       # with a checkpoint it would have been found
     if CHECKPOINT in names:
         alien.append(CHECKPOINT)
     listings = parallel(storage, lambda name: storage.list(os.path.join(path, name)), ranks)

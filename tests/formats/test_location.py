@@ -125,6 +125,7 @@ def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(
     ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
     ("log/rank_0/info.log", "tensorboard/rank_0/events.out.tfevents.1", "profile/rank_0/a.json", "debug/graphs_info/a.ir"),
     ("checkpoint/", "strategy_0123abcd/ckpt_strategy_rank_0.ckpt", "train.log", "config.yaml", "rank_0/om/graph.ir"),
+    ("checkpoint/iteration_00000005/",), ("checkpoint/iteration_00000005/net-model-0000000-0000001.safetensors", "log/a"),
     ("checkpoint/rank_0/", "checkpoint_network/rank_0/net-network.ckpt", "merged_strategy/src_strategy.ckpt"),
     ("checkpoint/.mindresume/claim-0001-0000aaaa.json", "data/a.bin")])
 def test_what_a_first_start_finds_or_leaves(tmp_path, names):
