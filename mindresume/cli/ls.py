@@ -16,7 +16,7 @@ from mindresume.resume.select import assumption
 from mindresume.resume.survey import Seen, size_of, survey
 from mindresume.store.claim import lives, users_of
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.words import shown, size_text
+from mindresume.words import size_text
 
 
 @app.command()
@@ -62,7 +62,8 @@ def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
     if not rows:
         say(f"{root}: no checkpoints")
         return
-    table = Table(title=shown(root), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    say(root)                                       # not as a title, which would be broken at blanks
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"):
         table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)
     for row in rows:

@@ -141,7 +141,8 @@ def _print(root: str, groups: dict[str, list[Row]], made: Plan, dry_run: bool) -
         return
     order = {(c.step, c.run): c.order for c in (*made.kept, *made.unfinished, *made.spared, *made.victims, *made.debris)}
     rows.sort(key=lambda item: order[item[1]["step"], item[1]["run"]], reverse=True)
-    table = Table(title=shown(root), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    say(root)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "run", "saved at", "size", "state", "why"):
         table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=name != "why")
     words = {"kept": "kept", "held": "held", "removed": "would go" if dry_run else "removed"}
