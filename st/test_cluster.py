@@ -150,7 +150,10 @@ def test_life_3_a_lost_rank_folder_changes_nothing(chain):
 
 def test_life_4_a_flipped_bit_is_named_and_all_ranks_fall_back(chain):
     fourth, newest = chain.lives[3], chain.before_damage["chosen"]["step"]
-    assert newest > chain.lives[2].predicted["chosen"]["step"] == fourth.predicted["chosen"]["step"]
+    third = chain.lives[2]                          # it saved once or twice before it was killed, as fast as the machine is
+    assert newest > third.predicted["chosen"]["step"]
+    assert fourth.predicted["chosen"]["step"] == max(step for step in [third.predicted["chosen"]["step"], *third.committed()]
+                                                     if step < newest)
     refusal = next(refusal for refusal in fourth.predicted["refused"] if refusal["step"] == newest)
     assert (refusal["rank"], refusal["file"]) == (chain.lost - 1, str(chain.damaged)) and TENSOR in refusal["reason"]
     line = next(line for line in fourth.logs[0].splitlines() if f"not resuming from step {newest}" in line)
