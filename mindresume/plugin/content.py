@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from mindresume import network as live
-from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import FileName, stem
 from mindresume.plugin import adapter, session
 from mindresume.state import TrainingState, is_transient
@@ -40,10 +39,6 @@ class Contents:
     health: Callable[[Any], int] | None = None
     _share: frozenset[str] | None = None            # with redundancy removal: what this rank writes of what has a layout
     _warned: set[str] = field(default_factory=set)
-
-    def name(self, state: TrainingState) -> str:
-        """Of the file of this rank, or of the iteration folder."""
-        return iteration_name(state.step) if self.place.iterations else str(self._file(state))
 
     def shard(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
         """Tensors are copied from the device when their bytes are asked for. ``rescue``: other ranks are lost; nothing is left to

@@ -24,12 +24,13 @@ from mindresume.agree import Waiting, agreed, decide, report
 from mindresume.errors import AgreementError, ConfigError, TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, leaving, loading, modelarts, online, session, streaming, weights_alone
+from mindresume.plugin import adapter, choosing, loading, modelarts, online, session, streaming, weights_alone
 from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.dataset import identity_of
 from mindresume.settings import Settings
+from mindresume.store import preemption
 from mindresume.store.shared import is_shared
 from mindresume.store.storage import PosixStorage
 
@@ -71,7 +72,7 @@ def _training(original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
         started.training, started.remote = True, modelarts.remote_of(self.config)
-        started.requests = leaving.requests(self.config)
+        started.requests = preemption.requests(self.config)
         try:
             result = original(self, *args, **kwargs)
             if started.left:
@@ -110,8 +111,8 @@ def _leave(current: session.Session) -> None:
     """Waits until all ranks are done: who ends first would end the others. SystemExit after a signal."""
     report(current.group, lambda: None)
     adapter.logger().info("mindresume: left because of %s; start the same command again to go on", current.left)
-    if current.left == leaving.BY_SIGNAL:
-        raise SystemExit(leaving.STATUS)
+    if current.left == preemption.BY_SIGNAL:
+        raise SystemExit(preemption.STATUS)
 
 
 def _rules(original: Any) -> Any:

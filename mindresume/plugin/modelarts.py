@@ -3,7 +3,6 @@ the key has no effect, as in mindformers.
 """
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
@@ -16,11 +15,8 @@ from mindresume.plugin import adapter
 from mindresume.resume import restore
 from mindresume.resume.select import Choice
 from mindresume.store.islands import Islands
-from mindresume.store.mirror import Mirror
 from mindresume.store.objects import MoxingStore
 from mindresume.store.remote import Remote
-from mindresume.store.retention import Policy
-from mindresume.store.shard import Place
 from mindresume.store.storage import Storage
 
 # mindformers tools/utils.py: check_in_modelarts, which cannot be asked before mindformers imports moxing
@@ -88,13 +84,3 @@ def number_runs(remote: Remote | None, storage: Storage, root: str) -> None:
         restore.trace(storage, remote, root)
     except RemoteError as error:                    # uploads will fail, or find the later run, and say so
         adapter.logger().warning("mindresume: %s", error)
-
-
-def mirror_of(remote: Remote | None, place: Place, policy: Policy | None, patience: float, pledged: bool) -> Mirror | None:
-    """``pledged``: nodes share no disk, and exchange what they have. (Where they do not exchange it they remove nothing.)"""
-    if remote is None:
-        return None
-    mirror = Mirror(remote, place, policy, patience, lambda text: adapter.logger().info("mindresume: %s", text),
-                    pledged=pledged).start()
-    atexit.register(mirror.settle, patience)        # a training that ends with an error: what it has saved still goes
-    return mirror

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.store.trials import Trial
+from mindresume.store.trials import PendingTrial, Trial
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Session:
     monitor: Any = None                      # the CheckpointMonitor that saves in this training
     lost: Lost | None = None                 # on rank 0: what a job that died had done behind the chosen checkpoint
     load_seconds: float = 0.0                # of choosing, reading and checking
-    requests: Mapping[str, Any] = field(default_factory=dict)    # to leave, from before it began (plugin/leaving.py)
+    requests: Mapping[str, Any] = field(default_factory=dict)    # to leave, from before it began (store/preemption.py)
     left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
@@ -86,7 +86,7 @@ class Session:
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
     hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
-    trial: Trial | None = None               # of the chosen checkpoint, until a step is done
+    pending: PendingTrial = field(default_factory=PendingTrial)     # of the chosen checkpoint
     open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
     online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
     alone: WeightsAlone | None = None        # Checkpoint 1.0 without a resume
@@ -130,12 +130,18 @@ class Session:
             self.hold.leave()
             self.hold = None
 
+    @property
+    def trial(self) -> Trial | None:
+        """Of the chosen checkpoint, until a step is done."""
+        return self.pending.trial
+
+    @trial.setter
+    def trial(self, trial: Trial | None) -> None:
+        self.pending.trial = trial
+
     def end_trial(self, error: BaseException | None = None) -> None:
         """A step is done; or this rank ends with ``error``."""
-        trial, self.trial = self.trial, None
-        if trial is not None:
-            with suppress(OSError):                 # the next job looks again
-                trial.failed(error) if error is not None else trial.passed()
+        self.pending.end(error)
 
     @property
     def resumes(self) -> bool:

@@ -1,6 +1,6 @@
 """The newest checkpoint that all nodes have, where nodes share no disk (``mindresume.store.islands``).
 
-That is known only to all of them together. So the ranks tell each other now and then (``mindresume.plugin.leaving``), and each
+That is known only to all of them together. So the ranks tell each other now and then (``mindresume.store.preemption``), and each
 island keeps a note of it, which retention obeys: an island that is ahead must not remove the last one that the others have too.
 
     {root}/.mindresume/common          name of the newest checkpoint that all islands had; empty: none is known

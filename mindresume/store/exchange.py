@@ -1,4 +1,4 @@
-"""What nodes that share no disk tell each other, at the same steps (``mindresume.plugin.leaving``), and what follows from it.
+"""What nodes that share no disk tell each other, at the same steps (``mindresume.store.preemption``), and what follows from it.
 
     exchange = Exchange(storage, root, run, islands, rank, mirror)
     exchange.told(rows_of_all_ranks(exchange.news()))           # all ranks at the same step

@@ -222,6 +222,19 @@ class Trial:
                 os.close(file)
 
 
+@dataclass
+class PendingTrial:
+    """Holds the trial of the checkpoint that a job has loaded until a step of it is done, or one of its ranks fails."""
+    trial: Trial | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the trial, if it has not ended yet: a step is done; or this rank ends with ``error``."""
+        trial, self.trial = self.trial, None
+        if trial is not None:
+            with suppress(OSError):                 # the next job looks again
+                trial.failed(error) if error is not None else trial.passed()
+
+
 _PROGRAM = (ImportError, NameError, AttributeError, TypeError, NotImplementedError, SyntaxError)
 _WORDS = (
     ("there was no memory", r"out of memory|memory (is )?not enough|memory exhausted|bad_alloc|alloc\w* (\w+ )*fail|"

@@ -110,7 +110,7 @@ class LoseRanks(Callback):
         if self.rank in self.left:
             saving = next(callback for callback in cb.list_callback if hasattr(callback, "_append_dict"))
             emergency = object.__new__(type(saving))                # as built by the trainer, with arguments alone
-            emergency.__dict__.update(saving.__dict__, _append_dict=dict(saving._append_dict), _saver=None)
+            emergency.__dict__.update(saving.__dict__, _append_dict=dict(saving._append_dict), _checkpoints=None)
             emergency._append_dict.update({"__exception_save__": True})
             emergency._save_ckpt(cb, True)
             with open(f"{self.here}.saved-{self.rank}", "w", encoding="utf-8"):

@@ -11,9 +11,7 @@ from mindformers.tools.utils import check_in_modelarts  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
-from mindresume.plugin import adapter, modelarts, session  # noqa: E402
-from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
-from mindresume.settings import Settings  # noqa: E402
+from mindresume.plugin import adapter, modelarts  # noqa: E402
 from mindresume.store.remote import Remote  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
@@ -86,19 +84,6 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     picked = modelarts.choose(lambda: "choice", config, path, None, Remote(None, "obs://b/c"), Solo(), PosixStorage(), False)
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at or "obs://b/c is not looked at: load_checkpoint is " + path in said[0][1]
-
-
-def test_a_failed_upload_is_a_warning_and_stops_only_who_asks_for_it(said):
-    before = session.current()
-    try:
-        session.begin(session.Session(Settings(max_failed_saves=1)))
-        CheckpointMonitor._heed([RemoteError("one"), RemoteError("two")])
-        assert said == [("warning", "mindresume: one"), ("warning", "mindresume: two")]
-        session.begin(session.Session(Settings(on_save_error="raise")))
-        with pytest.raises(RemoteError, match="one"):
-            CheckpointMonitor._heed([RemoteError("one")])
-    finally:
-        session.begin(before)
 
 
 def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(said, tmp_path, monkeypatch):

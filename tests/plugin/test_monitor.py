@@ -36,6 +36,7 @@ from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
 from mindresume.resume.lost import Lost  # noqa: E402
 from mindresume.resume.select import Choice  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from mindresume.store import manager  # noqa: E402
 from mindresume.store.claim import Claim, claims, owner_of_this_process  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
@@ -141,10 +142,10 @@ def test_a_trial_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_pat
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
     assert trial.told == [] and compiled[0][0] is job.train
-    job.monitor._leaving.signalled = signalled                  # while it was compiled
+    job.monitor._checkpoints.preemption.signalled = signalled                  # while it was compiled
     compiled[0][1]()
     assert trial.told == ([] if signalled else ["begins, run 0001, 1 host"])
-    job.monitor._leaving.signalled = False
+    job.monitor._checkpoints.preemption.signalled = False
     job.steps(2)
     job.monitor.on_train_step_begin(job.context)
     assert trial.told[-1:] == ["passed"] and trial.told.count("passed") == 1 and len(compiled) == 1
@@ -301,7 +302,7 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_async_save_holds_the_weights_of_its_step(tmp_path, kind, fmt):
     job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
-    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._failed_in_a_row == 0
+    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints._failed_in_a_row == 0
     for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
         found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt)
         assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
@@ -316,7 +317,7 @@ def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_session,
     (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
     job.steps(5)
-    job.monitor._saver._idle(60)                    # until it has failed; nobody has heard of it yet
+    job.monitor._checkpoints._saver._idle(60)                    # until it has failed; nobody has heard of it yet
     with pytest.raises(SaveError, match="exists already"):
         job.steps(1)
 
@@ -328,15 +329,15 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.parent.mkdir(parents=True, exist_ok=True)
     way.write_text("in the way")
     job.steps(1)
-    for outcome in job.monitor._saver.wait(600):
-        job.monitor._learn([outcome])
+    for outcome in job.monitor._checkpoints._saver.wait(600):
+        job.monitor._checkpoints._learn([outcome])
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
 
 
 def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "share_of_rank", lambda group: 64)
+    monkeypatch.setattr(manager, "share_of_rank", lambda group: 64)
     Job(build(tmp_path, async_save=True)).steps(5).end()
     assert committed(tmp_path) == [5] and "step 5 is saved in the training thread" in caplog.text
     assert "the share of this rank" in caplog.text
@@ -345,10 +346,10 @@ def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, 
 def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_session, monkeypatch):
     own_session.settings = Settings(async_when_busy="skip")
     job = Job(build(tmp_path, async_save=True)).steps(5)
-    job.monitor._saver.wait(600)
-    monkeypatch.setattr(job.monitor._saver, "busy", lambda: True)
+    job.monitor._checkpoints._saver.wait(600)
+    monkeypatch.setattr(job.monitor._checkpoints._saver, "busy", lambda: True)
     job.steps(5)
-    assert job.monitor._skipped == 1
+    assert job.monitor._checkpoints._skipped == 1
     monkeypatch.undo()
     job.steps(5).end()
     assert committed(tmp_path) == [5, 15]
@@ -363,7 +364,7 @@ def test_weights_alone_behind_the_training(tmp_path):
 
 def test_a_claim_while_it_trains_and_none_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    assert [owner.run for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._place.run]
+    assert [owner.run for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.place.run]
     job.end()
     assert claims(PosixStorage(), str(tmp_path / "checkpoint")) == []
 
@@ -454,13 +455,7 @@ def test_weights_alone(tmp_path):
 def spoil(folder):
     """A file in the place of the folder of rank 0: nothing can be written there, not even by root."""
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
-    if (folder / "checkpoint" / "rank_0").is_dir():
-        (folder / "checkpoint" / "rank_0").rename(folder / "checkpoint" / "aside")
     (folder / "checkpoint" / "rank_0").write_text("in the way")
-
-
-def repair(folder):
-    (folder / "checkpoint" / "rank_0").unlink()
 
 
 def test_on_save_error_raise(tmp_path, own_session):
@@ -471,168 +466,33 @@ def test_on_save_error_raise(tmp_path, own_session):
         job.steps(1)
 
 
-def test_on_save_error_warn_goes_on_until_the_ceiling(tmp_path, own_session):
-    own_session.settings = Settings(on_save_error="warn", max_failed_saves=3)
-    job = Job(build(tmp_path)).steps(4)
-    spoil(tmp_path)
-    job.steps(10)                                                       # steps 5 and 10 fail
-    with pytest.raises(SaveError, match="step 15"):
-        job.steps(1)
-    assert job.monitor._failed_in_a_row == 3                            # each counted once, the one that is raised too
-
-
-def test_a_success_resets_the_count_of_failures(tmp_path, own_session):
-    own_session.settings = Settings(on_save_error="warn", max_failed_saves=2)
-    job = Job(build(tmp_path)).steps(4)
-    for _ in range(2):
-        spoil(tmp_path)
-        job.steps(5)
-        repair(tmp_path)
-        job.steps(5)
-    assert committed(tmp_path) == [10, 20]
-
-
-def test_no_ceiling(tmp_path, own_session):
-    own_session.settings = Settings(on_save_error="warn", max_failed_saves=0)
-    job = Job(build(tmp_path)).steps(4)
-    spoil(tmp_path)
-    job.steps(30)
-    repair(tmp_path)
-    job.end()
-    assert committed(tmp_path) == [34]
-
-
-@pytest.mark.parametrize("kind", [False, "thread", "process"])
-def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, own_session, monkeypatch, kind):
-    class Late:
-        def __init__(self):
-            self.unregistered = []
-
-        def register(self, function):
-            pass
-
-        def unregister(self, function):
-            self.unregistered.append(function)
-    monkeypatch.setattr(module, "atexit", Late())
-    job = Job(build(tmp_path, async_save=kind)).steps(5)
-    job.monitor.settle()
-    assert committed(tmp_path) == [5] and own_session.monitor is job.monitor
-    job.monitor.settle()                                                # at the exit of the interpreter: nothing is left to do
-    assert module.atexit.unregistered == [job.monitor.settle] * 2
-
-
-def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, caplog):
-    job = Job(build(tmp_path, async_save="thread")).steps(4)
-    spoil(tmp_path)
-    job.steps(1).monitor.settle()
-    assert "step 5 was not saved" in caplog.text
-
-
-# ---- the last step, on several ranks -----------------------------------------------------------------------------------
-
-class Peer:
-    """The group of this rank and one other, which is busy for some exchanges, and then says ``row`` (or is gone)."""
-    rank, size = 0, 2
-
-    def __init__(self, row, busy=0):
-        self.row, self.busy, self.told = row, busy, []
-
-    def gather(self, message):
-        if isinstance(self.row, Exception):
-            raise self.row
-        if isinstance(json.loads(message), list):                       # who is done?
-            self.busy -= 1
-            return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
-        self.told.append(json.loads(message)["value"])
-        return [message, json.dumps({"value": self.row}).encode()]
-
-
-SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
-
-
-@pytest.fixture
-def collected(monkeypatch):
-    """Steps whose parameters were collected, which can be an exchange."""
-    found, original = [], content.Contents.shard
-
-    def shard(self, cb_params, state, rescue=False):
-        found.append(state.step)
-        return original(self, cb_params, state, rescue)
-    monkeypatch.setattr(content.Contents, "shard", shard)
-    return found
-
-
-def lonely_failure(folder, row):
-    """The last step fails on this rank alone; then its disk is well again."""
-    job = Job(build(folder)).steps(4)
-    job.monitor._group = Peer(row)
-    spoil(folder)
-    job.steps(1)
-    repair(folder)
-    return job
-
-
-def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path, collected):
-    job = Job(build(tmp_path)).steps(5)
-    job.monitor._group = Peer(UNSAVED)
-    job.end()
-    assert collected == [5, 5] and files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
-
-
-def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path, collected):
-    lonely_failure(tmp_path, SAVED).end()
-    assert collected == [5, 5] and committed(tmp_path) == [5]
-
-
-def test_nobody_repeats_it_if_one_ends_with_an_error_and_all_end(tmp_path, collected):
-    job = lonely_failure(tmp_path, RAISES)
-    with pytest.raises(SaveError, match="rank 1 ends with an error"):
-        job.end()
-    assert collected == [5] and committed(tmp_path) == []
-
-
-def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path, collected):
-    """After a signal the end of the training would be one exchange more."""
-    job = Job(build(tmp_path)).steps(5)
-    job.monitor._group, job.monitor._leaving = Peer(RAISES), SimpleNamespace(at=lambda step: "SIGTERM", close=lambda: None)
-    with pytest.raises(SaveError, match="rank 1 ends with an error"):
-        job.steps(1)
-    assert len(job.monitor._group.told) == 1
+def test_a_training_that_ended_with_an_error_is_settled_by_the_hooks(tmp_path, own_session, monkeypatch):
+    job = Job(build(tmp_path, async_save="thread")).steps(5)
+    assert own_session.monitor is job.monitor
     job.monitor.settle()
     assert committed(tmp_path) == [5]
 
 
-def test_who_ends_with_an_error_tells_the_others_first(tmp_path, own_session, collected):
-    own_session.settings = Settings(on_save_error="raise")
-    job = Job(build(tmp_path, async_save="thread")).steps(4)
-    spoil(tmp_path)
-    job.monitor._group = Peer(SAVED)
+def test_after_its_end_a_training_has_no_monitor(tmp_path, own_session):
+    Job(build(tmp_path)).steps(5).end()
+    assert own_session.monitor is None
+
+
+def test_a_stop_that_is_agreed_upon_ends_the_training(tmp_path, own_session):
+    job = Job(build(tmp_path)).steps(2)
+    stopped = []
+    job.context.request_stop = lambda: stopped.append(True)
+    job.monitor._checkpoints.preemption.signalled = True
     job.steps(1)
-    with pytest.raises(SaveError, match="step 5"):
-        job.end()
-    assert job.monitor._group.told == [RAISES] and collected == [5]
+    assert (committed(tmp_path), own_session.left, stopped) == ([3], "SIGTERM", [True])
 
 
-def test_all_have_saved_it(tmp_path, collected):
-    job = Job(build(tmp_path)).steps(5)
-    job.monitor._group = Peer(SAVED)
-    job.end()
-    assert collected == [5]
-
-
-def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path, collected):
-    job = Job(build(tmp_path)).steps(5)
-    job.monitor._group = Peer(UNSAVED, busy=1)
-    job.end()
-    assert collected == [5, 5] and job.monitor._group.busy == -1 and job.monitor._group.told == [SAVED]
-
-
-def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path, collected):
-    job = Job(build(tmp_path)).steps(5)
-    job.monitor._group = Peer(RuntimeError("the other rank is gone"))
-    with pytest.raises(RuntimeError, match="the other rank is gone"):
-        job.end()
-    assert collected == [5] and committed(tmp_path) == [5]
+def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
+    """The steps of the first one were taken for saved, and of the second nothing was."""
+    job = Job(build(tmp_path)).steps(10).end()
+    second = Job(job.monitor).steps(10).end()
+    assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
+    assert second.monitor._checkpoints._saved == {5, 10}
 
 
 # ---- what is left to the built-in ------------------------------------------------------------------------------------
@@ -672,7 +532,7 @@ def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     spare = build(tmp_path, async_save=kind) if other else None
     job = Job(build(tmp_path, async_save=kind)).steps(7)
     emergency(job, spare)
-    job.monitor._saver.wait(600)
+    job.monitor._checkpoints._saver.wait(600)
     assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"] and calls == []
     newest = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
     assert (newest.step, newest.origin, newest.problem, newest.state.epoch) == (7, OURS, None, 1)
@@ -815,6 +675,6 @@ def test_one_line_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_s
 
 def test_the_claim_tells_how_far_the_training_is(tmp_path):
     job = Job(build(tmp_path)).steps(7)
-    claim = job.monitor._home.claim
+    claim = job.monitor._checkpoints.session.claim
     claim.beat()
     assert [owner.step for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [7]

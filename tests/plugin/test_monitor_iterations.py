@@ -18,9 +18,10 @@ from mindresume.files import read_header  # noqa: E402
 from mindresume.formats.iteration_files import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.manifest import FOLDER, read_details  # noqa: E402
-from mindresume.plugin import residence, session  # noqa: E402
+from mindresume.plugin import session  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from mindresume.store import save_session  # noqa: E402
 from mindresume.store.islands import Islands  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
@@ -59,7 +60,7 @@ def test_folders_tracker_and_the_last_step_once(tmp_path, kind):
     assert [(c.step, c.committed, c.problem) for c in scan(PosixStorage(), str(tmp_path)).candidates] == [
         (12, True, None), (10, True, None), (5, True, None)]
     assert ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0] == 10
-    assert job.monitor._saved == {5, 10, 12}
+    assert job.monitor._checkpoints._saved == {5, 10, 12}
     job.monitor.on_train_end(job.context)                       # the built-in would save the last step here
     assert folders(tmp_path)[-1] == "iteration_00000012"
 
@@ -143,7 +144,7 @@ def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, norm, status):
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(residence, "find", lambda storage, root, group: Islands((0,) * 8 + (8, 8)))
+    monkeypatch.setattr(save_session, "find", lambda storage, root, group: Islands((0,) * 8 + (8, 8)))
     with pytest.raises(ConfigError, match="not supported in non-shared storage environments .* rank 8, 9 cannot"):
         Job(build(tmp_path))
 

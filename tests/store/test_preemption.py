@@ -4,12 +4,10 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from folders import Ranks
 
-pytest.importorskip("mindformers")
-from folders import Ranks  # noqa: E402
-
-from mindresume.agree import Solo  # noqa: E402
-from mindresume.plugin.leaving import BY_FILE, BY_SIGNAL, STATUS, Leaving, request, requests  # noqa: E402
+from mindresume.agree import Solo
+from mindresume.store.preemption import BY_FILE, BY_SIGNAL, STATUS, PreemptionHandler, request, requests
 
 
 class Clock:
@@ -43,7 +41,7 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
 def test_all_ranks_leave_at_the_same_step(asked, rank):
     def work(group):
         clock, when = Clock(), asked if group.rank == rank else None
-        return trained(Leaving(group, 5.0, clock=clock), clock, 200, 0.5 + 0.01 * group.rank, when)
+        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 200, 0.5 + 0.01 * group.rank, when)
     results = Ranks(4).run(work)
     (left,) = {(step, reason) for step, reason, _ in results}
     assert left[1] == BY_SIGNAL and asked <= left[0] <= asked + 10
@@ -54,7 +52,7 @@ def test_they_ask_about_every_so_many_seconds():
     """Of 1,000 steps of 0.1 s each, every 5 s: the first few at once, then every 50th."""
     def work(group):
         clock = Clock()
-        return trained(Leaving(group, 5.0, clock=clock), clock, 1000, 0.1)[2]
+        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 1000, 0.1)[2]
     (exchanges,) = {tuple(found) for found in Ranks(2).run(work)}
     assert exchanges[:6] == (1, 2, 4, 8, 16, 32) and 15 <= len(exchanges) <= 30
     assert set(later - before for before, later in zip(exchanges[7:], exchanges[8:], strict=False)) <= {49, 50}
@@ -63,19 +61,19 @@ def test_they_ask_about_every_so_many_seconds():
 def test_slow_steps_are_all_asked_at():
     def work(group):
         clock = Clock()
-        return trained(Leaving(group, 5.0, clock=clock), clock, 10, 8.0)[2]
+        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 10, 8.0)[2]
     assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
 
 
 def test_one_process_asks_nobody_and_leaves_at_once():
-    leaving = Leaving(Solo(), 5.0)
+    leaving = PreemptionHandler(Solo(), 5.0)
     assert leaving.at(1) == ""
     leaving.signalled = True
     assert leaving.at(2) == BY_SIGNAL
 
 
 def test_zero_seconds_nobody_leaves():
-    leaving = Leaving(Solo(), 0)
+    leaving = PreemptionHandler(Solo(), 0)
     leaving.signalled = True
     before = signal.getsignal(signal.SIGTERM)
     leaving.listen()
@@ -83,7 +81,7 @@ def test_zero_seconds_nobody_leaves():
 
 
 def test_the_signal_is_noted_and_afterwards_does_what_it_did():
-    before, leaving = signal.getsignal(signal.SIGTERM), Leaving(Solo(), 5.0)
+    before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(Solo(), 5.0)
     leaving.listen()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -98,7 +96,7 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
     monkeypatch.delenv("MS_ENABLE_GRACEFUL_EXIT", raising=False)
     clock = Clock()
     named = SimpleNamespace(remote_config_file=str(tmp_path / "mine.json"), exit=False)
-    leaving = Leaving(Solo(), 5.0, [object(), named], clock)
+    leaving = PreemptionHandler(Solo(), 5.0, [object(), named], clock)
     assert leaving.at(1) == ""
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
     assert leaving.at(2) == ""                              # looked at a moment ago
@@ -107,7 +105,7 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
     for switched_on, said in ((False, ""), (True, BY_FILE)):
         if switched_on:
             monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
-        leaving = Leaving(Solo(), 5.0)
+        leaving = PreemptionHandler(Solo(), 5.0)
         (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
         assert leaving.at(1) == said
         os.remove(tmp_path / "graceful_exit.json")
@@ -119,7 +117,7 @@ def test_a_file_that_stays_does_not_end_the_next_training(tmp_path, again):
     path, clock = tmp_path / "mine.json", Clock()
     path.write_text('{"GracefulExit": 1}')
     callback = SimpleNamespace(remote_config_file=str(path), exit=False)
-    leaving = Leaving(Solo(), 5.0, [callback], clock)
+    leaving = PreemptionHandler(Solo(), 5.0, [callback], clock)
     assert str(path) in leaving.ignored and "Set GracefulExit to 0" in leaving.ignored
     for step in range(1, 4):
         clock.now += 1
@@ -139,15 +137,15 @@ def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     before = requests({"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]})
     assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
-    leaving = Leaving(Solo(), 5.0, [callback], Clock(), before=before)
+    leaving = PreemptionHandler(Solo(), 5.0, [callback], Clock(), before=before)
     assert not leaving.ignored and leaving.at(1) == BY_FILE
-    stays = Leaving(Solo(), 5.0, [callback], Clock(), before={path: request(path)})
+    stays = PreemptionHandler(Solo(), 5.0, [callback], Clock(), before={path: request(path)})
     assert stays.ignored and stays.at(1) == ""
 
 
 def test_a_callback_that_took_the_signal_is_asked():
     callback = SimpleNamespace(remote_config_file=None, exit=False)
-    leaving = Leaving(Solo(), 5.0, [callback])
+    leaving = PreemptionHandler(Solo(), 5.0, [callback])
     assert leaving.at(1) == ""
     callback.exit = True
     assert leaving.at(2) == BY_SIGNAL

@@ -1,4 +1,4 @@
-"""Leaving in time: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
+"""Agrees on leaving early: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
 
     SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ noted
     at the same steps on all ranks, about every ``leave_check`` seconds ─▶ has anybody noted something?
@@ -38,16 +38,17 @@ class Version(NamedTuple):
     size: int
 
 
-class Leaving:
+class PreemptionHandler:
     """``seconds``: about so often the ranks exchange what they noted; 0: never, so that nobody leaves. ``callbacks``: of the
     training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves.
     ``news()`` of all ranks goes along with each exchange, to ``told``. ``before``: the ``requests`` from before the minutes of
     compiling; a file that is not among them is looked at now."""
 
-    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (),
-                 clock: Callable[[], float] = time.monotonic, news: Callable[[], Any] = lambda: None,
-                 told: Callable[[list[Any]], None] = lambda rows: None, before: Mapping[str, Version | None] | None = None):
-        self.group, self.seconds, self.clock, self.news, self.told = group, seconds, clock, news, told
+    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
+                 news: Callable[[], Any] = lambda: None, told: Callable[[list[Any]], None] = lambda rows: None,
+                 before: Mapping[str, Version | None] | None = None):
+        self.group, self.seconds, self.news, self.told = group, seconds, news, told
+        self.clock = clock or (lambda: time.monotonic())
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")

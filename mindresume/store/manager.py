@@ -1,0 +1,368 @@
+"""Saves the checkpoints of one training: when a step is due, what became of each save, leaving early, and the end.
+
+    manager = CheckpointManager(storage, group, settings, options, policy, log)
+    manager.open()                              # on all ranks together: the folder is acquired
+    manager.begin(0)                            # behind which step; clean-up, saver, uploads
+    manager.meet()                              # all ranks: on how many hosts they run
+    manager.listen()                            # from here on SIGTERM is noted
+    reason = manager.step_end(step)             # after each step; not empty: the training is to stop
+    manager.end(step)                           # or, after an error, manager.settle()
+
+    step_end ─▶ what became of the saves so far ─▶ due? ─▶ collect ─▶ saver ─▶ has any rank been asked to leave?
+    end      ─▶ the last step, if it is not saved yet ─▶ the saver waits (with a deadline) until all ranks are committed
+    saver    Foreground, or with async_save Background: write_shard ─▶ rank 0: commit, pointers, prune
+"""
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mindresume.agree import Group, Waiting, report, watched
+from mindresume.errors import FolderInUseError, RemoteError, SaveError
+from mindresume.formats.iteration_files import iteration_name
+from mindresume.formats.records import listed
+from mindresume.host_memory import UNKNOWN, share_of_rank
+from mindresume.settings import Settings
+from mindresume.state import crosses_multiple
+from mindresume.store.background import Background, work_for
+from mindresume.store.claim import Claim
+from mindresume.store.islands import Islands
+from mindresume.store.mirror import Mirror
+from mindresume.store.preemption import PreemptionHandler, Version
+from mindresume.store.remote import Remote
+from mindresume.store.retention import Policy
+from mindresume.store.save_session import Log, Resumed, SaveSession, open_save_session
+from mindresume.store.saver import Foreground, Outcome, Saver
+from mindresume.store.shard import Place, clean_own_folder, mark_emergency, write_shard
+from mindresume.store.step import SaveOptions, Step
+from mindresume.store.storage import Storage
+from mindresume.store.trials import PendingTrial
+
+_OTHERS = 10.0                          # seconds for the records of other ranks after an error
+
+
+def _nothing() -> None:
+    return None
+
+
+class CheckpointManager:
+    """Every method is called by all ranks of ``group`` at the same points, ``settle`` and ``rescue`` excepted.
+
+    ``policy``: which checkpoints stay. ``pending``: the trial of the checkpoint that was loaded. ``on_saved(outcome, stall)``:
+    this rank has saved a step, for which the training stood still for ``stall`` seconds, None: not known. ``since``: the time
+    (``time.monotonic``) from which ``every_seconds`` counts, None: now.
+    ``step_end``, ``end`` and ``save`` raise SaveError if a save failed and ``on_save_error`` is ``raise``, or after
+    ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder; RemoteError if an upload
+    failed and ``on_save_error`` is ``raise``."""
+
+    def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy, log: Log,
+                 pending: PendingTrial | None = None, on_saved: Callable[[Outcome, float | None], None] = lambda *_: None,
+                 since: float | None = None):
+        self.storage, self.group, self.settings, self.options, self.policy, self.log = (
+            storage, group, settings, options, policy, log)
+        self.pending, self.on_saved = pending or PendingTrial(), on_saved
+        self.session: SaveSession | None = None
+        self.preemption: PreemptionHandler | None = None
+        self._saver: Saver | None = None
+        self._mirror: Mirror | None = None
+        self._saved: set[int] = set()
+        self._stalls: dict[int, float] = {}                 # seconds that the training stood still, of saves not heard of yet
+        self._failed_in_a_row = 0
+        self._skipped = 0
+        self._seen = 0
+        self._seconds_since = time.monotonic() if since is None else since
+
+    @property
+    def place(self) -> Place:
+        return self.session.place
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is possible: from ``begin`` to the end."""
+        return self._saver is not None
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    def open(self, islands: dict[str, Islands] | None = None, origin: Resumed | None = None,
+             number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
+             claims: dict[str, Claim] | None = None) -> SaveSession:
+        """Acquires the folder. Arguments and errors as of ``open_save_session``."""
+        options = self.options
+        self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.log,
+                                         self.settings.heartbeat, options.iterations, islands, origin, number_runs, claims)
+        return self.session
+
+    def begin(self, step: int, resumed: Resumed | None = None, remote: Remote | None = None) -> None:
+        """Cleans up what earlier runs left, and makes what saves. ``step``: behind which the training begins. ``resumed``: what
+        it has loaded. ``remote``: where checkpoints are uploaded to."""
+        share = share_of_rank(self.group) if self.options.async_save else UNKNOWN   # before rank 0 works on files alone
+        self._seen = step
+        self.session.begin(resumed)
+        try:
+            for name in clean_own_folder(self.place):
+                self.log.info("mindresume: removed %s, left half-written by an earlier run", name)
+        except OSError as error:
+            self.log.warning("mindresume: cleaning up %s: %s", self.options.shown or self.options.root, error)
+        self._saver = self._make_saver(self.policy if self.session.leads else None, share)
+        self._mirror = self.session.exchange.uploads = self._start_mirror(remote) if remote is not None else None
+        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
+
+    def _make_saver(self, policy: Policy | None, share: int) -> Saver:
+        """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
+        settings, kind = self.settings, self.options.async_save
+        work = work_for(self.place, policy, self._say)
+        work.begin()
+        if not kind:
+            return Foreground(work)
+        return Background(self.place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
+                          settings.commit_timeout, self._say, share)
+
+    def _start_mirror(self, remote: Remote) -> Mirror:
+        """Nodes that share no disk upload what all of them have; where they do not exchange that, they remove nothing."""
+        patience, apart = self.settings.commit_timeout, self.session.islands.apart
+        mirror = Mirror(remote, self.place, self.policy, patience, self._say,
+                        pledged=apart and self.settings.leave_check > 0).start()
+        atexit.register(mirror.settle, patience)        # a training that ends with an error: what it has saved still goes
+        return mirror
+
+    def _say(self, text: str) -> None:
+        self.log.info("mindresume: %s", text)
+
+    def meet(self) -> None:
+        """Counts the hosts, on all ranks together, for the trial of the checkpoint that was loaded."""
+        hosts = len(set(report(self.group, socket.gethostname)))
+        trial = self.pending.trial
+        if trial is not None:
+            trial.run, trial.hosts = self.place.run, hosts
+
+    def listen(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
+        """Notes from here on who asks the training to leave. Arguments as of ``PreemptionHandler``."""
+        self.preemption = PreemptionHandler(self.group, self.settings.leave_check, callbacks, news=self.session.exchange.news,
+                                            told=self.session.told, before=before)
+        if self.preemption.ignored:
+            self.log.warning("mindresume: %s", self.preemption.ignored)
+        self.preemption.listen()
+
+    def begin_trial(self) -> None:
+        """The first step is about to be computed. A job that was asked to leave before, and is killed because that takes too
+        long, does not die of the checkpoint."""
+        trial = self.pending.trial
+        if trial is None or trial.begun or (self.preemption is not None and self.preemption.signalled):
+            return
+        try:
+            trial.begin()
+        except OSError as error:
+            self.log.info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
+
+    # ---- each step -------------------------------------------------------------------------------------------------
+
+    def step_end(self, step: Step) -> str:
+        """Saves the step if it is due. Returns why the training is to stop now, with this step saved; empty: it goes on."""
+        self.pending.end()
+        if self._saver is not None:
+            self._learn(self._saver.poll())
+        if self.session is not None:
+            self.session.reached(step.number)
+        if self._mirror is not None:
+            self._heed(self._mirror.poll())
+        step.save(self, False)
+        return self._leave_if_asked(step)
+
+    def _leave_if_asked(self, step: Step) -> str:
+        """SIGTERM, or a graceful exit: all ranks save this step, and the training stops."""
+        if self.preemption is None or self._saver is None:
+            return ""
+        reason = self.preemption.at(step.number)
+        if reason:
+            self.log.warning("mindresume: %s: the training saves step %d and ends", reason, step.number)
+            self._save_last(step)
+        return reason
+
+    def save(self, step: Step, force: bool = False) -> None:
+        """Saves the step if it is due; with ``force`` in any case, unless it is saved already."""
+        if self._saver is not None and self.wants(step.number, force):
+            self.write(step)
+
+    def wants(self, step: int, force: bool = False) -> bool:
+        """Whether ``step`` is saved now, the same on all ranks. Called once a step."""
+        before, self._seen = (self._seen if self._seen < step else step - 1), step
+        if step in self._saved or not (force or self._is_due(before, step)):
+            return False
+        return force or not self._is_skipped(step)
+
+    def write(self, step: Step) -> None:
+        """Saves the step."""
+        try:
+            self.hand_over(step)
+        except FolderInUseError:                            # no later save can succeed
+            raise
+        except SaveError as error:                          # what could not even be handed to the saver
+            self._failed(error)
+        if isinstance(self._saver, Foreground):             # it is written already
+            self._learn(self._saver.poll())
+
+    def hand_over(self, step: Step) -> None:
+        """Collects what is to be saved and gives it to the saver. SaveError if that is not possible."""
+        started = time.monotonic()
+        save = step.collect()
+        name = iteration_name(save.step) if self.place.iterations else os.path.basename(save.shard.files[0].path)
+        step.record(save, name)
+        self._saved.add(save.step)
+        self._saver.save(save)
+        self._stalls[save.step] = time.monotonic() - started
+        step.taken(save, name)
+        if not isinstance(self._saver, Foreground):
+            self.log.info("mindresume: step %d is being saved as %s; training stopped for %.3f s", save.step, name,
+                          self._stalls[save.step])
+
+    def _is_due(self, before: int, step: int) -> bool:
+        if self.options.every_steps and self.options.every_steps > 0:
+            return crosses_multiple(before, step, self.options.every_steps)
+        seconds = self.options.every_seconds
+        if not seconds or seconds <= 0:
+            return False
+        due = time.monotonic() - self._seconds_since > seconds
+        if self.group.size > 1:                             # clocks differ: rank 0 decides for all
+            due = self.group.broadcast(b"1" if due else b"0") == b"1"
+        if due:
+            self._seconds_since = time.monotonic()
+        return due
+
+    def _is_skipped(self, step: int) -> bool:
+        """``async_when_busy: skip``: left out by all ranks as soon as one of them is still writing, or none of the following
+        saves would ever be complete on all of them. The only exchange in a save, in the training thread, like a step's own."""
+        if self.settings.async_when_busy != "skip" or not self.options.async_save:
+            return False
+        busy = any(report(self.group, self._saver.busy))
+        if busy:
+            self._skipped += 1
+            self.log.warning("mindresume: step %d is not saved: the save before is still being written (%d skipped so "
+                             "far)", step, self._skipped)
+        return busy
+
+    # ---- what became of it -----------------------------------------------------------------------------------------
+
+    def _learn(self, outcomes: list[Outcome]) -> None:
+        """What became of saves. SaveError as configured."""
+        for outcome in outcomes:
+            self._hear(outcome)
+            if outcome.error is not None:
+                self._failed(outcome.error)
+            else:
+                self._failed_in_a_row = 0
+
+    def _hear(self, outcome: Outcome) -> None:
+        if not outcome.saved:
+            self._saved.discard(outcome.step)
+            return
+        if self._mirror is not None:
+            self._mirror.saved(outcome.step)
+        self.log.info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20, outcome.seconds)
+        self.on_saved(outcome, self._stalls.pop(outcome.step, None))
+
+    def _failed(self, error: SaveError) -> None:
+        self._failed_in_a_row += 1
+        self.log.error("mindresume: %s (%d failed in a row)", error, self._failed_in_a_row)
+        if self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self._failed_in_a_row:
+            raise error
+
+    def _heed(self, errors: list[RemoteError]) -> None:
+        """What became of uploads: the checkpoints themselves are good, so only who asks for it is stopped by them."""
+        for error in errors:
+            self.log.warning("mindresume: %s", error)
+            if self.settings.on_save_error == "raise":
+                raise error
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def end(self, step: Step, closing: Callable[[], None] = _nothing) -> None:
+        """Saves the last step, waits until everything is committed and uploaded, and gives the folder back. ``closing()`` is
+        called when nothing can be saved any more."""
+        deadline = self.settings.commit_timeout
+        if self._saver is not None:
+            self._save_last(step)
+            saver, self._saver = self._saver, None
+            closing()
+            atexit.unregister(self.settle)
+            self._learn(saver.finish(deadline))
+        mirror, self._mirror = self._mirror, None
+        errors = mirror.finish(deadline) if mirror is not None else []
+        self._listen_no_more()
+        if self.session is not None:
+            self.session.leave()
+        self._heed(errors)
+
+    def _save_last(self, step: Step) -> None:
+        """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
+        parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
+        error, nobody begins, and all end: the next exchange would wait for the one that is gone."""
+        number, deadline = step.number, self.settings.commit_timeout
+        errors: list[SaveError] = []
+
+        def written() -> list[bool]:
+            try:
+                self._learn(self._saver.wait(deadline))
+            except SaveError as error:
+                errors.append(error)
+            return [number in self._saved, bool(errors)]
+        rows = report(self.group, written, Waiting(f"writing what was begun before step {number}", watched))
+        if errors:
+            raise errors[0]
+        failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
+        if failing:
+            raise SaveError(f"the training ends at step {number}, because rank {listed(failing)} ends with an error of a save, "
+                            f"which the log of that rank tells. What all ranks have written counts; start the same command again")
+        if all(saved for saved, _ in rows):
+            return
+        if number in self._saved:
+            step.collect()
+        else:
+            step.save(self, True)
+
+    def settle(self) -> None:
+        """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records
+        of the others: on the same error they save the same step. Raises nothing, because the training's error is on its way."""
+        atexit.unregister(self.settle)
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None and saver.busy():
+                self.log.warning("mindresume: the training ended with an error; the save in flight is finished first")
+            outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
+            for outcome in outcomes:
+                self._hear(outcome)
+                if outcome.error is not None:
+                    self.log.error("mindresume: %s", outcome.error)
+        except Exception as error:
+            self.log.error("mindresume: the last save was not finished: %s", error)
+        finally:
+            self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
+        """SIGTERM ends the process again."""
+        if self.preemption is not None:
+            self.preemption.close()
+
+    def rescue(self, step: Step) -> bool:
+        """Ranks were lost, and each that is left saves all it holds of the last step, which becomes a checkpoint if that is
+        everything. In a thread of MindIO: no exchange between ranks, nothing is removed, nothing waits for others. False if it
+        fails; then another way may be tried. SaveError if that would wait for the ranks that are lost."""
+        number = step.number
+        try:
+            for outcome in self._saver.wait(self.settings.commit_timeout):
+                if not outcome.saved:
+                    self._saved.discard(outcome.step)
+            mark_emergency(self.place, number)
+            if number not in self._saved:
+                write_shard(self.place, step.rescue())
+                self._saved.add(number)
+        except Exception as error:          # whatever it is: these ranks have nothing else left
+            if step.exchanges():
+                raise SaveError(f"step {number} was not saved before the end on rank {self.place.rank}: {error}") from error
+            self.log.error("mindresume: step %d was not saved before the end: %s; mindformers saves it", number, error)
+            return False
+        self.log.warning("mindresume: other ranks are lost; rank %d saved step %d", self.place.rank, number)
+        return True

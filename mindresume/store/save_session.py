@@ -1,0 +1,191 @@
+"""Acquires the checkpoint directory for one training: who shares it, who commits there, the run id, the suffix of file names.
+
+    session = open_save_session(storage, root, prefix, group, log, settings.heartbeat)      # on all ranks together
+    session.begin(resumed)                      # what other trainings left there; what nodes that share no disk keep
+    session.place                               # for everything that is saved
+    session.leave()
+"""
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mindresume.agree import Group, Waiting, decide, report
+from mindresume.errors import ConfigError
+from mindresume.formats import Candidate
+from mindresume.formats.names import folder_name, free_suffix, parse_name
+from mindresume.formats.records import listed, scan_records
+from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
+from mindresume.store.common import forget
+from mindresume.store.exchange import Exchange
+from mindresume.store.islands import Islands, check_alone, find, next_common_run
+from mindresume.store.lineage import continued, others
+from mindresume.store.probe import examine
+from mindresume.store.shard import Place
+from mindresume.store.storage import Storage
+
+_CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
+
+
+class Log(Protocol):
+    """The methods of ``logging.Logger`` that are used."""
+
+    def info(self, text: str, *values: Any) -> None: ...
+
+    def warning(self, text: str, *values: Any) -> None: ...
+
+    def error(self, text: str, *values: Any) -> None: ...
+
+
+class Resumed(Protocol):
+    """A checkpoint from which a training goes on (a ``mindresume.resume.select.Choice``), and the folder that it lies in."""
+
+    @property
+    def chosen(self) -> Candidate | None: ...
+
+    @property
+    def root(self) -> str: ...
+
+
+@dataclass
+class SaveSession:
+    """``suffix``: of the names of files, the same on all ranks. ``leads``: this rank commits and prunes. ``claim``: of those.
+    ``exchange``: of nodes that share no disk."""
+    place: Place
+    suffix: int
+    islands: Islands
+    claim: Claim | None
+    exchange: Exchange
+    log: Log
+
+    @property
+    def leads(self) -> bool:
+        return self.islands.leads(self.place.rank)
+
+    def reached(self, step: int) -> None:
+        """Publishes ``step`` with the next heartbeat."""
+        if self.claim is not None:
+            self.claim.step = step
+
+    def leave(self) -> None:
+        if self.claim is not None:
+            self.claim.leave()
+
+    # ---- nodes that share no disk tell each other what they have ---------------------------------------------------------
+
+    def told(self, rows: Sequence[Any]) -> None:
+        """``rows``: news of all ranks."""
+        try:
+            self.exchange.told(rows)
+        except OSError as error:                        # nothing newer than the last note goes
+            self.log.warning("mindresume: %s: %s", self.place.root, error)
+
+    def begin(self, resumed: Resumed | None) -> None:
+        """Protects the checkpoint that all nodes are known to have until they all have a newer one. ``resumed``: what this
+        training has loaded, None: nothing."""
+        storage, root = self.place.storage, self.place.root
+        if self.leads:
+            self._say_others()
+        if not self.islands.apart:
+            if self.leads:
+                try:
+                    forget(storage, root)
+                except OSError as error:                # with it more stays than must; no rank ends alone for that
+                    self.log.warning("mindresume: %s: %s", root, error)
+            return
+        self.log.warning("mindresume: the nodes share no disk at %s: each keeps what its own ranks save, here rank %s, "
+                         "and a resume takes the newest checkpoint that all of them have", root, listed(self.place.part))
+        chosen = resumed.chosen if resumed is not None and resumed.root == root else None
+        try:
+            self.exchange.note(chosen.name if chosen is not None else "")
+        except OSError as error:
+            self.log.warning("mindresume: %s: %s", root, error)
+
+    def _say_others(self) -> None:
+        """Checkpoints of another training in this folder: retention leaves them alone, so somebody must know."""
+        storage, root = self.place.storage, self.place.root
+        try:
+            rows = others(scan_records(storage, root)[0], self.place.lineage)
+        except OSError as error:
+            self.log.info("mindresume: whether %s holds checkpoints of another training is not known: %s", root, error)
+            return
+        if rows:
+            steps = sorted({candidate.step or 0 for candidate in rows})
+            self.log.warning("mindresume: %s holds %d checkpoint(s) of another training, step %s, which this run does "
+                             "not continue. They are not counted and never removed: mindresume prune --all-trainings "
+                             "does that; or give each training an output_dir of its own", root, len(rows), listed(steps))
+
+
+def open_save_session(storage: Storage, root: str, prefix: str, group: Group, log: Log, heartbeat: float,
+                      iterations: bool = False, islands: dict[str, Islands] | None = None, origin: Resumed | None = None,
+                      number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
+                      claims: dict[str, Claim] | None = None) -> SaveSession:
+    """Acquires ``root``, on all ranks of ``group`` together.
+
+    ``prefix``: of the names of files. ``heartbeat``: seconds between two signs of life, 0: none. ``iterations``: Checkpoint 2.0.
+    ``islands``: which ranks see the same folder, by its path, as far as it is known; what is found out is added. ``origin``: the
+    checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage, root)``: called on
+    each rank that claims the folder, just before it does, so that its run is numbered later than those at another place, too.
+    ``claims``: of this process, by folder; None: those that this module remembers.
+    Raises AgreementError on all ranks if one cannot save there (SaveError, FolderInUseError), ConfigError for Checkpoint 2.0
+    where nodes share no disk."""
+    decide(group, lambda: examine(storage, root))
+    shared = _islands_of(storage, root, group, iterations, {} if islands is None else islands)
+    run = next_common_run(storage, root, group) if shared.apart else ""
+    own: list[Claim] = []
+
+    def claim() -> tuple[str, int] | None:
+        if not shared.leads(group.rank):
+            return None
+        if group.rank != 0:
+            examine(storage, root)
+        memory = _CLAIMS if claims is None else claims
+        if root in memory:                              # an earlier training of this process, which is over
+            memory.pop(root).leave()
+        number_runs(storage, root)
+        owner = replace(owner_of_this_process(SAVING, group.size), run=run)         # an empty run: the next one
+        found = occupy(storage, root, owner, heartbeat, lambda text: log.info("mindresume: %s", text), traced=iterations)
+        memory[root] = found.start()
+        own.append(memory[root])
+        return own[0].run, _unused_suffix(storage, root, prefix)
+    # Rank 0 may have to watch the claim of another job for some minutes, but not as long as this waits for it.
+    rows = report(group, claim, Waiting("claiming the folder"))
+    if shared.apart:                                    # if they are not after all, two of them have now claimed one folder
+        report(group, lambda: [check_alone(one) for one in own] and None)
+    folder = os.path.join(root, folder_name(group.rank))
+    suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
+    part = shared.ranks(group.rank) if shared.apart else ()
+    place = Place(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
+    session = SaveSession(place, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
+                          Exchange(storage, root, place.run, shared, group.rank), log)
+    atexit.register(session.leave)
+    return session
+
+
+def _lineage(root: str, run: str, origin: Resumed | None) -> str:
+    """Returns the lineage of ``run``, the same on all ranks, as the choice is."""
+    if origin is None:
+        return continued(None, run, True)
+    return continued(origin.chosen, run, os.path.realpath(origin.root) == os.path.realpath(root))
+
+
+def _islands_of(storage: Storage, root: str, group: Group, iterations: bool, known: dict[str, Islands]) -> Islands:
+    if root not in known:
+        known[root] = find(storage, root, group)
+    islands = known[root]
+    if islands.apart and iterations:
+        blind = [rank for rank, leader in enumerate(islands.leaders) if leader != islands.leaders[0]]
+        raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
+                          f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
+                          f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
+    return islands
+
+
+def _unused_suffix(storage: Storage, root: str, prefix: str) -> int:
+    """Returns the smallest suffix that no record knows: rank folders can have been deleted by hand, and names with records are
+    never used again."""
+    names = [parse_name(os.path.basename(path)) for path in scan_records(storage, root)[1]]
+    return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)

@@ -1,0 +1,353 @@
+"""The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+from folders import PER_EPOCH, STORAGE, Ranks, state_of, tensors_of
+
+from mindresume.agree import Solo
+from mindresume.errors import FolderInUseError, RemoteError, SaveError
+from mindresume.formats.iteration_files import iteration_name
+from mindresume.formats.names import FileName
+from mindresume.formats.scan import scan
+from mindresume.manifest import EMERGENCY, FOLDER
+from mindresume.settings import Settings
+from mindresume.store import manager as module
+from mindresume.store.manager import CheckpointManager
+from mindresume.store.retention import KEEP_ALL
+from mindresume.store.saver import Save
+from mindresume.store.shard import iteration_shard, rank_shard
+from mindresume.store.step import SaveOptions, Step
+from mindresume.store.trials import PendingTrial
+
+JOBS: list["Job"] = []
+
+
+@pytest.fixture(autouse=True)
+def settled():
+    """No job of a test outlives it."""
+    yield
+    while JOBS:
+        JOBS.pop().manager.settle()
+
+
+class Arrays(Step):
+    """Of ``job``, after its last step."""
+
+    def __init__(self, job):
+        super().__init__(job.step)
+        self.job = job
+
+    def collect(self):
+        self.job.collected.append(self.number)
+        place, state = self.job.manager.place, state_of(self.number)
+        tensors = tensors_of(place.rank, self.number)
+        if place.iterations:
+            return Save(iteration_shard("net", place, state, tensors, None))
+        name = FileName("net", place.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
+        return Save(rank_shard(name, state, tensors))
+
+    def record(self, save, name):
+        self.job.told.append(("record", name))
+
+    def taken(self, save, name):
+        self.job.told.append(("taken", name))
+
+
+class Job:
+    """One life of a training process."""
+
+    def __init__(self, root, group=None, settings=None, pending=None, claims=None, iterations=False, every=5, **options):
+        self.step, self.collected, self.told, self.saved, self.reason = 0, [], [], [], ""
+        options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
+        self.manager = CheckpointManager(
+            STORAGE, group or Solo(), settings or Settings(), options, KEEP_ALL, logging.getLogger("mindresume"), pending,
+            lambda outcome, stall: self.saved.append((outcome.step, stall)))
+        self.manager.open(claims=claims)
+        self.manager.begin(0)
+        JOBS.append(self)
+        self.manager.meet()
+        self.manager.listen()
+
+    def steps(self, count):
+        for _ in range(count):
+            self.step += 1
+            self.reason = self.manager.step_end(Arrays(self))
+        return self
+
+    def end(self):
+        self.manager.end(Arrays(self))
+        return self
+
+
+def committed(root):
+    return sorted(c.step for c in scan(STORAGE, str(root)).candidates if c.committed)
+
+
+# ---- saving --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_due_steps_and_the_last_one_and_what_is_told(tmp_path, iterations):
+    job = Job(tmp_path, iterations=iterations).steps(7).end()
+    name = iteration_name if iterations else (lambda step: f"net_rank_0-1_{step}.safetensors")
+    assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
+    assert job.told == [(word, name(step)) for step in (5, 7) for word in ("record", "taken")]
+    assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.claim.step == 7
+
+
+def test_an_error_of_the_record_is_a_failed_save(tmp_path):
+    def record(self, save, name):
+        raise SaveError("no health")
+    job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
+    job.step += 1
+    with pytest.raises(SaveError, match="no health"):
+        job.manager.step_end(type("Sick", (Arrays,), {"record": record})(job))
+    assert committed(tmp_path) == [] and job.saved == []
+
+
+def test_an_earlier_training_of_this_process_gives_the_folder_back_and_one_elsewhere_does_not(tmp_path):
+    memory = {}
+    first = Job(tmp_path, claims=memory).steps(5)
+    second = Job(tmp_path, claims=memory)
+    assert [one.manager.place.run[:4] for one in (first, second)] == ["0001", "0002"]
+    assert memory == {str(tmp_path): second.manager.session.claim}
+    with pytest.raises(FolderInUseError, match="0002"):
+        first.steps(5)
+
+
+def test_all_ranks_by_seconds_of_rank_0(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def work(group):
+        options = SaveOptions(str(tmp_path), "net", None, 60.0)
+        manager = CheckpointManager(STORAGE, group, Settings(), options, KEEP_ALL, logging.getLogger("mindresume"),
+                                    since=-100.0 if group.rank == 0 else 0.0)
+        return [manager.wants(step) for step in (1, 2)]
+    assert Ranks(2).run(work) == [[True, False]] * 2
+
+
+class FakeTrial:
+    begun, told = False, None
+
+    def begin(self):
+        self.begun = True
+
+    def passed(self):
+        self.told = "passed"
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_trial_knows_the_run_and_ends_with_the_first_step(tmp_path, signalled):
+    trial = FakeTrial()
+    job = Job(tmp_path, pending=PendingTrial(trial))
+    assert (trial.run, trial.hosts) == (job.manager.place.run, 1)
+    job.manager.preemption.signalled = signalled
+    job.manager.begin_trial()
+    job.manager.preemption.signalled = False
+    assert trial.begun is not signalled and trial.told is None
+    job.steps(1)
+    assert trial.told == "passed" and job.manager.pending.trial is None
+
+
+def test_whoever_is_asked_to_leave_saves_the_step_and_says_why(tmp_path):
+    job = Job(tmp_path).steps(2)
+    job.manager.preemption.signalled = True
+    assert job.steps(1).reason == "SIGTERM" and committed(tmp_path) == [3]
+    assert job.end().collected == [3]
+
+
+# ---- trouble -------------------------------------------------------------------------------------------------------
+
+def spoil(root):
+    """A file in the place of the folder of rank 0: nothing can be written there, not even by root."""
+    root.mkdir(parents=True, exist_ok=True)
+    if (root / "rank_0").is_dir():
+        (root / "rank_0").rename(root / "aside")
+    (root / "rank_0").write_text("in the way")
+
+
+def repair(root):
+    (root / "rank_0").unlink()
+
+
+def test_on_save_error_raise(tmp_path):
+    job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
+    spoil(tmp_path)
+    with pytest.raises(SaveError, match="step 5 was not saved on rank 0"):
+        job.steps(1)
+
+
+def test_on_save_error_warn_goes_on_until_the_ceiling(tmp_path):
+    job = Job(tmp_path, settings=Settings(on_save_error="warn", max_failed_saves=3)).steps(4)
+    spoil(tmp_path)
+    job.steps(10)                                                       # steps 5 and 10 fail
+    with pytest.raises(SaveError, match="step 15"):
+        job.steps(1)
+    assert job.manager._failed_in_a_row == 3                            # each counted once, the one that is raised too
+
+
+def test_a_success_resets_the_count_of_failures(tmp_path):
+    job = Job(tmp_path, settings=Settings(on_save_error="warn", max_failed_saves=2)).steps(4)
+    for _ in range(2):
+        spoil(tmp_path)
+        job.steps(5)
+        repair(tmp_path)
+        job.steps(5)
+    assert committed(tmp_path) == [10, 20]
+
+
+def test_no_ceiling(tmp_path):
+    job = Job(tmp_path, settings=Settings(on_save_error="warn", max_failed_saves=0)).steps(4)
+    spoil(tmp_path)
+    job.steps(30)
+    repair(tmp_path)
+    job.end()
+    assert committed(tmp_path) == [34]
+
+
+@pytest.mark.parametrize("kind", [False, "thread", "process"])
+def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, monkeypatch, kind):
+    class Late:
+        def __init__(self):
+            self.unregistered = []
+
+        def register(self, function, *arguments):
+            pass
+
+        def unregister(self, function):
+            self.unregistered.append(function)
+    monkeypatch.setattr(module, "atexit", Late())
+    job = Job(tmp_path, async_save=kind).steps(5)
+    job.manager.settle()
+    assert committed(tmp_path) == [5]
+    job.manager.settle()                                                # at the exit of the interpreter: nothing is left to do
+    assert module.atexit.unregistered == [job.manager.settle] * 2
+
+
+def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, caplog):
+    job = Job(tmp_path, async_save="thread").steps(4)
+    spoil(tmp_path)
+    job.steps(1).manager.settle()
+    assert "step 5 was not saved" in caplog.text
+
+
+def test_a_failed_upload_is_a_warning_and_stops_only_who_asks_for_it(tmp_path, caplog):
+    Job(tmp_path / "1", settings=Settings(max_failed_saves=1)).manager._heed([RemoteError("one"), RemoteError("two")])
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "mindresume: one", "mindresume: two"]
+    with pytest.raises(RemoteError, match="one"):
+        Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager._heed([RemoteError("one")])
+
+
+def test_a_rescue_leaves_a_mark_and_writes_nothing_twice(tmp_path):
+    job = Job(tmp_path).steps(7)
+    assert [job.manager.rescue(Arrays(job)) for _ in range(2)] == [True, True]
+    newest = scan(STORAGE, str(tmp_path)).candidates[0]
+    assert (newest.step, job.collected) == (7, [5, 7]) and (tmp_path / FOLDER / newest.name / EMERGENCY).exists()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rescue_that_fails_is_left_to_others_unless_they_would_wait(tmp_path, waits):
+    job = Job(tmp_path).steps(7)
+    step = type("Broken", (Arrays,), {"rescue": lambda self: 1 / 0, "exchanges": lambda self: waits})(job)
+    if waits:
+        with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
+            job.manager.rescue(step)
+    else:
+        assert job.manager.rescue(step) is False
+
+
+# ---- the last step, on several ranks -----------------------------------------------------------------------------------
+
+class Peer:
+    """The group of this rank and one other, which is busy for some exchanges, and then says ``row`` (or is gone)."""
+    rank, size = 0, 2
+
+    def __init__(self, row, busy=0):
+        self.row, self.busy, self.told = row, busy, []
+
+    def gather(self, message):
+        if isinstance(self.row, Exception):
+            raise self.row
+        if isinstance(json.loads(message), list):                       # who is done?
+            self.busy -= 1
+            return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
+        self.told.append(json.loads(message)["value"])
+        return [message, json.dumps({"value": self.row}).encode()]
+
+
+SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
+
+
+def lonely_failure(root, row):
+    """The last step fails on this rank alone; then its disk is well again."""
+    job = Job(root).steps(4)
+    job.manager.group = Peer(row)
+    spoil(root)
+    job.steps(1)
+    repair(root)
+    return job
+
+
+def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Peer(UNSAVED)
+    job.end()
+    assert job.collected == [5, 5] and committed(tmp_path) == [5]
+    assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == ["net_rank_0-1_5.safetensors"]
+
+
+def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path):
+    assert lonely_failure(tmp_path, SAVED).end().collected == [5, 5] and committed(tmp_path) == [5]
+
+
+def test_nobody_repeats_it_if_one_ends_with_an_error_and_all_end(tmp_path):
+    job = lonely_failure(tmp_path, RAISES)
+    with pytest.raises(SaveError, match="rank 1 ends with an error"):
+        job.end()
+    assert job.collected == [5] and committed(tmp_path) == []
+
+
+def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
+    """After a signal the end of the training would be one exchange more."""
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Peer(RAISES)
+    job.manager.preemption = SimpleNamespace(at=lambda step: "SIGTERM", close=lambda: None)
+    with pytest.raises(SaveError, match="rank 1 ends with an error"):
+        job.steps(1)
+    assert len(job.manager.group.told) == 1
+    job.manager.settle()
+    assert committed(tmp_path) == [5]
+
+
+def test_who_ends_with_an_error_tells_the_others_first(tmp_path):
+    job = Job(tmp_path, settings=Settings(on_save_error="raise"), async_save="thread").steps(4)
+    spoil(tmp_path)
+    job.manager.group = Peer(SAVED)
+    job.steps(1)
+    with pytest.raises(SaveError, match="step 5"):
+        job.end()
+    assert job.manager.group.told == [RAISES] and job.collected == [5]
+
+
+def test_all_have_saved_it(tmp_path):
+    job = Job(tmp_path).steps(PER_EPOCH)
+    job.manager.group = Peer(SAVED)
+    assert job.end().collected == [5, 10]
+
+
+def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Peer(UNSAVED, busy=1)
+    job.end()
+    assert job.collected == [5, 5] and job.manager.group.busy == -1 and job.manager.group.told == [SAVED]
+
+
+def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Peer(RuntimeError("the other rank is gone"))
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        job.end()
+    assert job.collected == [5] and committed(tmp_path) == [5]
