@@ -29,7 +29,7 @@ def test_who_imports_it(name, rooms):
     assert found and not [path for path in found if not path.startswith(rooms)]
 
 
-@pytest.mark.parametrize("modules", [["store.manager", "store.save_session", "store.preemption"]])
+@pytest.mark.parametrize("modules", [["store.manager", "store.save_session", "store.preemption", "resume.choosing"]])
 def test_the_flows_of_a_training_are_imported_without_mindformers(modules):
     program = (f"import sys, {', '.join('mindresume.' + name for name in modules)}; "
                f"print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'mindformers', 'mindspore'}}))")

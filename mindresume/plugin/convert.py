@@ -20,7 +20,7 @@ from typing import Any
 from mindresume.agree import Waiting, agreed, decide, report, watched
 from mindresume.errors import ConfigError, EngineError, StrategyError
 from mindresume.formats import OURS
-from mindresume.formats.complete import MINDSPORE, is_complete
+from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.records import ranks_count
 from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, session, telling
@@ -43,11 +43,6 @@ _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 
 # ---- at the choice -------------------------------------------------------------------------------------------------
-
-def is_complete_resume(storage: Storage, path: str, converts: bool) -> bool:
-    """Whether ``path`` holds complete weights: a folder of them, or where any layout may be loaded one file."""
-    return is_complete(storage, path) and (os.path.isdir(path) or converts)
-
 
 def choose_complete(storage: Storage, path: str, current: session.Session, resume: bool = True) -> Choice:
     """Complete weights as the choice. Errors as of ``merged.choose_complete``."""

@@ -28,6 +28,7 @@ from mindresume.plugin import adapter, choosing, loading, modelarts, online, ses
 from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
+from mindresume.resume.choosing import reads_once
 from mindresume.resume.dataset import identity_of
 from mindresume.settings import Settings
 from mindresume.store import preemption
@@ -348,7 +349,7 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
     """
-    storage = current.storage = choosing.reads_once(current)
+    storage = current.storage = reads_once(PosixStorage(), current.settings, current.group)
     if online.applies(config):
         return online.choose(config, current, storage)
     if not config.resume_training:

@@ -22,12 +22,13 @@ from mindresume import network as live
 from mindresume.errors import SaveError
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
-from mindresume.plugin import adapter, modelarts, session, telling
+from mindresume.plugin import adapter, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.account import random_item, table
 from mindresume.resume.health import add
+from mindresume.resume.restore import number_runs
 from mindresume.store.manager import CheckpointManager
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.save_session import SaveSession
@@ -155,7 +156,7 @@ class CheckpointMonitor(BuiltIn):
         self._checkpoints = manager = CheckpointManager(self.storage, current.group, current.settings, options, policy, log,
                                                         current.pending, _say_saved, self._since)
         resumed, origin = (current.choice, current.resumed_from or current.choice) if current.resumes else (None, None)
-        home = manager.open(current.islands, origin, partial(modelarts.number_runs, current.remote))
+        home = manager.open(current.islands, origin, partial(number_runs, current.remote, log))
         current.release()                                   # every rank has loaded before it comes here
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, current.group.rank, home.suffix)

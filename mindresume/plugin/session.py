@@ -18,6 +18,7 @@ from mindresume.data import DataPosition
 from mindresume.errors import ConfigError
 from mindresume.reshard.source import Source
 from mindresume.resume.account import Item
+from mindresume.resume.choosing import own_shard
 from mindresume.resume.lost import Lost
 from mindresume.resume.progress import Progress
 from mindresume.resume.prove import ProvenShard
@@ -97,9 +98,7 @@ class Session:
     @property
     def shard(self) -> ProvenShard | None:
         """What this rank proved and loads; None if the checkpoint is of another number of ranks (it is converted then)."""
-        chosen = self.choice.chosen if self.choice else None
-        shards = self.choice.shards if chosen and chosen.world_size == self.group.size else ()
-        return next((shard for shard in shards if shard.rank == self.group.rank), None)
+        return own_shard(self.choice, self.group)
 
     def data_at(self, step: int, batch: int | None) -> tuple[int | None, DataPosition | None]:
         """(samples seen, where the data stands) after ``step``; None where it is not known."""

@@ -29,6 +29,7 @@ from mindresume.plugin.convert import OPENING
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.source import Source, open_complete
+from mindresume.resume.choosing import islands_of, located
 from mindresume.resume.prove import Source as ShardSource
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage, Storage
@@ -61,10 +62,10 @@ def choose(config: Any, task: str, current: session.Session, storage: Storage) -
     if not path:
         return
     group, asked = current.group, config.get("resume_training")
-    path = choosing.located(storage, path, group)
+    path = located(storage, path, group, adapter.logger())
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
-        choosing.islands_of(storage, path, current).apart
+        islands_of(storage, path, group, current.islands, adapter.logger()).apart
     choice = choosing.choose(config, path, asked if isinstance(asked, str) else None, current, storage, converts=not apart,
                              resume=False, as_it_is=not converts)
     chosen = choice.chosen

@@ -27,9 +27,10 @@ from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordE
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
-from mindresume.formats.names import name_for_rank, parse_label
+from mindresume.formats.names import folder_rank, name_for_rank, parse_label
 from mindresume.formats.records import candidate_of, header_of
 from mindresume.formats.scan import scan
+from mindresume.log import Log
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
@@ -52,7 +53,8 @@ from mindresume.store.shard import Place
 from mindresume.store.storage import Storage, publish, read_bytes, temporary_name
 from mindresume.store.trials import deaths_by_key, suspicion
 
-Log = Callable[[str], None]
+CHECKPOINT = "checkpoint"       # below output_dir, where mindformers has folders of its own, and below remote_save_url
+Say = Callable[[str], None]
 _SPARE = 64 << 20               # bytes that are to be left on the disk
 _PATIENCE = 7200.0              # seconds without a file that came whole, on any rank, after which a download is given up
 
@@ -69,8 +71,8 @@ class Restore:
     group: Group
     world_size: int | None = None
     named: str | None = None
-    log: Log = lambda text: None
-    warn: Log = lambda text: None
+    log: Say = lambda text: None
+    warn: Say = lambda text: None
     islands: Islands | None = None
     sick: Collection[str] | None = None
     poison_limit: int = 0
@@ -324,6 +326,34 @@ class _Share:
         if self.base.endswith(os.path.join(FOLDER, self.attempt)):
             place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
             iteration.show(place, self.manifest.step)
+
+
+def choose_with_remote(pick: Callable[[], Choice], path: str, saved_to: Collection[str], named: str | None, remote: Remote,
+                       group: Group, storage: Storage, world_size: int | None, log: Log, islands: Islands | None = None,
+                       sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
+    """``pick``, among what ``remote`` has too, if ``path`` is where this job saves: then it continues itself. ``saved_to``: real
+    paths of the folders in which it does. ``world_size``: as of ``Restore``. ``islands``: of nodes that share no disk. ``sick``,
+    ``poison_limit``: as of ``select``. Errors as of ``Restore.choose``."""
+    root = os.path.realpath(path)
+    root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
+    if root not in saved_to and os.path.join(root, CHECKPOINT) in saved_to:
+        root = os.path.join(root, CHECKPOINT)           # the output folder was given, and nothing is in it yet
+    if root not in saved_to:
+        log.info("mindresume: %s is not looked at: load_checkpoint is %s, not where this job saves to", remote.url, path)
+        return pick()
+    return Restore(storage, remote, root, group, world_size, named, lambda text: log.info("mindresume: %s", text),
+                   lambda text: log.warning("mindresume: %s", text), islands, sick, poison_limit).choose(pick)
+
+
+def number_runs(remote: Remote | None, log: Log, storage: Storage, root: str) -> None:
+    """So that the run of this job is later than all in ``remote``, on an empty disk too. For rank 0, before it claims
+    ``root``."""
+    if remote is None:
+        return
+    try:
+        trace(storage, remote, root)
+    except RemoteError as error:                    # uploads will fail, or find the later run, and say so
+        log.warning("mindresume: %s", error)
 
 
 def _is_iteration(manifest: Manifest) -> bool:

@@ -26,6 +26,7 @@ from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.records import listed
 from mindresume.host_memory import UNKNOWN, share_of_rank
+from mindresume.log import Log
 from mindresume.settings import Settings
 from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
@@ -35,7 +36,7 @@ from mindresume.store.mirror import Mirror
 from mindresume.store.preemption import PreemptionHandler, Version
 from mindresume.store.remote import Remote
 from mindresume.store.retention import Policy
-from mindresume.store.save_session import Log, Resumed, SaveSession, open_save_session
+from mindresume.store.save_session import Resumed, SaveSession, open_save_session
 from mindresume.store.saver import Foreground, Outcome, Saver
 from mindresume.store.shard import Place, clean_own_folder, mark_emergency, write_shard
 from mindresume.store.step import SaveOptions, Step

@@ -18,6 +18,7 @@ from mindresume.errors import ConfigError
 from mindresume.formats import Candidate
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
+from mindresume.log import Log
 from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
 from mindresume.store.common import forget
 from mindresume.store.exchange import Exchange
@@ -28,16 +29,6 @@ from mindresume.store.shard import Place
 from mindresume.store.storage import Storage
 
 _CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
-
-
-class Log(Protocol):
-    """The methods of ``logging.Logger`` that are used."""
-
-    def info(self, text: str, *values: Any) -> None: ...
-
-    def warning(self, text: str, *values: Any) -> None: ...
-
-    def error(self, text: str, *values: Any) -> None: ...
 
 
 class Resumed(Protocol):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import iterations
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, Ranks, flip_bit, path_of, place_of, save, state_of, write_foreign
+from folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
 
 pytest.importorskip("mindformers")
 
@@ -32,8 +32,8 @@ from mindresume.formats.iterations import tracked
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
-from mindresume.plugin import adapter, choosing, convert, hooks, loading, online, session  # noqa: E402
-from mindresume.resume import account  # noqa: E402
+from mindresume.plugin import adapter, hooks, loading, online, session  # noqa: E402
+from mindresume.resume import account, choosing  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.resume.witness import Settled  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
@@ -157,7 +157,7 @@ def test_what_a_folder_is_taken_for(tmp_path, names, complete):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
         assert not online.applies(config_of(path))
-        assert convert.is_complete_resume(hooks.PosixStorage(), str(path), False) is complete
+        assert choosing.is_complete_resume(hooks.PosixStorage(), str(path), False) is complete
 
 
 @pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
@@ -230,35 +230,6 @@ def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, cur
     config = config_of(tmp_path)
     hooks.choose_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint) == (False, "")
-
-
-def test_all_ranks_look_in_one_place(tmp_path):
-    """Nodes that share no disk: the disk of rank 0 is new."""
-    class Node:
-        def __getattr__(self, name):
-            return getattr(STORAGE, name)
-
-        def __init__(self, here):
-            self.status = STORAGE.status if here else lambda path: None
-    save(tmp_path / "checkpoint", 5, world=2)
-
-    def look(*there):
-        return Ranks(2).run(lambda group: choosing.located(Node(there[group.rank]), str(tmp_path), group))
-    assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
-    assert look(False, False) == [str(tmp_path)] * 2
-    save(tmp_path / "other", 5, world=2)
-    shutil.rmtree(tmp_path / "checkpoint")
-    save(tmp_path / "another", 5, world=2)
-    assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
-
-
-def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_path, monkeypatch):
-    """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
-    def fail(*_):
-        raise AgreementError("rank 1: OSError: no space left")
-    monkeypatch.setattr(choosing, "find", fail)
-    made = session.Session(group=Solo())
-    assert not choosing.islands_of(STORAGE, str(tmp_path), made).apart and made.islands == {}
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -657,7 +628,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         (tmp_path / "new").write_bytes(content)
         (tmp_path / "new").replace(path)
         return pick()
-    monkeypatch.setattr(choosing.modelarts, "choose", restore)
+    monkeypatch.setattr(choosing, "choose_with_remote", restore)
     monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
     current.remote = object()
     hooks.choose_checkpoint(config_of(tmp_path), current)

@@ -12,6 +12,7 @@ from mindformers.tools.utils import check_in_modelarts  # noqa: E402
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.plugin import adapter, modelarts  # noqa: E402
+from mindresume.resume import restore  # noqa: E402
 from mindresume.store.remote import Remote  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
@@ -79,9 +80,10 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked = []
-    monkeypatch.setattr(modelarts.restore.Restore, "choose", lambda self, pick: (asked.append(self.root), pick())[1])
+    monkeypatch.setattr(restore.Restore, "choose", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
-    picked = modelarts.choose(lambda: "choice", config, path, None, Remote(None, "obs://b/c"), Solo(), PosixStorage(), False)
+    picked = restore.choose_with_remote(lambda: "choice", path, modelarts.saved_to(config), None, Remote(None, "obs://b/c"),
+                                        Solo(), PosixStorage(), 1, adapter.logger())
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at or "obs://b/c is not looked at: load_checkpoint is " + path in said[0][1]
 
@@ -90,6 +92,6 @@ def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(said, tmp_path, m
     class Refuses:
         def list(self, prefix):
             raise RemoteError("403")
-    modelarts.number_runs(Remote(Refuses(), "obs://b/c"), PosixStorage(), str(tmp_path))
-    modelarts.number_runs(None, PosixStorage(), str(tmp_path))
+    restore.number_runs(Remote(Refuses(), "obs://b/c"), adapter.logger(), PosixStorage(), str(tmp_path))
+    restore.number_runs(None, adapter.logger(), PosixStorage(), str(tmp_path))
     assert said == [("warning", "mindresume: 403")]

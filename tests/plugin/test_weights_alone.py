@@ -15,12 +15,13 @@ from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
-from mindresume.plugin import adapter, choosing, hooks, session, weights_alone  # noqa: E402
+from mindresume.plugin import adapter, hooks, session, weights_alone  # noqa: E402
 from mindresume.plugin.weights_alone import EVALUATE, PREDICT, TRAIN  # noqa: E402
 from mindresume.reshard.conversion import Conversion, to_complete, to_iteration  # noqa: E402
 from mindresume.reshard.engine import writer  # noqa: E402
 from mindresume.reshard.source import open_source  # noqa: E402
 from mindresume.reshard.strategies import own_strategy  # noqa: E402
+from mindresume.resume import choosing  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.islands import Islands  # noqa: E402
 from mindresume.strategy import write_strategy  # noqa: E402
@@ -163,7 +164,8 @@ def test_of_as_many_ranks_without_a_strategy_each_loads_its_own_file(tmp_path):
 def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
     plan = Plan.parse("tp2", NET)
     recorded(tmp_path / "checkpoint", plan, TENSORS)
-    monkeypatch.setattr(choosing, "islands_of", lambda storage, path, current: Islands((0, 1)))
+    for module in (choosing, weights_alone):
+        monkeypatch.setattr(module, "islands_of", lambda *arguments: Islands((0, 1)))
     for rank, network in enumerate(Ranks(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
         assert not isinstance(network, Exception), network
         right(network, plan, rank)

@@ -71,11 +71,11 @@ def test_what_is_torn_says_nothing_of_a_step(text):
 
 
 def test_the_words_of_the_product_are_those_that_are_parsed():
-    """If a message in the plug-in is changed, this says so."""
+    """If a message is changed, this says so."""
     from pathlib import Path
-    plugin = Path(logs.__file__).parents[1] / "plugin"
-    store = plugin.parent / "store"
-    source = "".join(path.read_text(encoding="utf-8") for folder in (plugin, store) for path in folder.glob("*.py"))
+    package = Path(logs.__file__).parents[1]
+    source = "".join(path.read_text(encoding="utf-8") for room in ("plugin", "resume", "store")
+                     for path in (package / room).glob("*.py"))
     for words in ("mindresume: saved step %d, %.1f MiB in %.2f s",
                   "mindresume: step %d is being saved as %s; training stopped for %.3f s", "mindresume: run %s saves to ",
                   'mindresume: not %s %s", "resuming from" if resume', "mindresume: fresh start: ",

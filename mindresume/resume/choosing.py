@@ -1,0 +1,327 @@
+"""Chooses the checkpoint with which a job begins, for both formats, on all ranks together; says in the log why, and protects it.
+
+    found = Chooser(storage, group, settings, log, choose_complete, ...).choose(Request(path))
+    found.choice                # None: a fresh start
+
+    where the checkpoints lie that the path means ─▶ which ranks see that folder ─▶ wait until it is listed by whoever chooses
+    ─▶ the choice (``select``; ``apart`` where nodes share no disk; with ``restore`` also among what an object store has)
+    ─▶ refusals are said ─▶ a fresh start or an error; else a hold until it is read, and a trial until a step is done
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mindresume.agree import Group, Waiting, decide, report
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.formats.complete import is_complete
+from mindresume.formats.location import find as find_checkpoints
+from mindresume.gauge import Gauge
+from mindresume.host_memory import share_of_rank
+from mindresume.log import Log
+from mindresume.resume.absent import StrategyOf, nobody_knows
+from mindresume.resume.apart import select_apart
+from mindresume.resume.health import sick_files
+from mindresume.resume.lost import Lost, lost_by_death
+from mindresume.resume.prove import ProvenShard, read_size
+from mindresume.resume.restore import choose_with_remote
+from mindresume.resume.select import Choice, describe, select
+from mindresume.resume.witness import settle
+from mindresume.settings import Settings
+from mindresume.store.claim import Claim, hold
+from mindresume.store.islands import Islands, find, together
+from mindresume.store.kept import KeptFiles, disk_of
+from mindresume.store.remote import Remote
+from mindresume.store.storage import Storage
+from mindresume.store.trials import Trial
+from mindresume.words import size_text
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a job asks for.
+
+    ``path``: of a folder or a file. ``named``: one checkpoint in it. ``converts``: the number of ranks may differ, so all files
+    are proven by all ranks together. ``resume`` False: weights alone are wanted, so there is no fresh start. ``as_it_is``: what
+    mindformers saved on as many ranks as there are is not converted, so that it needs no layouts. ``instead``: ends a sentence
+    on the weights of a fresh start. ``health``: the folder in which mindformers' health monitor records what it found unhealthy,
+    which is not taken unless it is named; None: health does not matter. ``output``: the folder in which the job works, if it
+    will say when its first step is done; None: it will not."""
+    path: str
+    named: str | None = None
+    converts: bool = False
+    resume: bool = True
+    as_it_is: bool = False
+    instead: str = "are initialised at random"
+    health: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was chosen. ``choice`` None: a fresh start. ``converts``: it is loaded by way of its layouts. ``lost``: on rank 0,
+    what a job that died had done behind it. ``hold``: keeps it from being removed; to be left when all ranks have read it.
+    ``trial``: of it, until a step is done."""
+    choice: Choice | None = None
+    converts: bool = False
+    lost: Lost | None = None
+    hold: Claim | None = None
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """``storage``: by which the chosen checkpoint is verified and then loaded (``reads_once``). ``choose_complete(storage,
+    path)``: chooses complete weights. ``strategy_of``: as of ``select``. ``remote``: where checkpoints are kept besides, for a
+    resume from one of the folders ``saved_to()``. ``islands``: which ranks see the same folder, by its path, as far as it is
+    known; what is found out is added."""
+    storage: Storage
+    group: Group
+    settings: Settings
+    log: Log
+    choose_complete: Callable[[Storage, str], Choice]
+    strategy_of: StrategyOf = nobody_knows
+    remote: Remote | None = None
+    saved_to: Callable[[], Collection[str]] = frozenset
+    islands: dict[str, Islands] = field(default_factory=dict)
+
+    def choose(self, request: Request) -> Selection:
+        """Raises NoUsableCheckpointError, MissingCheckpointError, LoadError or AgreementError on all ranks together."""
+        log, group, disk = self.log, self.group, disk_of(self.storage)
+        path, named, resume = request.path, request.named, request.resume
+        if named and _is_file(disk, path):
+            log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
+            named = None
+        path = located(disk, path, group, log)
+        # asked of all alike, or some would wait for ever
+        one = request.converts or any(report(group, lambda: _is_file(disk, path)))
+        islands = together(group.size) if one else islands_of(disk, path, group, self.islands, log)
+        settled = settle(disk, path, group, islands)
+        if settled.seconds and not settled.unseen:
+            log.info("mindresume: waited %d s until this host lists what the others see", settled.seconds)
+        for sentence in settled.unseen:
+            log.warning("mindresume: %s: the choice is made without it", sentence)
+        choice, converts = self._pick(request, path, named, islands)
+        for refusal in choice.refused:
+            log.warning("mindresume: not %s %s", "resuming from" if resume else "taking the weights of", refusal)
+        for note in choice.notes:
+            log.info("mindresume: %s", note)
+        if choice.chosen is None and settled.unseen:
+            raise NoUsableCheckpointError(
+                f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
+                f"whether all hosts have mounted the same folder, and start again")
+        if choice.chosen is None:
+            self._begin_afresh(request, path)
+            return Selection()
+        return self._protect(request, choice, converts)
+
+    def _pick(self, request: Request, path: str, named: str | None, islands: Islands) -> tuple[Choice, bool]:
+        """Returns the choice, and whether it is loaded by way of its layouts."""
+        storage, group, disk, converts = self.storage, self.group, disk_of(self.storage), request.converts
+        sick = self._sick(request.health) if request.health is not None else None
+        complete, poison_limit = self.settings.verify == "full", self.settings.poison_limit
+
+        def anew(chooses: Callable[[], Choice]) -> Choice:
+            self._forget()
+            return chooses()
+
+        def with_remote(pick: Callable[[], Choice], world_size: int | None, islands: Islands | None = None,
+                        limit: int = 0) -> Choice:
+            if self.remote is None or not request.resume:
+                return pick()
+            return choose_with_remote(pick, path, self.saved_to(), named, self.remote, group, disk, world_size, self.log, islands,
+                                      sick, limit)
+        if islands.apart:
+            self.log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked "
+                          "for", path)
+            pick = partial(anew, partial(select_apart, storage, path, group, named, complete, sick, self._forget))
+            return with_remote(pick, group.size, islands), converts
+        if decide(group, lambda: is_complete_resume(disk, path, converts)):
+            return self.choose_complete(storage, path), True
+        gauge = Gauge("checking", partial(self.log.info, "mindresume: %s"))
+        ranks, world_size = partial(_share, group) if converts else None, None if converts else group.size
+
+        def next_one(candidate: Candidate) -> None:
+            gauge.expect(read_size(candidate, _share(group, candidate)))
+            self._forget()
+        pick = partial(anew, partial(
+            select, storage, path, group, world_size, named, ranks, gauge.advance, on_candidate=next_one, complete=complete,
+            sick=sick, counters=request.resume, poison_limit=poison_limit, strategy_of=self.strategy_of))
+        return with_remote(pick, world_size, limit=poison_limit), converts
+
+    def _forget(self, _: Any = None) -> None:
+        """Nothing is kept of what was refused, and of what a download has replaced."""
+        if isinstance(self.storage, KeptFiles):
+            self.storage.forget()
+
+    def _sick(self, folder: str) -> Collection[str]:
+        """Names of unhealthy files, on rank 0, which decides."""
+        names, trouble = sick_files(disk_of(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
+        if trouble:
+            self.log.warning("mindresume: %s", trouble)
+        return names
+
+    def _begin_afresh(self, request: Request, path: str) -> None:
+        """MissingCheckpointError if there is nothing to begin with."""
+        self._forget()
+        known = any(report(self.group, lambda: disk_of(self.storage).status(path) is not None))
+        reason = "holds no checkpoint that was ever complete" if known else "does not exist"
+        if not request.resume:
+            raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
+                                         f"resume_training: False). Give another load_checkpoint (load_path), or none for random "
+                                         f"weights")
+        say = self.log.info if known else self.log.warning
+        say("mindresume: fresh start: %s %s; weights %s", path, reason, request.instead)
+
+    def _protect(self, request: Request, choice: Choice, converts: bool) -> Selection:
+        """Holds what was chosen, and says what it is."""
+        group, log, disk, chosen, resume = self.group, self.log, disk_of(self.storage), choice.chosen, request.resume
+        lost = None
+        if resume and group.rank == 0:
+            with suppress(OSError):
+                lost = lost_by_death(disk, choice.root, chosen)
+        held = hold_chosen(disk, choice, group, self.islands, log)
+        try:
+            trial = Trial(disk, choice.root, chosen, os.path.realpath(request.output), group.rank) if (
+                resume and self.settings.poison_limit and request.output is not None) else None
+            step = "" if chosen.step is None else f" step {chosen.step}, epoch {chosen.epoch},"
+            log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(chosen, choice.complete))
+            self._say_kept(choice)
+            if isinstance(self.storage, KeptFiles):
+                self.storage.enough()
+            for remark in choice.remarks:
+                log.warning("mindresume: %s", remark)
+            if converts and request.as_it_is and group.size > 1 and chosen.origin == MINDFORMERS and not chosen.base:
+                converts = not all(report(group, lambda: own_shard(choice, group) is not None))
+        except BaseException:
+            if held is not None:
+                held.leave()
+            raise
+        return Selection(choice, converts, lost, held, trial)
+
+    def _say_kept(self, choice: Choice) -> None:
+        """Whether the checkpoint is read once."""
+        storage = self.storage
+        if not isinstance(storage, KeptFiles) or choice.chosen.origin == MINDFORMERS:
+            return                                          # without checksums nothing but headers was read
+        read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
+        if storage.size:
+            self.log.info("mindresume: %s of what was verified stays in memory until it is loaded", size_text(storage.size))
+        if read > storage.size:
+            self.log.info("mindresume: %s of what was verified is read again when it is loaded: this rank may keep %s "
+                          "(half of its share of the memory that is left; mindresume.staging_gib)",
+                          size_text(read - storage.size), size_text(storage.budget))
+
+
+def reads_once(storage: Storage, settings: Settings, group: Group) -> Storage:
+    """Returns the storage of a choice, which keeps what is verified in memory until it is loaded: as much as half of this rank's
+    share of the host's memory, because the arrays into which it is loaded need the other half, and no more than ``staging_gib``.
+    All ranks call it together."""
+    if settings.verify != "full":
+        return storage
+    budget = share_of_rank(group) // 2
+    if settings.staging_gib:
+        budget = min(budget, int(settings.staging_gib * 2**30))
+    return KeptFiles(storage, budget)
+
+
+def located(storage: Storage, path: str, group: Group, log: Log) -> str:
+    """Where the checkpoints lie that ``path`` means (``formats.location``), the same on all ranks. Where nodes share no disk some
+    have none, and what the others find counts. MissingCheckpointError on all ranks if they find several."""
+    def look() -> list[str]:
+        try:
+            return [find_checkpoints(storage, path) or "", ""]
+        except MissingCheckpointError as error:
+            return ["", str(error)]
+    rows = [decide(group, look, Waiting(f"looking for checkpoints below {path}"))]
+    if rows == [["", ""]]:
+        rows = report(group, look, Waiting(f"looking for checkpoints below {path}"))
+    places, several = sorted({place for place, _ in rows if place}), next((text for _, text in rows if text), "")
+    if len(places) > 1:
+        several = f"the ranks of this job find checkpoints in different folders: {', '.join(places)}; give one of them"
+    if several:
+        raise MissingCheckpointError(several)
+    if not places or places[0] == path:
+        return path
+    log.info("mindresume: %s holds no checkpoints itself; those in %s count", path, places[0])
+    return places[0]
+
+
+def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islands], log: Log) -> Islands:
+    """Which ranks see the same folder. Where one of them has none, or cannot write, nobody can look: they are taken for one."""
+    root = os.path.realpath(path)
+    if root not in known:
+        if not any(report(group, lambda: storage.status(root) is not None)):
+            return together(group.size)
+        try:
+            known[root] = find(storage, root, group)
+        except AgreementError as error:
+            log.info("mindresume: %s is taken for a folder that all nodes share: %s", root, error)
+            return together(group.size)                 # not remembered: whoever saves there has to know
+    return known[root]
+
+
+def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str, Islands], log: Log) -> Claim | None:
+    """Rank 0 (of nodes that share no disk the first rank of each) says that the chosen checkpoint is being read, so that neither
+    retention of a job that still saves there nor ``mindresume prune`` removes it. A folder that cannot be written to is read all
+    the same. Returns the claim, None: there is none. LoadError on all ranks if it was removed between the choice and now."""
+    chosen = choice.chosen
+    if chosen.attempt is None:
+        return None
+    held: list[Claim] = []
+
+    def work() -> bool:
+        try:
+            claim = hold(storage, choice.root, chosen.name, chosen.box)
+        except OSError as error:
+            log.info("mindresume: %s is read without a claim on it: %s", choice.root, error)
+            return True
+        held.extend([claim] if claim is not None else [])
+        return claim is not None
+    islands = known.get(os.path.realpath(choice.root), together(group.size))
+    try:
+        if not all(report(group, lambda: work() if islands.leads(group.rank) else True)):
+            raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
+    except BaseException:
+        for claim in held:
+            claim.leave()
+        raise
+    return held[0] if held else None
+
+
+def own_shard(choice: Choice | None, group: Group) -> ProvenShard | None:
+    """Returns what this rank proved of the chosen checkpoint and loads; None if that is of another number of ranks (it is
+    converted then)."""
+    chosen = choice.chosen if choice else None
+    shards = choice.shards if chosen and chosen.world_size == group.size else ()
+    return next((shard for shard in shards if shard.rank == group.rank), None)
+
+
+def is_complete_resume(storage: Storage, path: str, converts: bool) -> bool:
+    """Whether ``path`` holds complete weights: a folder of them, or where any layout may be loaded one file."""
+    return is_complete(storage, path) and (_is_folder(storage, path) or converts)
+
+
+def _is_file(storage: Storage, path: str) -> bool:
+    with suppress(OSError, ValueError):
+        status = storage.status(path)
+        return status is not None and not status.is_folder
+    return False
+
+
+def _is_folder(storage: Storage, path: str) -> bool:
+    with suppress(OSError, ValueError):
+        status = storage.status(path)
+        return status is not None and status.is_folder
+    return False
+
+
+def _share(group: Group, candidate: Candidate) -> list[int]:
+    """Ranks of a checkpoint to convert that this rank proves. What mindformers wrote has its counters in the files alone."""
+    own = [rank for rank in candidate.files if rank % group.size == group.rank]
+    return own if candidate.state else sorted({min(candidate.files), *own})

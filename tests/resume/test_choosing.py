@@ -1,0 +1,208 @@
+"""The choice with which a job begins, without mindformers: what is said, held and put on trial."""
+import logging
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from folders import STORAGE, Ranks, flip_bit, path_of, save, write_foreign
+
+from mindresume.agree import Solo
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
+from mindresume.manifest import FOLDER
+from mindresume.reshard import merged
+from mindresume.resume import choosing
+from mindresume.resume.choosing import Chooser, Request, located, own_shard, reads_once
+from mindresume.settings import Settings
+from mindresume.store.claim import claims
+from mindresume.store.islands import Islands
+from mindresume.store.kept import KeptFiles
+
+LOG = logging.getLogger("mindresume")
+
+
+@pytest.fixture(autouse=True)
+def all_lines(caplog):
+    caplog.set_level(logging.INFO, "mindresume")
+
+
+def complete(group):
+    return lambda storage, path: merged.choose_complete(storage, path, group, True, True)[0]
+
+
+def chooser(group=None, storage=STORAGE, settings=None, **options):
+    group = group or Solo()
+    return Chooser(storage, group, settings or Settings(), LOG, complete(group), **options)
+
+
+def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, islands=None, **request):
+    made = chooser(group, storage, settings, remote=remote, saved_to=saved_to, islands={} if islands is None else islands)
+    return made.choose(Request(str(path), **request))
+
+
+def holds(root):
+    return [owner.holds for owner in claims(STORAGE, str(root)) if owner.holds]
+
+
+def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, caplog):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    flip_bit(path_of(tmp_path, 10, 0))
+    found = choose(tmp_path, output=str(tmp_path / "output"))
+    assert (found.choice.chosen.step, found.converts, found.lost) == (5, False, None)
+    assert own_shard(found.choice, Solo()).rank == 0 and own_shard(None, Solo()) is None
+    assert holds(tmp_path) == [(found.choice.chosen.name,)]
+    assert (found.trial.output, found.trial.begun) == (str(tmp_path / "output"), False)
+    assert "not resuming from step 10" in caplog.text and "resume from step 5, epoch 1," in caplog.text
+    found.hold.leave()
+    assert holds(tmp_path) == []
+
+
+@pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output": "/x", "resume": False}, Settings()),
+                                                ({"output": "/x"}, Settings(poison_limit=0))])
+def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, request_, settings):
+    save(tmp_path, 5, world=1)
+    found = choose(tmp_path, settings=settings, **request_)
+    assert found.trial is None and found.choice.chosen.step == 5
+    found.hold.leave()
+
+
+@pytest.mark.parametrize("there, level", [(True, "INFO"), (False, "WARNING")])
+def test_a_fresh_start_says_why_and_weights_alone_are_an_error(tmp_path, caplog, there, level):
+    path = tmp_path / "checkpoint"
+    if there:
+        path.mkdir()
+    found = choose(path, instead="of gpt")
+    assert found.choice is None and found.hold is None and found.trial is None
+    (line,) = [record for record in caplog.records if "fresh start" in record.getMessage()]
+    assert line.levelname == level and line.getMessage().endswith("weights of gpt")
+    with pytest.raises(MissingCheckpointError, match="weights to begin with were asked for"):
+        choose(path, resume=False)
+
+
+def test_a_file_is_named_already(tmp_path, caplog):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    found = choose(path_of(tmp_path, 5, 0), named="net_rank_0-1_10.safetensors")
+    assert found.choice.chosen.step == 5 and "is ignored, load_checkpoint is a file" in caplog.text
+    found.hold.leave()
+
+
+def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, caplog):
+    save(tmp_path / "checkpoint", 5, world=1)
+    save(tmp_path / "checkpoint", 10, world=1)
+    (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
+    found = choose(tmp_path / "checkpoint", health=str(tmp_path))
+    assert found.choice.chosen.step == 5
+    found.hold.leave()
+    (tmp_path / "health_ckpts.json").write_text("[")
+    choose(tmp_path / "checkpoint", health=str(tmp_path)).hold.leave()
+    assert str(tmp_path / "health_ckpts.json") in caplog.text
+
+
+@pytest.mark.parametrize("when", ["hold", "later"])
+def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
+    """The claim of a rank whose hold succeeded stayed, if another rank found the checkpoint removed."""
+    save(tmp_path, 5, world=2)
+    if when == "hold":
+        monkeypatch.setattr(choosing, "report", lambda group, work: [work(), False])
+        error = LoadError
+    else:
+        monkeypatch.setattr(choosing, "describe", lambda *_: 1 / 0)
+        error = ZeroDivisionError
+    with pytest.raises(error):
+        chooser()._protect(Request("x"), taken(tmp_path), False)
+    assert holds(tmp_path) == []
+
+
+def taken(root):
+    return choosing.select(STORAGE, str(root), Solo(), 2, complete=False)
+
+
+def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
+    save(tmp_path, 5, world=2)
+    choice = taken(tmp_path)
+    shutil.rmtree(tmp_path / FOLDER / choice.chosen.name)
+    for error in Ranks(2).run(lambda group: chooser(group)._protect(Request("x"), choice, False)):
+        assert isinstance(error, LoadError) and "was removed while it was chosen" in str(error)
+
+
+def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
+    save(tmp_path, 5, world=2)
+    found = Ranks(2).run(lambda group: choose(tmp_path, group))
+    assert [one.choice.chosen.step for one in found] == [5, 5] and found[1].hold is None
+    assert [own_shard(one.choice, SimpleNamespace(rank=rank, size=2)).rank for rank, one in enumerate(found)] == [0, 1]
+    found[0].hold.leave()
+
+
+@pytest.mark.parametrize("world, converts", [(2, False), (1, True)])
+def test_what_mindformers_saved_on_as_many_ranks_is_loaded_as_it_is(tmp_path, world, converts):
+    write_foreign(tmp_path, 5, world=world)
+    found = Ranks(2).run(lambda group: choose(tmp_path, group, converts=True, resume=False, as_it_is=True))
+    assert [one.converts for one in found] == [converts] * 2
+
+
+def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, caplog):
+    save(tmp_path, 5, world=2)
+    islands = {str(tmp_path): Islands((0, 1))}
+    found = Ranks(2).run(lambda group: choose(tmp_path, group, islands=islands))
+    assert [one.choice.chosen.step for one in found] == [5, 5] and all(one.hold for one in found)
+    assert "the nodes share no disk" in caplog.text
+    for one in found:
+        one.hold.leave()
+
+
+def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monkeypatch):
+    save(tmp_path, 5, world=1)
+    asked = []
+
+    def with_remote(pick, path, saved_to, *rest):
+        asked.append((path, saved_to))
+        return pick()
+    monkeypatch.setattr(choosing, "choose_with_remote", with_remote)
+    for resume in (True, False):
+        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).hold.leave()
+    assert asked == [(str(tmp_path), {"there"})]
+
+
+def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(choosing, "share_of_rank", lambda group: 1 << 20)
+    assert reads_once(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
+    assert reads_once(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
+    storage = reads_once(STORAGE, Settings(), Solo())
+    assert isinstance(storage, KeptFiles) and storage.budget == 1 << 19
+    save(tmp_path, 5, world=1)
+    choose(tmp_path, storage=storage).hold.leave()
+    assert storage.size == path_of(tmp_path, 5, 0).stat().st_size and storage.budget == 0
+    assert "of what was verified stays in memory until it is loaded" in caplog.text
+    storage.forget()
+
+
+# ---- where ---------------------------------------------------------------------------------------------------------
+
+def test_all_ranks_look_in_one_place(tmp_path):
+    """Nodes that share no disk: the disk of rank 0 is new."""
+    class Node:
+        def __getattr__(self, name):
+            return getattr(STORAGE, name)
+
+        def __init__(self, here):
+            self.status = STORAGE.status if here else lambda path: None
+    save(tmp_path / "checkpoint", 5, world=2)
+
+    def look(*there):
+        return Ranks(2).run(lambda group: located(Node(there[group.rank]), str(tmp_path), group, LOG))
+    assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
+    assert look(False, False) == [str(tmp_path)] * 2
+    save(tmp_path / "other", 5, world=2)
+    shutil.rmtree(tmp_path / "checkpoint")
+    save(tmp_path / "another", 5, world=2)
+    assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
+
+
+def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_path, monkeypatch):
+    """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
+    def fail(*_):
+        raise AgreementError("rank 1: OSError: no space left")
+    monkeypatch.setattr(choosing, "find", fail)
+    known = {}
+    assert not choosing.islands_of(STORAGE, str(tmp_path), Solo(), known, LOG).apart and known == {}
