@@ -70,7 +70,10 @@ class Staging:
         return Staged(_with_tables(save, [stage(table) for table in _tables(save)]), self.size)
 
     def unpack(self, staged: Staged) -> Save:
+        """ValueError if the memory was given back meanwhile: new memory would be zeros."""
         if staged.size > self.size:
+            if self.fd < 0:
+                raise ValueError("the copy of the save is gone: the training did not wait any longer for its writer")
             self._map(staged.size)
         return _with_tables(staged.save, [
             {name: self._view(slot) if isinstance(slot, Slot) else slot for name, slot in table.items()}

@@ -1,6 +1,7 @@
 """Saving behind the training, in a thread and in a process: nothing torn, nothing silent, no memory beyond one buffer."""
 import os
 import signal
+import threading
 import time
 
 import ml_dtypes
@@ -92,6 +93,31 @@ def test_the_buffer_is_made_once_and_grows_only_for_more(tmp_path):
     assert staging._memory is memory and staging.size == first.size == Staging.needed(Save(shard(5)))
     staging.pack(Save(shard(15, tensors={**tensors_of(0, 15), "more": np.zeros(1000)})))
     assert staging.size > first.size
+
+
+class Stuck(PosixStorage):
+    """A writer that looks at the folder before its first save waits for ``go``."""
+
+    def __init__(self, go):
+        self.go = go
+
+    def list(self, folder):
+        self.go.wait(PATIENCE)
+        return super().list(folder)
+
+
+def test_a_writer_that_the_training_did_not_wait_for_writes_no_zeros(tmp_path):
+    """Its copy of the save is given back at the end of the training. The same for a thread that comes to it only then."""
+    go = threading.Event()
+    saver = Background(Place(Stuck(go), str(tmp_path), run_name(1, "0000aaaa"), 0, 1), KEEP_ALL, "thread")
+    saver.save(Save(shard(5)))
+    writer = saver._writer
+    (outcome,) = saver.finish(0.05)
+    assert not outcome.saved and "still being written" in str(outcome.error)
+    go.set()
+    writer.close()
+    writer._thread.join(PATIENCE)
+    assert os.listdir(tmp_path) == [] and steps(tmp_path) == []
 
 
 class Slow(PosixStorage):
