@@ -187,7 +187,8 @@ class Chooser:
                 lost = lost_by_death(disk, choice.root, chosen)
         held = hold_chosen(disk, choice, group, self.islands, log)
         try:
-            trial = Trial(disk, choice.root, chosen, os.path.realpath(request.output), group.rank) if (
+            trial = Trial(disk, choice.root, chosen, os.path.realpath(request.output), group.rank,
+                          self.settings.poison_limit) if (
                 resume and self.settings.poison_limit and request.output is not None) else None
             step = "" if chosen.step is None else f" step {chosen.step}, epoch {chosen.epoch},"
             log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(chosen, choice.complete))

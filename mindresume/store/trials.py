@@ -158,10 +158,11 @@ def _judged(storage: Storage, root: str, note: _Note) -> tuple[Death, ...]:
 # ---- the job -------------------------------------------------------------------------------------------------------
 
 class Trial:
-    """Of one job; every rank has its own. ``output``: the folder it works in. ``run``: its name. ``hosts``: that it runs on."""
+    """Of one job; every rank has its own. ``output``: the folder it works in. ``limit``: deaths after which a checkpoint is
+    suspected, 0: it is not known. ``run``: its name. ``hosts``: that it runs on."""
 
-    def __init__(self, storage: Storage, root: str, candidate: Candidate, output: str, rank: int = 0):
-        self.storage, self.root, self.output, self.rank = storage, root, output, rank
+    def __init__(self, storage: Storage, root: str, candidate: Candidate, output: str, rank: int = 0, limit: int = 0):
+        self.storage, self.root, self.output, self.rank, self.limit = storage, root, output, rank, limit
         self.path = os.path.join(root, FOLDER, _TRIAL + key_of(candidate))
         self.run, self.hosts, self.begun = "", 1, False
         self._signals: tuple[int, int] | None = None        # (our file, what had the numbers of signals before)
@@ -184,6 +185,7 @@ class Trial:
             self._listen_no_more()
             self.storage.remove(self.path)
             self._clear(self.run)
+            self._forget_others()
 
     def failed(self, error: BaseException) -> None:
         """This rank ends before its first step is done. OSError."""
@@ -193,6 +195,17 @@ class Trial:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST]
             publish_json(self.storage, self._death(record_name(self.rank)), {
                 "cause": text, "host": socket.gethostname(), "rank": self.rank, "explained": why}, self.run)
+
+    def _forget_others(self) -> None:
+        """Removes the notes of this output on other checkpoints that nobody suspects: the training goes on from this one, nobody
+        will load them again, and as long as there is a note retention does not remove its checkpoint."""
+        folder = os.path.dirname(self.path)
+        for name in self.storage.list(folder) if self.limit else ():
+            if name.startswith(_TRIAL):
+                note = _Note.read(self.storage, os.path.join(folder, name))
+                if note and note.output == self.output and not suspicion(_judged(self.storage, self.root, note), self.limit):
+                    self.storage.remove(os.path.join(folder, name))
+                    self._clear(note.began.run if note.began else "")
 
     def _death(self, name: str) -> str:
         return os.path.join(self.root, FOLDER, f"{_DEATH}{self.run}-{name}")

@@ -32,7 +32,7 @@ class Job:
         Job.count += 1
         self.choice = choose(root, limit, named)
         self.step = self.choice.chosen.step
-        self.trials = [Trial(STORAGE, str(root), self.choice.chosen, output, rank) for rank in range(ranks)]
+        self.trials = [Trial(STORAGE, str(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
         for trial in self.trials:
             trial.run, trial.hosts = run_name(Job.count, "0000aaaa"), hosts
             if compiled:
@@ -289,3 +289,17 @@ def test_what_is_suspected_is_never_removed(root):
     assert made.reasons[str(root / FOLDER / attempt_name(15, first))] == "a job died right after it had loaded it"
     Job(root, named="net_rank_0-2_5").passes()
     assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
+
+
+def test_what_nobody_suspects_is_removed_when_the_training_goes_on_from_another_one(root):
+    """One job died right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has saved."""
+    Job(root).dies()
+    later = run_name(2, "0000bbbb")
+    for step in (20, 25):
+        save(root, step, world=1, run=later, suffix=1)
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25, 15]
+    Job(root, output="/another").passes()                       # of a training that knows nothing of the first one
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25, 15]
+    Job(root).passes()
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
+    assert left(root) == []
