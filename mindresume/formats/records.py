@@ -66,9 +66,13 @@ def find_attempts(storage: Storage, root: str, names: list[str] | None = None, t
     found: list[Attempt] = []
     for name, step, run in attempts(storage.list(os.path.join(root, FOLDER)) if names is None else names):
         try:
-            content = storage.list(os.path.join(root, FOLDER, name))
-            found += attempts_within(storage, root, f"{FOLDER}/{name}") if FOLDER in content else [
-                Attempt(name, step, run, "", content)]
+            content, making = storage.list(os.path.join(root, FOLDER, name)), f"{FOLDER}/{name}"
+            if FOLDER not in content:
+                found.append(Attempt(name, step, run, "", content))
+                continue
+            # None listed: its writer died while it made the folders, or they are listed late; a name is looked up where they lie.
+            found += attempts_within(storage, root, making) or [
+                Attempt(name, step, run, making, storage.list(os.path.join(root, making, FOLDER, name)))]
         except OSError as error:
             found.append(Attempt(name, step, run, "", [], error))
     for name in storage.list(root) if top is None else top:

@@ -45,6 +45,28 @@ def test_attempts_of_both_formats_and_in_every_state(tmp_path):
         (20, f"{FOLDER}/{attempt_name(20, RUN)}"): (str(records_of(making(tmp_path, 20), 20)), False)}
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_writer_that_died_while_it_made_the_folders_of_an_iteration_left_an_attempt(tmp_path, depth):
+    """Between the second and the third no listing knew it."""
+    parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
+    os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
+    candidate, = candidates(tmp_path)
+    assert (candidate.step, candidate.run, candidate.name, candidate.existed) == (10, RUN, attempt_name(10, RUN), False)
+    assert candidate.box == str(making(tmp_path, 10)) and candidate.base == ("" if depth == 1 else f"{FOLDER}/{candidate.name}")
+    assert candidate.problem.reason == "the save never completed: no rank recorded what they wrote"
+
+
+def test_records_of_an_iteration_in_the_making_that_are_listed_late_are_found_by_their_name(tmp_path):
+    """It was made before this host had listed the folder above for the last time."""
+    write_all(tmp_path, 10)
+
+    class Late(PosixStorage):
+        def list(self, folder):
+            return [] if folder == str(making(tmp_path, 10) / FOLDER) else super().list(folder)
+    candidate, = scan_records(Late(), str(tmp_path))[0]
+    assert candidate.existed and candidate.problem is None and sorted(candidate.files) == [0, 1]
+
+
 def test_candidates_have_paths_from_the_root_and_say_whether_they_are_committed(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)

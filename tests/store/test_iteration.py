@@ -426,6 +426,16 @@ def test_incomplete_saves_of_this_run_and_of_those_that_are_over_go(tmp_path):
     assert hidden(tmp_path) == [attempt_name(30, NEXT)]
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_a_writer_left_that_died_while_it_made_its_folders_goes(tmp_path, depth):
+    parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
+    os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
+    assert chosen(tmp_path) is None and adopting(tmp_path) == []
+    assert plan(STORAGE, str(tmp_path), KeepLast(2)).debris == ()               # its run may still go on
+    save(tmp_path, 20, run=NEXT)
+    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
+
+
 def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_written(tmp_path):
     save(tmp_path, 5)
     committer = Committer(place_of(tmp_path))
