@@ -36,6 +36,7 @@ FOLDER = ".mindresume"                 # below the checkpoint root; no mindforme
 MANIFEST = "manifest.json"
 EMERGENCY = "emergency"                # beside the records: ranks of this job were lost, those that were left saved what they had
 TRASH = "trash-"                       # an attempt folder under this name is no checkpoint any more, only work left to do
+PROBE = "probe-"                       # a file that is there for a moment: what can this folder do, and who sees it?
 # Bytes of a line. A head is some hundred bytes; a manifest about 200 a rank, and there is room for 600 of each of MAX_RANKS; the
 # details of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
@@ -89,6 +90,11 @@ def trash_name(attempt: str) -> str:
 def untrashed(name: str) -> str:
     """The attempt that trash is of; any other name as it is."""
     return name.removeprefix(TRASH).partition(".")[0] if name.startswith(TRASH) else name
+
+
+def is_probe(name: str) -> bool:
+    """Whether ``name`` is that of a probe, also of one that is half-written."""
+    return name.removeprefix(".").startswith(PROBE)
 
 
 def record_name(rank: int) -> str:

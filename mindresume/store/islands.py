@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.agree import Group, decide, report
-from mindresume.errors import AgreementError, FolderInUseError
-from mindresume.manifest import FOLDER, run_name, run_sequence
+from mindresume.errors import FolderInUseError
+from mindresume.manifest import FOLDER, PROBE, is_probe, run_name, run_sequence
 from mindresume.store.claim import Claim, claims, next_run, owner_of_this_process
 from mindresume.store.shared import is_local
+from mindresume.store.stale import remove_stale
 from mindresume.store.storage import Storage, publish
 
 PATIENCE = 65                   # looks, one a second: Linux believes a listing for at most 60 seconds (nfs(5), acdirmax)
 LOOKS = 5                       # the same, of local disks
-_PROBE = "probe-"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
     """Of a job whose ranks all can write to ``root``. On each machine one rank shows a file; who sees the file of another, or is
     seen by it, shares the folder with it. Two islands in one folder would both commit there, so all ranks look again, together,
     until they are one or any listing is too old to be believed (``PATIENCE``); nobody waits so long for local disks. Leaves
-    nothing behind. AgreementError on all ranks if one of them cannot look or write there."""
+    nothing behind, and removes what jobs that died here left long ago. AgreementError on all ranks if one of them cannot look or
+    write there."""
     if group.size == 1:
         return together(1)
     owner, path = owner_of_this_process(""), os.path.realpath(root)
@@ -67,7 +68,7 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
         first.setdefault(seat, rank)
     shown = sorted(first.values())
     tag, folder = decide(group, lambda: secrets.token_hex(4)), os.path.join(root, FOLDER)
-    shows, probe = group.rank in shown, os.path.join(folder, f"{_PROBE}{tag}-{group.rank}")
+    shows, probe = group.rank in shown, os.path.join(folder, f"{PROBE}{tag}-{group.rank}")
 
     def show() -> None:
         if shows:
@@ -77,6 +78,11 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
     def clear() -> None:
         if shows:
             storage.remove(probe)
+
+    def clear_stale() -> None:
+        if shows and leaders[group.rank] == group.rank:
+            others = [name for name in storage.list(folder) if is_probe(name) and not name.startswith(f"{PROBE}{tag}")]
+            remove_stale(storage, [os.path.join(folder, name) for name in others], probe)
 
     def tidy() -> None:
         if shows:                                   # somebody else's folder, that is only read
@@ -91,11 +97,13 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
             leaders = _leaders([_decode(row) for row in rows], shown)
             if not any(leaders):
                 break
-    except AgreementError:
+    except BaseException:                           # also ^C while it waits
         with suppress(OSError):
             clear()
             tidy()
         raise
+    with suppress(OSError):
+        clear_stale()
     report(group, clear)
     report(group, tidy)                             # nobody goes on while the folder may still go away
     return Islands(leaders)
@@ -104,7 +112,7 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
 def _seen(storage: Storage, folder: str, tag: str, shown: Sequence[int]) -> list[bool]:
     """For each of the ranks ``shown`` whether its file is seen here. A listing may be a minute old; a name that nobody here has
     ever asked for is looked up where the folder really lies."""
-    names, listed = [f"{_PROBE}{tag}-{rank}" for rank in shown], set(storage.list(folder))
+    names, listed = [f"{PROBE}{tag}-{rank}" for rank in shown], set(storage.list(folder))
     return [name in listed or storage.status(os.path.join(folder, name)) is not None for name in names]
 
 

@@ -8,26 +8,32 @@ from contextlib import suppress
 from typing import Any
 
 from mindresume.errors import SaveError
-from mindresume.manifest import FOLDER
+from mindresume.manifest import FOLDER, PROBE, is_probe
+from mindresume.store.stale import remove_stale
 from mindresume.store.storage import Storage, read_bytes
 
 
 def examine(storage: Storage, root: str) -> None:
-    """Does once what a save does, with a small file. SaveError names the operation that failed or did not do what it must."""
+    """Does once what a save does, with a small file. SaveError names the operation that failed or did not do what it must.
+    Removes the probes of jobs that died while they had some here."""
     folder = os.path.join(root, FOLDER)
-    first, second = (os.path.join(folder, f"probe-{secrets.token_hex(4)}") for _ in range(2))
+    first, second = (os.path.join(folder, f"{PROBE}{secrets.token_hex(4)}") for _ in range(2))
 
     def contains(path: str, content: bytes) -> None:
         found = read_bytes(storage, path, 1 << 10)
         if found != content:
             raise SaveError(f"{root} cannot hold checkpoints: {path} reads {found!r} after {content!r} was written there")
 
-    def listed(names: dict[str, bool]) -> None:
+    def listed(names: dict[str, bool]) -> set[str]:
         there = set(storage.list(folder))
         for path, expected in names.items():
             if (os.path.basename(path) in there) != expected:
                 raise SaveError(f"{root} cannot hold checkpoints: {path} is {'not ' if expected else 'still '}listed after it "
                                 f"was {'made' if expected else 'renamed or removed'}")
+        return there
+
+    def remove_old(names: set[str]) -> None:
+        remove_stale(storage, [os.path.join(folder, name) for name in names if is_probe(name)], first)
 
     def flush_above() -> None:
         storage.sync(root)
@@ -41,7 +47,7 @@ def examine(storage: Storage, root: str) -> None:
         ("renaming a file over another one", lambda: storage.rename(second, first)),
         ("flushing the folder", lambda: storage.sync(folder)),
         ("reading the renamed file", lambda: contains(first, b"two")),
-        ("listing the folder", lambda: listed({first: True, second: False})),
+        ("listing the folder", lambda: remove_old(listed({first: True, second: False}))),
         ("removing a file", lambda: storage.remove(first)),
         ("listing the folder again", lambda: listed({first: False}))]
     try:

@@ -147,6 +147,31 @@ def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("nodes", ["aa", "ab"])
+def test_what_a_job_left_that_was_killed_here_long_ago_goes(tmp_path, nodes):
+    """Also where nobody ever saves, so nobody asks whether that is possible."""
+    old, new = "probe-0123abcd-0", "probe-beef0000-0"
+    for name in set(nodes):
+        (tmp_path / name / FOLDER).mkdir(parents=True)
+        for probe in (old, f".{old}.0123abcd.mindresume-tmp", new):
+            (tmp_path / name / FOLDER / probe).write_bytes(b"")
+            now = (tmp_path / name / FOLDER / probe).stat().st_mtime
+            os.utime(tmp_path / name / FOLDER / probe, (now, now - 3700 * ("0123abcd" in probe)))
+    found = Ranks(2).run(lambda group: fast(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    assert [one.apart for one in found] == [nodes == "ab"] * 2
+    assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
+
+
+def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
+    def sleep(seconds):
+        raise RuntimeError("interrupted")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    found = Ranks(2).run(lambda group: find(STORAGE, str(tmp_path / "ab"[group.rank]), group, sleep))
+    assert [str(error) for error in found] == ["interrupted"] * 2
+    assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
+
+
 def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
     assert find(STORAGE, str(tmp_path / "nowhere"), Solo()) == together(1)
     (tmp_path / "file").write_text("x")

@@ -15,6 +15,44 @@ def test_a_good_folder_is_left_as_it_was(tmp_path):
     assert os.listdir(tmp_path / "output" / "checkpoint" / FOLDER) == []
 
 
+NAMES = ["probe-0123abcd", "probe-0123abcd-4096", ".probe-0123abcd-4096.0123abcd.mindresume-tmp"]
+
+
+def left(folder, names, seconds):
+    """As jobs that were killed ``seconds`` ago; by the clock of the file system."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"")
+        now = (folder / name).stat().st_mtime
+        os.utime(folder / name, (now - seconds, now - seconds))
+
+
+def test_probes_of_jobs_that_died_long_ago_go_and_those_of_others_that_may_live_stay(tmp_path):
+    left(tmp_path / FOLDER, NAMES, 3700)
+    left(tmp_path / FOLDER, ["claim-0001-0123abcd.json", "tracker-0000000004", ".x.0123abcd.mindresume-tmp"], 1e6)
+    left(tmp_path / FOLDER, [name.replace("0123abcd", "beef0000") for name in NAMES], 3500)
+    examine(PosixStorage(), str(tmp_path))
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [
+        ".probe-beef0000-4096.beef0000.mindresume-tmp", ".x.0123abcd.mindresume-tmp", "claim-0001-0123abcd.json",
+        "probe-beef0000", "probe-beef0000-4096", "tracker-0000000004"]
+
+
+def test_an_old_probe_that_cannot_be_removed_stops_no_job(tmp_path):
+    class Kept(PosixStorage):
+        def remove(self, path):
+            if path.endswith(NAMES[0]):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+            super().remove(path)
+
+        def status(self, path):
+            if path.endswith(NAMES[1]):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            return super().status(path)
+    left(tmp_path / FOLDER, NAMES, 3700)
+    examine(Kept(), str(tmp_path))
+    assert sorted(os.listdir(tmp_path / FOLDER)) == NAMES[:2]
+
+
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "checkpoint").write_text("")
     with pytest.raises(SaveError, match="making a folder failed: Not a directory|making a folder failed: File exists"):
