@@ -142,6 +142,18 @@ def _claimed(names: Iterable[str], prefix: str = _PREFIX) -> list[str]:
     return found
 
 
+def _half_written(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, run) of the small files among ``names`` that a run has begun to write."""
+    found = []
+    for name in names:
+        run = name.removesuffix(TEMPORARY).rpartition(".")[2]
+        with suppress(RecordError):
+            if name.endswith(TEMPORARY):
+                run_sequence(run)
+                found.append((name, run))
+    return found
+
+
 def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[Owner]:
     """Every claim that can be read, for people."""
     return look(storage, root, names)[0]
@@ -179,6 +191,7 @@ def next_run(names: Iterable[str]) -> str:
     names = list(names)
     used = [run for _, _, run in attempts(list(map(untrashed, names)))]
     used += _claimed(names) + _claimed(names, _ENDED)
+    used += [run for _, run in _half_written(names)]        # it died while it claimed the folder; only a later run removes that
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
 
 
@@ -268,24 +281,29 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     names = storage.list(folder)
     run = owner.run or next_run([*names, *_in_iterations(storage, root)])
     claim = Claim(storage, root, replace(owner, run=run, every=beat), traced)
-    claim.publish()
+    failed: OSError | None = None
+    try:
+        claim.publish()
+    except OSError as error:                        # a job that starts at the same moment may have removed it half-written
+        failed = error
     known = {other.run for other in dead}
     later = [run for run in _claimed(storage.list(folder))     # two jobs that start at the same moment: the later name stays
              if run not in known and (run_sequence(run), run) > claim.owner.order]
+    if later or failed is not None:
+        claim.leave()                               # an error is not an undo: it may be there
     if later:
-        claim.leave()
         found = [other for other in claims(storage, root) if other.run in later]
-        raise FolderInUseError(_in_use(root, str(found[0]) if found else f"run {later[0]}", owner))
+        raise FolderInUseError(_in_use(root, str(found[0]) if found else f"run {later[0]}", owner)) from failed
+    if failed is not None:
+        raise failed
     for other in dead:
         log(f"{other} ended without a word")
         storage.remove(_path(root, other.run))
     for run in _claimed(names, _ENDED):             # ours tells the number now
         storage.remove(os.path.join(folder, f"{_ENDED}{run}{_SUFFIX}"))
-    for name in names:                              # half-written small files of those that are gone
-        run = name.removesuffix(TEMPORARY).rpartition(".")[2]
-        with suppress(RecordError):
-            if name.endswith(TEMPORARY) and _READER < run_sequence(run) < claim.owner.order[0]:
-                storage.remove(os.path.join(folder, name))
+    for name, run in _half_written(names):          # of those that are gone
+        if _READER < run_sequence(run) < claim.owner.order[0]:
+            storage.remove(os.path.join(folder, name))
     return claim
 
 

@@ -26,6 +26,7 @@ from mindresume.store.claim import (
     hold,
     holds,
     lives,
+    next_run,
     occupy,
     owner_of_this_process,
 )
@@ -107,6 +108,36 @@ def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
 
 
+class Killed(PosixStorage):
+    """Dies while it publishes its claim: before the rename."""
+
+    def rename(self, old, new):
+        raise KeyboardInterrupt
+
+
+def test_a_job_that_is_killed_while_it_claims_the_folder_leaves_nothing_to_the_next_but_one(tmp_path):
+    start(tmp_path).leave()
+    with pytest.raises(KeyboardInterrupt):
+        occupy(Killed(), str(tmp_path), ME)
+    left, = os.listdir(tmp_path / FOLDER)
+    assert left.startswith(".claim-0001-") and next_run([left]).startswith("0002-")
+    claim, time = start(tmp_path, time=(time := Time())), time
+    assert run_sequence(claim.run) == 2 and time.now == 0
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
+
+
+@pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
+                                  f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp"])
+def test_whatever_a_run_began_to_write_tells_its_number(name):
+    assert run_sequence(next_run([name])) == 8
+
+
+@pytest.mark.parametrize("name", [".probe-0123abcd-0.0123abcd.mindresume-tmp", ".x.mindresume-tmp", ".x.0007-0000aaaa.swp",
+                                  ".x.0007-0000AAAA.mindresume-tmp", f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp"])
+def test_other_half_written_files_tell_no_number(name):
+    assert run_sequence(next_run([name])) == 1
+
+
 def test_a_zombie_is_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with open(f"/proc/{child.pid}/stat", "rb") as file:
@@ -166,6 +197,37 @@ def test_of_two_that_start_at_once_one_stays(tmp_path, token, stays):
             occupy(Late(), str(tmp_path), ME)
         fence(STORAGE, str(tmp_path), rival.run)
         assert [owner.run for owner in claims(STORAGE, str(tmp_path))] == [rival.run]
+
+
+def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writing(tmp_path):
+    """It takes it for that of a dead job; whoever writes it is told who is there, not that a file has vanished."""
+    first = []
+
+    class Slow(PosixStorage):
+        def rename(self, old, new):
+            first.append(start(tmp_path))
+            super().rename(old, new)
+    with pytest.raises(FolderInUseError, match="is in use: run 0002"):
+        occupy(Slow(), str(tmp_path), ME)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{first[0].run}.json"]
+    fence(STORAGE, str(tmp_path), first[0].run)
+
+
+def test_a_claim_that_cannot_be_published_is_an_error_and_does_not_stay(tmp_path):
+    class Unsettled(PosixStorage):
+        def sync(self, folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
+    (tmp_path / FOLDER).mkdir()
+    with pytest.raises(OSError, match="Input/output error"):
+        occupy(Unsettled(), str(tmp_path), ME)
+    assert os.listdir(tmp_path / FOLDER) == []
+
+    class Full(PosixStorage):
+        def write(self, path, pieces, size=0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    with pytest.raises(OSError, match="No space left"):
+        occupy(Full(), str(tmp_path), ME)
+    assert os.listdir(tmp_path / FOLDER) == []
 
 
 def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
