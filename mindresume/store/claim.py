@@ -26,6 +26,7 @@ from mindresume.errors import FolderInUseError, RecordError
 from mindresume.formats.iteration_files import parse_iteration
 from mindresume.manifest import FOLDER, attempts, field_errors, run_name, run_sequence, seal, unseal, untrashed
 from mindresume.state import is_count, is_number
+from mindresume.store.stale import remove_stale
 from mindresume.store.storage import TEMPORARY, Storage, publish
 
 BEAT = 15.0                     # seconds between two beats
@@ -301,9 +302,10 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
         storage.remove(_path(root, other.run))
     for run in _claimed(names, _ENDED):             # ours tells the number now
         storage.remove(os.path.join(folder, f"{_ENDED}{run}{_SUFFIX}"))
-    for name, run in _half_written(names):          # of those that are gone
-        if _READER < run_sequence(run) < claim.owner.order[0]:
-            storage.remove(os.path.join(folder, name))
+    half = _half_written(names)                     # of those that are gone; of readers, whose number tells nothing, the old ones
+    for name in [name for name, run in half if _READER < run_sequence(run) < claim.owner.order[0]]:
+        storage.remove(os.path.join(folder, name))
+    remove_stale(storage, [os.path.join(folder, name) for name, run in half if not _saves(run)], _path(root, claim.run))
     return claim
 
 

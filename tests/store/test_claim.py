@@ -138,6 +138,18 @@ def test_other_half_written_files_tell_no_number(name):
     assert run_sequence(next_run([name])) == 1
 
 
+def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
+    """The run of a reader has the number 0, which is before that of every job: only its age can tell that it is over."""
+    (tmp_path / FOLDER).mkdir()
+    names = [f".claim-{run}.json.{run}.mindresume-tmp" for run in (run_name(0, "0000aaaa"), run_name(0, "0000bbbb"))]
+    for name, age in zip(names, (3700, 3500), strict=True):
+        (tmp_path / FOLDER / name).write_text("half")
+        now = (tmp_path / FOLDER / name).stat().st_mtime
+        os.utime(tmp_path / FOLDER / name, (now - age, now - age))
+    claim = start(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{claim.run}.json"]
+
+
 def test_a_zombie_is_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with open(f"/proc/{child.pid}/stat", "rb") as file:
