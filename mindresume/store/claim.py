@@ -299,12 +299,14 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
         raise failed
     for other in dead:
         log(f"{other} ended without a word")
-        storage.remove(_path(root, other.run))
-    for run in _claimed(names, _ENDED):             # ours tells the number now
-        storage.remove(os.path.join(folder, f"{_ENDED}{run}{_SUFFIX}"))
-    half = _half_written(names)                     # of those that are gone; of readers, whose number tells nothing, the old ones
-    for name in [name for name, run in half if _READER < run_sequence(run) < claim.owner.order[0]]:
-        storage.remove(os.path.join(folder, name))
+    half = _half_written(names)
+    over = [f"{_PREFIX}{other.run}{_SUFFIX}" for other in dead]
+    over += [f"{_ENDED}{run}{_SUFFIX}" for run in _claimed(names, _ENDED)]                  # ours tells the number now
+    over += [name for name, run in half if _READER < run_sequence(run) < claim.owner.order[0]]
+    for name in over:
+        with suppress(OSError):                     # it stops no job, and is left to the next
+            storage.remove(os.path.join(folder, name))
+    # The number of a reader tells nothing.
     remove_stale(storage, [os.path.join(folder, name) for name, run in half if not _saves(run)], _path(root, claim.run))
     return claim
 

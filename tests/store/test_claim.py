@@ -150,6 +150,24 @@ def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
     assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{claim.run}.json"]
 
 
+def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
+    dead = left_by(tmp_path, dead_process(), 3)
+    ended_one = f"ended-{run_name(2, '0000bbbb')}.json"
+    for name in (ended_one, f".x.{dead.run}.mindresume-tmp"):
+        (tmp_path / FOLDER / name).write_bytes(b"")
+
+    class Kept(PosixStorage):
+        def remove(self, path):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    before = set(os.listdir(tmp_path / FOLDER))
+    claim = occupy(Kept(), str(tmp_path), ME)
+    assert run_sequence(claim.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{claim.run}.json"}
+    claim.storage = STORAGE
+    claim.leave()
+    later = start(tmp_path)
+    assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
+
+
 def test_a_zombie_is_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with open(f"/proc/{child.pid}/stat", "rb") as file:
