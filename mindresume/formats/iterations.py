@@ -82,7 +82,9 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     notes = []
     visible = [c for c in by_age if parse_iteration(c.base) is not None]
     newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.existed and not c.unseen)), None)
-    last = next((c for c in by_age if c.committed), None)
+    # A save comes to the tracker only behind its intent: what was committed since, and has neither intent nor name, says nothing
+    # of why the tracker names another step.
+    last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.base) is not None)), None)
     if last is not None and last.step in intended and last.step != named:
         notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
         named, newest = last.step or named, last

@@ -104,6 +104,26 @@ def test_what_is_ready_and_what_was_meant_to_be_tracked_go_together(tmp_path):
     assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
 
 
+@pytest.mark.parametrize("finish", [write_all, lambda root, step: (save(root, step), unname(root, step))])
+def test_a_tracker_that_is_late_is_not_taken_for_set_back_when_more_was_saved_since(tmp_path, finish):
+    """Step 20 was committed and shown, but the tracker could not be written; then all ranks died before step 30 had a name."""
+    save(tmp_path, 10, 20)
+    finish(tmp_path, 30)
+    track(tmp_path, 10)
+    intend(tmp_path, 20)
+    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
+    assert any("names step 10: the job that saved step 20 died" in note for note in scan(STORAGE, str(tmp_path)).notes)
+
+
+def test_a_tracker_that_was_set_back_is_honoured_although_an_older_intent_was_left(tmp_path):
+    save(tmp_path, 10, 20, 30)
+    intend(tmp_path, 20)                                        # its removal had failed; step 30 came to the tracker
+    track(tmp_path, 10)
+    assert found(tmp_path) == [(10, RUN), (30, RUN), (20, RUN)]
+    write_all(tmp_path, 40)
+    assert found(tmp_path) == [(10, RUN), (40, RUN), (30, RUN), (20, RUN)]
+
+
 @pytest.mark.parametrize("time", [1.0, 4e9])
 def test_foreign_folders_lie_between_our_runs_by_their_steps_whatever_the_times(tmp_path, time):
     foreign(tmp_path, "mf190_20_single", (10, 15))

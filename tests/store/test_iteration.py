@@ -206,6 +206,30 @@ def test_a_name_without_a_tracker_gets_it_if_that_was_meant(tmp_path):
     assert adopting(tmp_path) == [] and tracker(tmp_path) == "10" and hidden(tmp_path) == []
 
 
+def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
+    """... although all ranks died after the manifest of the next step."""
+    class NoTracker(PosixStorage):
+        def rename(self, old, new):
+            if new.endswith(TRACKER):
+                raise OSError(5, "Input/output error", new)
+            super().rename(old, new)
+
+        def write(self, path, pieces, size=0):
+            if "tracker-0000000015" in path:
+                raise KeyboardInterrupt
+            return super().write(path, pieces, size)
+    save(tmp_path, 5)
+    committer = Committer(place_of(tmp_path, storage=NoTracker()))
+    write_all(tmp_path, 10)
+    committer.saved(10)
+    write_all(tmp_path, 15)
+    with pytest.raises(KeyboardInterrupt):
+        committer.saved(15)
+    assert tracker(tmp_path) == "5" and hidden(tmp_path)[-1] == "tracker-0000000010"
+    assert chosen(tmp_path) == (15, RUN)
+    assert adopting(tmp_path) == [15] and tracker(tmp_path) == "15" and hidden(tmp_path) == []
+
+
 def test_a_tracker_that_was_set_back_stays(tmp_path):
     save(tmp_path, 5, 10)
     track(tmp_path, 5)
