@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 
 from mindresume.errors import RecordError
 from mindresume.formats.names import META, folder_name, meta_json, parse_name
@@ -178,10 +179,11 @@ class Committer:
             self._alone = True
 
     def _show(self, step: int) -> None:
-        """The iteration folder of ``step``, after those of this run that an error left without their names."""
+        """The iteration folder of ``step``, after those of this run that an error left without their names. The tracker
+        follows each: one that names an older step than the newest folder, without an intent, counts as set back by hand."""
         for attempt in find_attempts(self.place.storage, self.place.root, top=[]):
             if attempt.run == self.place.run and attempt.step < step and attempt.base and MANIFEST in attempt.content:
-                iteration.show(self.place, attempt.step, newest=False, log=self.log)
+                iteration.show(self.place, attempt.step, log=self.log)
         iteration.show(self.place, step, log=self.log)
 
     def adopt(self) -> list[int]:
@@ -191,7 +193,10 @@ class Committer:
         order = found
         if any(candidate.base.startswith(FOLDER) for candidate in found):       # the tracker may have been set back
             order = list(scan(storage, root).candidates)
-        newest = next((candidate.name for candidate in order if candidate.problem is None), "")
+        usable = [candidate for candidate in order if candidate.problem is None]
+        newest = usable[0].name if usable else ""
+        # Those in the making that a resume takes before all others. The tracker follows each up to the newest, as in ``_show``.
+        ahead = {c.name for c in takewhile(lambda c: c.base.startswith(FOLDER), usable) if c.order <= usable[0].order}
         for candidate in reversed(found):                       # the newest last: the pointers are its
             making = candidate.base.startswith(FOLDER)
             if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
@@ -208,7 +213,7 @@ class Committer:
             if making and any(c.step == step and c.committed and c.order > candidate.order for c in found):
                 continue                                        # a later run has saved this step again
             if making:
-                iteration.show(place, step, newest=candidate.name == newest, log=self.log)
+                iteration.show(place, step, newest=candidate.name in ahead, log=self.log)
             elif candidate.name == newest:
                 self._point(place, manifest)
             adopted.append(step)

@@ -85,6 +85,9 @@ def show(place: Place, step: int, newest: bool = True, log: Callable[[str], None
     if newest:
         point(storage, root, step, place.run)
         storage.remove(intent)
+        for other in intents(storage.list(records)):
+            if other < step:                        # its removal had failed; nothing is late any more
+                storage.remove(os.path.join(records, intent_name(other)))
 
 
 def _make_way(place: Place, step: int, log: Callable[[str], None]) -> None:

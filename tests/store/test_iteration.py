@@ -275,6 +275,41 @@ def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
     assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(tmp_path) == []
 
 
+def test_a_death_at_every_operation_of_an_adoption_of_several(tmp_path):
+    """Between two of them the tracker was behind what had its name already, as if somebody had set it back."""
+    def act(storage, number):
+        root = tmp_path / str(number)
+        save(root, 5)
+        for step in (10, 15, 20):
+            write_all(root, step)
+        Committer(place_of(root, run=NEXT, storage=storage)).adopt()
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (20, RUN), operation
+        adopting(root, THIRD)
+        assert chosen(root) == (20, RUN) and tracker(root) == "20", operation
+        assert committed(root) == [(20, RUN), (15, RUN), (10, RUN), (5, RUN)], operation
+
+
+def test_the_newest_cannot_be_adopted_and_those_before_it_are_not_passed_over(tmp_path):
+    save(tmp_path, 5)
+    for step in (10, 15):
+        write_all(tmp_path, step)
+    (making(tmp_path, 15) / "net-opt-0000001-0000002.safetensors").write_bytes(b"short")
+    assert chosen(tmp_path) == (10, RUN)
+    assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and chosen(tmp_path) == (10, RUN)
+
+
+def test_the_tracker_ends_where_the_choice_began(tmp_path):
+    """It names step 20, which has no name yet; a later run that went back has saved step 15, and both have died."""
+    save(tmp_path, 5, 20)
+    unname(tmp_path, 20)
+    write_all(tmp_path, 15, run=NEXT)
+    assert chosen(tmp_path) == (20, RUN)
+    adopting(tmp_path, THIRD)
+    assert tracker(tmp_path) == "20" and chosen(tmp_path) == (20, RUN)
+
+
 def test_adopted_although_something_newer_never_completed(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)
@@ -378,6 +413,48 @@ def test_the_tracker_is_led_to_the_newest_before_it(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Committer(place_of(tmp_path, run=NEXT, storage=Stop())).saved(20)
     assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
+
+
+@pytest.mark.parametrize("trouble", ["tracker-0000000010", VISIBLE])
+def test_a_death_at_every_operation_of_a_save_behind_one_that_got_no_name(tmp_path, trouble):
+    """The earlier one is named first; the tracker follows before anything else is done."""
+    def act(storage, number):
+        failed, rename = [], storage.rename
+
+        def once(old, new):
+            if new.endswith(trouble) and not failed:
+                failed.append(new)
+                raise OSError(5, "Input/output error", new)
+            rename(old, new)
+        storage.rename, root = once, tmp_path / str(number)
+        save(root, 5)
+        committer = Committer(place_of(root, storage=storage))
+        for step in (10, 20):
+            write_all(root, step)
+            committer.saved(step)
+        assert failed and tracker(root) == "20" and hidden(root) == []
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        newest = 20 if making(root, 20).exists() or folder_of(root, 20).exists() else 10
+        assert chosen(root) == (newest, RUN), operation
+        adopting(root)
+        assert chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == [], operation
+
+
+def test_an_intent_that_was_left_goes_with_the_next_save(tmp_path):
+    """Else a tracker that somebody sets back would be taken for late once the newer ones are gone."""
+    class Once(PosixStorage):
+        def remove(self, path):
+            if path.endswith("tracker-0000000010"):
+                raise OSError(5, "Input/output error", path)
+            super().remove(path)
+    save(tmp_path, 5)
+    write_all(tmp_path, 10)
+    Committer(place_of(tmp_path, storage=Once())).saved(10)
+    intend(tmp_path, 30)                                        # not ours to remove: of a later step
+    assert hidden(tmp_path) == ["tracker-0000000010", "tracker-0000000030"]
+    save(tmp_path, 20)
+    assert hidden(tmp_path) == ["tracker-0000000030"] and tracker(tmp_path) == "20"
 
 
 def test_an_error_before_the_rename_is_made_up_by_the_next_save(tmp_path):
