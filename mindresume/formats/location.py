@@ -23,7 +23,7 @@ from mindresume.formats.iterations import is_iteration, tracked
 from mindresume.formats.names import META, folder_rank
 from mindresume.formats.records import listed
 from mindresume.formats.scan import is_root, scan
-from mindresume.manifest import FOLDER
+from mindresume.manifest import FOLDER, is_probe
 from mindresume.store.storage import Storage, parallel
 
 CHECKPOINT = "checkpoint"                                   # where a job saves, in its output folder
@@ -103,7 +103,8 @@ def _alien(storage: Storage, path: str) -> list[str]:
     """Names, relative to ``path``, of what neither first starts nor saves that never completed leave there."""
     names = storage.list(path)
     inner = os.path.join(path, CHECKPOINT)
-    if FOLDER in names or CHECKPOINT in names and _is_folder(storage, inner) and not _alien(storage, inner):
+    saves = FOLDER in names and not _only_probes(storage, os.path.join(path, FOLDER))
+    if saves or CHECKPOINT in names and _is_folder(storage, inner) and not _alien(storage, inner):
         return []                               # a job saves here; whatever else lies beside it
     ranks = [name for name in names if folder_rank(name) is not None]
     alien = [name for name in names if name not in ranks and name not in (TRACKER, CHECKPOINT) and not _is_system(name) and
@@ -113,6 +114,12 @@ def _alien(storage: Storage, path: str) -> list[str]:
     listings = parallel(storage, lambda name: storage.list(os.path.join(path, name)), ranks)
     return alien + [f"{folder}/{name}" for folder, content in zip(ranks, listings, strict=True) for name in content
                     if not _is_system(name) and name != META and not _UNFINISHED.fullmatch(name)]
+
+
+def _only_probes(storage: Storage, records: str) -> bool:
+    """Whether all that lies in a folder of records is what a job left that was killed before it knew that it may save there."""
+    names = storage.list(records)
+    return bool(names) and all(map(is_probe, names))
 
 
 def _is_one(storage: Storage, path: str) -> bool:

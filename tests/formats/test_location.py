@@ -122,6 +122,7 @@ def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(
     (), ("lost+found/", ".snapshot/"), ("rank_0/", "rank_1/"), ("rank_0/.net.0001.mindresume-tmp",),
     ("rank_0/net_rank_0-1_5.tmp", "rank_0/tmpab12cd_e"), ("rank_0/meta.json", "rank_0/net_rank_0-graph.meta"),
     ("rank_0/net_rank_0-1_5_breakpoint.ckpt",), (".mindresume/ended-0001-0000aaaa.json", "anything"),
+    (".mindresume/probe-0123abcd-0",), (".mindresume/probe-0123abcd-0", ".mindresume/claim-0001-0000aaaa.json", "anything"),
     ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
     ("log/rank_0/info.log", "tensorboard/rank_0/events.out.tfevents.1", "profile/rank_0/a.json", "debug/graphs_info/a.ir"),
     ("checkpoint/", "strategy_0123abcd/ckpt_strategy_rank_0.ckpt", "train.log", "config.yaml", "rank_0/om/graph.ir"),
@@ -135,6 +136,7 @@ def test_what_a_first_start_finds_or_leaves(tmp_path, names):
 
 @pytest.mark.parametrize("names, found", [
     (("train.json", "src/main.py"), "found src, train.json"), (("rank_0/info.log",), "found rank_0/info.log"),
+    ((".mindresume/probe-0123abcd-0", ".mindresume/.probe-0123abcd-9.0123abcd.mindresume-tmp", "a.bin"), "found a.bin"),
     (("epoch_5.pt",), "found epoch_5.pt"), (("checkpoint-500/optimizer.pt",), "found checkpoint-500"),
     (("checkpoint/epoch_5.pt",), "found checkpoint"), (("checkpoint",), "found checkpoint"),
     (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
