@@ -14,7 +14,7 @@ MINDFORMERS = [
     "safetensors>=0.4.5,<0.8",   # 0.8.0 makes MindSpore's transform engine write wrong bytes without an error
 ]
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "matplotlib>=3.7",
-        "tokenizers>=0.20"]
+        "tokenizers>=0.20", "greenlet>=3"]
 
 setup(
     name="mindresume",
@@ -28,6 +28,6 @@ setup(
     package_data={"mindresume": ["plugin/shim/*.py"]},
     install_requires=["numpy>=1.24", "safetensors>=0.4.5", "pyyaml>=6", "ml_dtypes>=0.3", "xxhash>=3.4", "rich>=13",
                       "typer>=0.12"],
-    extras_require={"mindformers": MINDFORMERS, "test": TEST, "plot": ["matplotlib>=3.7"]},
+    extras_require={"mindformers": MINDFORMERS, "test": TEST, "plot": ["matplotlib>=3.7"], "simulate": ["greenlet>=3"]},
     entry_points={"console_scripts": ["mindresume=mindresume.cli:main"]},
 )

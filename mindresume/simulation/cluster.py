@@ -1,0 +1,256 @@
+"""Hosts, processes, signals and clocks of a simulated cluster."""
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindresume.simulation.disk import Disk, Folder
+from mindresume.simulation.schedule import ERRORS, Schedule, Strike
+from mindresume.simulation.scheduler import Killed, Scheduler, Task
+
+SHARED = "shared"
+EPOCH = 1_700_000_000.0         # seconds since 1970 at which every schedule begins
+
+
+class Host:
+    """``disk``: that it has mounted. ``offset``: seconds by which its clock is wrong. ``lag``: seconds for which it
+    believes a listing of a shared disk."""
+
+    def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
+        self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
+        self.memory = 1 << 40                           # bytes that its container may use
+        self._listed: dict[str, tuple[float, list[str]]] = {}
+
+    def names(self, disk: Disk, folder: str) -> list[str]:
+        """As this host lists ``folder``."""
+        now, lag = self.cluster.scheduler.now, 0 if disk.local else self.cluster.lag
+        if lag:
+            known = self._listed.get(folder)
+            if known is not None and now - known[0] < lag:
+                return known[1]
+        node = disk.find(folder)
+        names = sorted(node.entries) if isinstance(node, Folder) else []
+        if lag:
+            self._listed[folder] = (now, names)
+        return names
+
+    def hides(self, disk: Disk, path: str) -> bool:
+        """Whether this host has listed the folder of ``path`` before the name was there, and still believes that."""
+        if not self.cluster.lag or disk.local:
+            return False
+        folder, name = os.path.split(path)
+        known = self._listed.get(folder)
+        if known is not None and self.cluster.scheduler.now - known[0] < self.cluster.lag:
+            return name not in known[1]
+        return False
+
+    def changes(self, disk: Disk, path: str) -> None:
+        """This host changes a name itself: it looks anew."""
+        self._listed.pop(os.path.dirname(path), None)
+        self._listed.pop(path, None)
+
+
+class Process:
+    """``exit``: its status; None while it runs."""
+
+    def __init__(self, cluster: Cluster, host: Host, name: str, pid: int):
+        self.cluster, self.host, self.name, self.pid = cluster, host, name, pid
+        self.dead = False
+        self.paused_until = 0.0
+        self.exit: int | None = None
+        self.error: BaseException | None = None
+        self.on_term: Callable[[], None] | None = None
+        self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.main: Task | None = None
+        self.log: list[str] = []
+        self.own: Any = None                            # whatever the program of the process keeps
+        self.when_dead: list[Callable[[Process], None]] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Struck:
+    """A strike that happened: at which operation of which process."""
+    strike: Strike
+    number: int
+    process: str
+    name: str
+    path: str
+
+
+@dataclass
+class Trace:
+    """``rows``: (number, process, operation, path) of every operation, if wanted."""
+    wanted: bool = False
+    rows: list[tuple[int, str, str, str]] = field(default_factory=list)
+
+
+class Cluster:
+    """``disks``: {"shared": ...}, or of hosts that share none {"node0": ..., "node1": ...}. ``observe(process, name, path)`` is
+    called before every operation: it may copy the disks."""
+
+    def __init__(self, schedule: Schedule, disks: Mapping[str, Disk] | None = None, most: int = 20_000):
+        self.schedule = schedule
+        self.scheduler = Scheduler(schedule.chooser(), most)
+        self.disks = dict(disks) if disks is not None else {SHARED: Disk()}
+        self.hosts: list[Host] = []
+        self.processes: list[Process] = []
+        self.lag = schedule.lag
+        self.random = random.Random(schedule.seed)
+        self.trace = Trace()
+        self.struck: list[Struck] = []
+        self.one_machine = False                        # every host can tell of every process whether it lives
+        self.observe: Callable[[Process, str, str], None] | None = None
+        self.at_end: list[Callable[[], None]] = []      # what is to be given back when nobody runs any more
+        self.on_rename: Callable[[Process, str, str], None] | None = None
+        self._pids = 100
+        self._tokens = 0
+        self._strikes = {strike.at: strike for strike in schedule.strikes}
+        self._full_until = 0
+        self.scheduler.ended.append(self._ended)
+
+    # ---- hosts and processes ---------------------------------------------------------------------------------------
+
+    def host(self, name: str = "", node: int = 0) -> Host:
+        """``node``: whose disk it has, where hosts share none."""
+        number = len(self.hosts)
+        offset = self.schedule.clocks[number % len(self.schedule.clocks)] if self.schedule.clocks else 0.0
+        made = Host(self, name or f"host{number}", self.disks.get(SHARED) or self.disks[f"node{node}"], offset)
+        self.hosts.append(made)
+        return made
+
+    def process(self, host: Host, name: str, work: Callable[[], Any]) -> Process:
+        self._pids += 1
+        made = Process(self, host, name, self._pids)
+        self.processes.append(made)
+        made.main = self.scheduler.start(made, work, name)
+        return made
+
+    def _ended(self, task: Task) -> None:
+        """The main task of a process has ended: what it registered for its end runs, then its threads are gone."""
+        process = task.process
+        if task is not process.main:
+            if task.error is not None and not isinstance(task.error, (Killed, Exception)):
+                process.error = task.error
+            return
+        if task.error is not None:
+            process.error = process.error or task.error
+        if process.at_exit:
+            function, values, named = process.at_exit.pop()
+            process.main = self.scheduler.start(process, lambda: function(*values, **named), f"{process.name} at exit")
+            return
+        process.exit = 1 if process.error is not None else 0
+        self._gone(process)
+
+    def _gone(self, process: Process) -> None:
+        process.dead = True
+        for tell in process.when_dead:
+            tell(process)
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL."""
+        if not process.dead:
+            process.exit = -9
+            self._gone(process)
+
+    def terminate(self, process: Process) -> None:
+        """SIGTERM: the handler notes it; without one the process is gone."""
+        if process.dead:
+            return
+        if process.on_term is not None:
+            process.on_term()
+        else:
+            process.exit = -15
+            self._gone(process)
+
+    # ---- one operation ---------------------------------------------------------------------------------------------
+
+    def operate(self, process: Process, name: str, path: str, also: str = "") -> tuple[int, bool]:
+        """Counts an operation of ``process``; others may go on before it. Returns (errno of an error that it is to report, 0:
+        none; whether it takes effect all the same). Killed if it strikes the process dead."""
+        number = self.scheduler.operation()
+        if process.dead:
+            raise Killed
+        if self.trace.wanted:
+            self.trace.rows.append((number, process.name, name, f"{also} -> {path}" if also else path))
+        if self.observe is not None:
+            self.observe(process, name, path)
+        strike = self._strikes.get(number)
+        if self._full_until >= number and name in ERRORS["ENOSPC"][1]:
+            return errno.ENOSPC, False
+        if strike is None:
+            return 0, False
+        return self._strike(strike, number, process, name, path)
+
+    def _strike(self, strike: Strike, number: int, process: Process, name: str, path: str) -> tuple[int, bool]:
+        kind = strike.kind
+        if kind in ERRORS:
+            code, hits = ERRORS[kind]
+            if hits and name not in hits:
+                return 0, False
+            self.struck.append(Struck(strike, number, process.name, name, path))
+            if kind in ("ENOSPC", "EDQUOT"):
+                self._full_until = number + strike.amount
+            return code, kind.endswith("after")
+        self.struck.append(Struck(strike, number, process.name, name, path))
+        if kind == "kill":
+            self.kill(process)
+        elif kind == "kill host":
+            for other in self.processes:
+                if other.host is process.host:
+                    self.kill(other)
+        elif kind in ("kill all", "power"):
+            for other in self.processes:
+                self.kill(other)
+            if kind == "power":
+                lose_power(self.disks, strike.amount)
+        elif kind == "slow":
+            self.scheduler.block(strike.amount, "waits for the disk")
+        elif kind == "pause":
+            process.paused_until = self.scheduler.now + strike.amount
+            self.scheduler.block(0.0)
+        elif kind == "term":
+            self.terminate(process)
+        elif kind == "term all":
+            for other in self.processes:
+                self.terminate(other)
+        elif kind == "clock":
+            process.host.offset += strike.amount
+        if process.dead:
+            raise Killed
+        return 0, False
+
+    def renamed(self, process: Process, old: str, new: str) -> None:
+        if self.on_rename is not None:
+            self.on_rename(process, old, new)
+
+    # ---- time and names --------------------------------------------------------------------------------------------
+
+    def server_time(self) -> float:
+        return EPOCH + self.scheduler.now
+
+    def token(self, count: int) -> str:
+        """A name that no other is equal to; the same for the same history."""
+        self._tokens += 1
+        return f"{self._tokens * 2654435761 % (1 << 8 * count):0{2 * count}x}"
+
+    @property
+    def running(self) -> Process | None:
+        task = self.scheduler.current
+        return task.process if task is not None else None
+
+
+def lose_power(disks: Mapping[str, Disk], seed: int) -> None:
+    """0: nothing that was not flushed is left; else any part of it."""
+    chance = random.Random(seed)
+    for disk in disks.values():
+        if seed:
+            disk.lose_power(lambda: chance.random() < 0.5, lambda data: data[:chance.randrange(len(data) + 1)])
+        else:
+            disk.lose_power(lambda: False)

@@ -1,0 +1,315 @@
+"""A file system in memory: what everybody sees now, and what would be left if the power failed now.
+
+    disk = Disk()
+    disk.create("/c/.a.tmp", b"bytes"); disk.rename("/c/.a.tmp", "/c/a"); disk.sync("/c")
+    disk.lose_power(lambda: False)              # every change of a name that was not flushed is undone
+
+What survives follows the contract of ``mindresume.store.storage.Storage``, which is that of POSIX and NFS: bytes of a file once
+its flush returned, a name once its folder was flushed after the change. Until then each change of a name is there or not,
+independently of the others; but what happens to one and the same file or name keeps its order, as journals and servers see to.
+A rename changes two names together.
+"""
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import xxhash
+
+UNLIMITED = 1 << 60
+
+
+class File:
+    """``whole``: its bytes were flushed. Content that was not may be lost or torn."""
+    __slots__ = ("data", "mtime", "whole", "_key")
+
+    def __init__(self, data: bytes, mtime: float, whole: bool):
+        self.data, self.mtime, self.whole = data, mtime, whole
+        self._key: int | None = None
+
+    @property
+    def key(self) -> int:
+        if self._key is None:
+            self._key = xxhash.xxh3_64_intdigest(self.data)
+        return self._key
+
+
+class Change:
+    """One operation on names. ``after``: changes without which it cannot survive."""
+    __slots__ = ("after", "durable")
+
+    def __init__(self, after: tuple[Change, ...] = ()):
+        self.after, self.durable = after, False
+
+
+class Folder:
+    """``entries``: what everybody sees. ``base``: what the names that changed since the last flush stood for then; ``changes``:
+    those changes, the oldest first, each with the names it changed."""
+    __slots__ = ("entries", "base", "changes", "mtime", "version")
+
+    def __init__(self, mtime: float = 0.0):
+        self.entries: dict[str, Node] = {}
+        self.base: dict[str, Node | None] = {}
+        self.changes: list[tuple[Change, str, Node | None]] = []
+        self.mtime = mtime
+        self.version = 0                            # counts changes: clients compare it
+
+
+Node = File | Folder
+
+
+def fail(code: int, path: str) -> NoReturn:
+    raise OSError(code, os.strerror(code), path)
+
+
+class Disk:
+    """``room``: bytes that can still be written. ``local``: of one host alone, which sees every change at once. Paths are
+    absolute and normal. Methods raise OSError as the system calls do."""
+
+    def __init__(self, room: int = UNLIMITED, local: bool = False):
+        self.root = Folder()
+        self.room, self.local = room, local
+        self.now = 0.0                              # seconds since 1970, by the clock of the server
+        self.changed = 0                            # counts changes of whatever can be seen
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    def find(self, path: str) -> Node | None:
+        node: Node = self.root
+        for name in path.split("/"):
+            if name:
+                found = node.entries.get(name) if isinstance(node, Folder) else None
+                if found is None:
+                    return None
+                node = found
+        return node
+
+    def folder(self, path: str) -> Folder:
+        node = self.find(path)
+        if node is None:
+            fail(errno.ENOENT, path)
+        if not isinstance(node, Folder):
+            fail(errno.ENOTDIR, path)
+        return node
+
+    def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
+        """(path, file) of all files below, in no order."""
+        node = self.find(path)
+        if isinstance(node, File):
+            yield path, node
+            return
+        stack = [(path, node)] if node is not None else []
+        while stack:
+            where, folder = stack.pop()
+            for name, child in folder.entries.items():
+                if isinstance(child, Folder):
+                    stack.append((f"{where}/{name}", child))
+                else:
+                    yield f"{where}/{name}", child
+
+    def signature(self) -> int:
+        """Equal for disks with the same visible content and the same that would be left after a loss of power. Times of files do
+        not count: no decision about our own checkpoints may depend on them."""
+        rows: list[str] = []
+        seen: dict[int, int] = {}
+
+        def name_of(node: Node | None) -> str:
+            if node is None:
+                return "-"
+            if isinstance(node, File):
+                return f"{node.key}{'' if node.whole else '?'}"
+            return f"d{seen.setdefault(id(node), len(seen))}"
+        stack = [self.root]
+        seen[id(self.root)] = 0
+        while stack:
+            folder = stack.pop()
+            rows.append(f"[{seen[id(folder)]}")
+            for name in sorted(folder.entries):
+                child = folder.entries[name]
+                rows.append(f"{name}={name_of(child)}")
+                if isinstance(child, Folder):
+                    stack.append(child)
+            for name in sorted(folder.base):
+                rows.append(f"!{name}={name_of(folder.base[name])}")
+            rows += [f"?{name}={name_of(node)}" for change, name, node in folder.changes if not change.durable]
+        return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
+
+    # ---- changing --------------------------------------------------------------------------------------------------
+
+    def create(self, path: str, data: bytes = b"", whole: bool = True) -> File:
+        """A new file, or a new content of an old name."""
+        folder, name = self._parent(path)
+        if isinstance(folder.entries.get(name), Folder):
+            fail(errno.EISDIR, path)
+        if len(data) > self.room:
+            fail(errno.ENOSPC, path)
+        old = folder.entries.get(name)
+        self.room += -len(data) + (len(old.data) if isinstance(old, File) else 0)
+        made = File(data, self.now, whole)
+        self._set([(folder, name, made)])
+        return made
+
+    def fill(self, file: File, data: bytes, whole: bool, path: str) -> None:
+        """New content of a file that is being written."""
+        if len(data) - len(file.data) > self.room:
+            fail(errno.ENOSPC, path)
+        self.room -= len(data) - len(file.data)
+        file.data, file.whole, file.mtime, file._key = data, whole, self.now, None
+        self.changed += 1
+
+    def rename(self, old: str, new: str) -> None:
+        source, before = self._parent(old)
+        node = source.entries.get(before)
+        if node is None:
+            fail(errno.ENOENT, old)
+        target, after = self._parent(new)
+        there = target.entries.get(after)
+        if there is node:
+            return
+        if isinstance(there, Folder):
+            if not isinstance(node, Folder):
+                fail(errno.EISDIR, new)
+            if there.entries:
+                fail(errno.ENOTEMPTY, new)
+        elif isinstance(there, File):
+            if isinstance(node, Folder):
+                fail(errno.ENOTDIR, new)
+            self.room += len(there.data)
+        if isinstance(node, Folder) and (new + "/").startswith(old + "/"):
+            fail(errno.EINVAL, new)
+        self._set([(source, before, None), (target, after, node)])
+
+    def remove(self, path: str) -> None:
+        """A file, or an empty folder."""
+        folder, name = self._parent(path)
+        node = folder.entries.get(name)
+        if node is None:
+            fail(errno.ENOENT, path)
+        if isinstance(node, Folder) and node.entries:
+            fail(errno.ENOTEMPTY, path)
+        if isinstance(node, File):
+            self.room += len(node.data)
+        self._set([(folder, name, None)])
+
+    def make_folder(self, path: str) -> bool:
+        """One folder; False if it is there."""
+        folder, name = self._parent(path)
+        node = folder.entries.get(name)
+        if isinstance(node, Folder):
+            return False
+        if node is not None:
+            fail(errno.EEXIST, path)
+        self._set([(folder, name, Folder(self.now))])
+        return True
+
+    def sync(self, path: str) -> None:
+        node = self.folder(path)
+        for change, _, _ in node.changes:
+            change.durable = True
+        node.base.clear()
+        node.changes.clear()
+
+    def _parent(self, path: str) -> tuple[Folder, str]:
+        folder, name = os.path.split(path)
+        return self.folder(folder), name
+
+    def _set(self, rows: list[tuple[Folder, str, Node | None]]) -> None:
+        moved = {id(node) for _, _, node in rows if node is not None}
+        earlier = [change for folder, name, _ in rows for change, other, node in folder.changes
+                   if not change.durable and (other == name or (node is not None and id(node) in moved))]
+        change = Change(tuple(earlier))
+        for folder, name, node in rows:
+            folder.base.setdefault(name, folder.entries.get(name))
+            folder.changes.append((change, name, node))
+            if node is None:
+                folder.entries.pop(name, None)
+            else:
+                folder.entries[name] = node
+            folder.version += 1
+            folder.mtime = self.now
+        self.changed += 1
+
+    # ---- what is left ----------------------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Whether a loss of power would change anything."""
+        return any(not change.durable for folder in self._folders() for change, _, _ in folder.changes) or any(
+            not file.whole for _, file in self.walk())
+
+    def _folders(self) -> Iterator[Folder]:
+        stack = [self.root]
+        while stack:
+            folder = stack.pop()
+            yield folder
+            stack += [child for child in folder.entries.values() if isinstance(child, Folder)]
+
+    def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
+        """Of every change that is not durable ``survives()`` says whether it stays; of bytes that were not flushed ``torn`` tells
+        what is left."""
+        fates: dict[Change, bool] = {}
+
+        def fate(change: Change) -> bool:
+            if change not in fates:
+                fates[change] = change.durable or (all(map(fate, change.after)) and survives())
+            return fates[change]
+        known: set[int] = set()
+        stack = [self.root]
+        while stack:
+            folder = stack.pop()
+            if id(folder) in known:
+                continue
+            known.add(id(folder))
+            for name, node in folder.base.items():
+                self._put(folder, name, node)
+            for change, name, node in folder.changes:
+                if fate(change):
+                    self._put(folder, name, node)
+            folder.base.clear()
+            folder.changes.clear()
+            for node in folder.entries.values():
+                if isinstance(node, Folder):
+                    stack.append(node)
+                elif not node.whole:
+                    node.data, node.whole, node._key = torn(node.data), True, None
+        self.changed += 1
+
+    @staticmethod
+    def _put(folder: Folder, name: str, node: Node | None) -> None:
+        if node is None:
+            folder.entries.pop(name, None)
+        else:
+            folder.entries[name] = node
+        folder.version += 1
+
+    def copy(self) -> Disk:
+        """With the same names and contents, durable and not; nothing is shared that can change."""
+        made = Disk(self.room, self.local)
+        made.now, made.changed = self.now, self.changed
+        nodes: dict[int, Node] = {}
+        changes: dict[Change, Change] = {}
+
+        def node_of(node: Node | None) -> Node | None:
+            if node is None:
+                return None
+            if id(node) not in nodes:
+                if isinstance(node, File):
+                    twin = File(node.data, node.mtime, node.whole)
+                    twin._key = node._key
+                    nodes[id(node)] = twin
+                else:
+                    folder = nodes[id(node)] = Folder(node.mtime)
+                    folder.version = node.version
+                    folder.entries = {name: node_of(child) for name, child in node.entries.items()}
+                    folder.base = {name: node_of(child) for name, child in node.base.items()}
+                    folder.changes = [(change_of(change), name, node_of(child)) for change, name, child in node.changes]
+            return nodes[id(node)]
+
+        def change_of(change: Change) -> Change:
+            if change not in changes:
+                twin = changes[change] = Change(tuple(map(change_of, change.after)))
+                twin.durable = change.durable
+            return changes[change]
+        made.root = node_of(self.root)
+        return made

@@ -1,0 +1,210 @@
+"""Searching for a schedule that breaks a promise: at random, or all of a kind; and making it as simple as it can be.
+
+    counts, found = search(Search((0, 1000)))
+    for failure in systematic(SCENARIOS["save"], "ckpt", switches=2): ...
+    simple = shrunk(failure);  replay(simple)
+
+Each run of a scenario is judged at its end, and also as if every process had died, or the power had failed, before each of its
+operations: those are schedules of their own that share their beginning. Disks that were judged before, with the same told to the
+jobs, are not judged again (``Known``).
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from typing import Any
+
+import xxhash
+
+from mindresume.simulation.cluster import lose_power
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.jobs import History
+from mindresume.simulation.oracle import Finding, due, judge
+from mindresume.simulation.scenarios import FORMATS, SCENARIOS, WAYS, Play, Scenario
+from mindresume.simulation.schedule import Schedule, Strike, draw
+from mindresume.simulation.standins import replaced
+
+SHARE = 4                       # the same command is started again on one of so many different disks
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``how``: the moment of the death that was judged, empty: the end of the run."""
+    scenario: Scenario
+    format: str
+    way: str
+    schedule: Schedule
+    findings: tuple[Finding, ...]
+    how: str = ""
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What tells apart findings of which one is enough."""
+        return self.scenario.name, self.findings[0].kind
+
+    def to_json(self) -> dict[str, Any]:
+        return {"scenario": self.scenario.name, "format": self.format, "way": self.way, "schedule": self.schedule.to_json(),
+                "how": self.how, "findings": [str(finding) for finding in self.findings]}
+
+
+@dataclass
+class Counts:
+    """``runs``: of scenarios. ``schedules``: with each moment of death counted. ``states``: different disks that were judged."""
+    runs: int = 0
+    schedules: int = 0
+    states: int = 0
+
+
+@dataclass(frozen=True)
+class _State:
+    """Disks as they would be if all had died ``how``."""
+    how: str
+    schedule: Schedule
+    disks: dict[str, Disk]
+    history: History
+    signature: int
+
+
+@dataclass
+class Known:
+    """Signatures of what was judged and found well."""
+    signatures: set[int] = field(default_factory=set)
+    most: int = 2_000_000
+
+    def is_new(self, signature: int) -> bool:
+        if signature in self.signatures:
+            return False
+        if len(self.signatures) >= self.most:
+            self.signatures.clear()
+        self.signatures.add(signature)
+        return True
+
+
+def died(disks: dict[str, Disk], kind: str, amount: int) -> None:
+    """Changes ``disks`` to what is left by ``kind``."""
+    if kind == "power":
+        lose_power(disks, amount)
+    else:
+        for disk in disks.values():
+            disk.lose_power(lambda: True, lambda data: data)
+
+
+def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
+    least = due(history)
+    text = f"{play.scenario.name} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
+    text += " ".join(f"{name} {disk.signature()}" for name, disk in sorted(disks.items()))
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
+        share: int = 1) -> Failure | None:
+    """Runs it once. ``deaths``: judges the disks after each change, too. ``share``: the same command is started again on one of
+    so many of these; of the others only what people are told is looked at."""
+    states: list[_State] = []
+
+    def collect(play: Play, how: str) -> None:
+        at, struck = play.cluster.scheduler.operations, play.cluster.struck
+        if struck and struck[-1].strike.kind in ("kill all", "power"):
+            return
+        pending = any(disk.pending() for disk in play.cluster.disks.values())
+        for kind, amount in (("kill all", 0), ("power", 0), ("power", at)):
+            counts.schedules += 1
+            if kind == "power" and not pending:
+                continue                                # nothing that is not flushed: as if all had been killed
+            disks = {name: disk.copy() for name, disk in play.cluster.disks.items()}
+            died(disks, kind, amount)
+            signature = signature_of(play, disks, play.history)
+            if known.is_new(signature):
+                strikes = (*(strike for strike in schedule.strikes if strike.at < at), Strike(at, kind, amount))
+                states.append(_State(f"{kind} {how}", replace(schedule, strikes=strikes), disks, play.history.copy(), signature))
+    play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
+    counts.runs += 1
+    counts.schedules += 1
+    for state in states:
+        counts.states += 1
+        findings = judge(state.disks, state.history, play.training, live=not state.signature % share)
+        if findings:
+            return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
+    counts.states += 1
+    findings = play.findings()
+    return Failure(scenario, fmt, way, schedule, tuple(findings)) if findings else None
+
+
+def operations_of(scenario: Scenario, fmt: str, way: str) -> int:
+    """Of a run in which nothing strikes."""
+    return Play(scenario, fmt, Schedule(), way).run().cluster.scheduler.operations
+
+
+@dataclass(frozen=True)
+class Search:
+    """``seeds`` (the first, how many) of random schedules. Empty names: all. ``share``: as of ``run``."""
+    seeds: tuple[int, int]
+    scenarios: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
+    share: int = SHARE
+
+    def plays(self) -> list[tuple[Scenario, str, str]]:
+        return [(scenario, fmt, way) for scenario in SCENARIOS.values() for fmt, way in product(scenario.formats, scenario.ways)
+                if scenario.name in (self.scenarios or SCENARIOS) and fmt in (self.formats or FORMATS)
+                and way in (self.ways or WAYS)]
+
+
+_known = Known()                # of this process: what was judged in one search is known in the next
+_sizes: dict[tuple[str, str, str], int] = {}
+
+
+def search(wanted: Search) -> tuple[Counts, list[tuple[int, Failure]]]:
+    """Runs the schedules of all seeds. Returns the counts, and what was found by which seed, the first of its kind each, as
+    simple as it can be."""
+    counts, found, plays = Counts(), [], wanted.plays()
+    first, count = wanted.seeds
+    with replaced():
+        for seed in range(first, first + count):
+            chance = random.Random(seed)
+            scenario, fmt, way = plays[chance.randrange(len(plays))]
+            size = _sizes.setdefault((scenario.name, fmt, way), 0) or operations_of(scenario, fmt, way)
+            _sizes[scenario.name, fmt, way] = size
+            failure = run(scenario, fmt, way, draw(chance, size), _known, counts, share=wanted.share)
+            if failure is not None and all(failure.kind != other.kind for _, other in found):
+                found.append((seed, shrunk(failure)))
+    return counts, found
+
+
+def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
+               every: int = 1, deaths: bool = False) -> Iterator[Failure]:
+    """Every schedule with at most so many switches between the ranks, at each ``every``-th operation."""
+    known, counts = Known(), counts or Counts()
+    size = operations_of(scenario, fmt, way)
+    for count in range(switches + 1):
+        for moments in combinations(range(1, size + 1, every), count):
+            found = run(scenario, fmt, way, Schedule(switches=tuple((at, 1) for at in moments)), known, counts, deaths)
+            if found is not None:
+                yield found
+
+
+def replay(failure: Failure) -> list[Finding]:
+    """The findings of its schedule, run again from the beginning."""
+    play = Play(failure.scenario, failure.format, failure.schedule, failure.way).run()
+    return play.findings()
+
+
+def shrunk(failure: Failure, tries: int = 400) -> Failure:
+    """The simplest schedule that was found to break the same promise."""
+    kinds = {finding.kind for finding in failure.findings}
+    best, left = failure, tries
+    while left > 0:
+        for schedule in best.schedule.simpler():
+            left -= 1
+            findings = replay(Failure(best.scenario, best.format, best.way, schedule, ()))
+            if kinds & {finding.kind for finding in findings}:
+                best = Failure(best.scenario, best.format, best.way, schedule, tuple(findings))
+                break
+            if left <= 0:
+                break
+        else:
+            break
+    return best
+

@@ -1,0 +1,292 @@
+"""What a job does: its launcher, and the life of each rank, in the order in which the trainer calls the product.
+
+    job = Job(world, Training(ranks=2))
+    job.start()                                 # a launcher and its ranks, as processes of the cluster
+
+A rank chooses and loads a checkpoint, acquires the folder, trains (each step is an exchange between all ranks), saves, and ends,
+as ``mindresume.plugin`` has it done. What it learns is told to ``World.history``, by which the oracle judges.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mindresume.agree import Group
+from mindresume.errors import MindResumeError
+from mindresume.files import read_header, read_tensor
+from mindresume.formats.names import FileName
+from mindresume.layout import TensorLayout
+from mindresume.resume.choosing import Chooser, Request
+from mindresume.resume.select import Choice
+from mindresume.settings import Settings
+from mindresume.simulation.cluster import Cluster, Host, Process
+from mindresume.simulation.group import LIMIT, Communicator, ExchangeError
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.standins import here, running
+from mindresume.state import TrainingState
+from mindresume.store.manager import CheckpointManager
+from mindresume.store.retention import KEEP_ALL, KeepLast
+from mindresume.store.saver import Outcome, Save
+from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
+from mindresume.store.step import SaveOptions, Step
+from mindresume.store.trials import PendingTrial
+
+ITERATION = "iteration"
+PER_EPOCH = 100
+STEP_SECONDS = 1.0
+Saved = tuple[str, int]                     # (run, step)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One command. ``format``: "safetensors" or "ckpt" in rank folders, or "iteration". ``steps``: that it trains in all.
+    ``every``: steps between two saves. ``keep``: checkpoints that stay, 0: all. ``fresh``: it is asked to begin anew.
+    ``converts``: the number of ranks may differ from that of the checkpoint. ``apart``:
+    its hosts share no disk. ``rescue``: when ranks are lost the others save what they have (MindIO TTP)."""
+    ranks: int = 2
+    hosts: int = 1
+    format: str = "safetensors"
+    async_save: bool | str = False
+    steps: int = 4
+    every: int = 2
+    keep: int = 0
+    fresh: bool = False
+    converts: bool = False
+    root: str = "/out/checkpoint"
+    output: str = "/out"
+    apart: bool = False
+    rescue: bool = False
+    settings: Settings = Settings(commit_timeout=20.0, leave_check=3.0)
+    patience: float = 5.0                   # seconds between the first death of a rank and SIGTERM to the others
+    leave: float = 30.0                     # and from that to SIGKILL
+
+
+@dataclass
+class History:
+    """What the jobs were told. ``reported``: ranks that were told that a step is saved; ``failed``: that it is not, with the
+    reason; ``chosen``: of each run, the checkpoint that it went on from (None: a fresh start); ``wrong``: what no job may see.
+    ``ended``: runs that ended by themselves, with status 0."""
+    reported: dict[Saved, set[int]] = field(default_factory=dict)
+    failed: dict[tuple[Saved, int], str] = field(default_factory=dict)
+    chosen: dict[str, Saved | None] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)         # ranks of each run
+    began: set[Saved] = field(default_factory=set)
+    ended: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    protected: list[Saved] = field(default_factory=list)        # of another training: to be there at any time
+
+    def complete(self) -> list[Saved]:
+        """All ranks were told that it is saved."""
+        return [saved for saved, those in self.reported.items() if len(those) == self.sizes[saved[0]]]
+
+    def copy(self) -> History:
+        return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
+                       dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected))
+
+
+@lru_cache(maxsize=4096)
+def tensors(run: str, step: int, rank: int) -> dict[str, np.ndarray]:
+    """What a rank holds. Weights differ by rank, step and run, so that a file of another one is never taken for the right one."""
+    key = xxhash.xxh3_128_digest(f"{run} {step} {rank}".encode())
+    weight = np.frombuffer(key, np.float32).reshape(2, 2)
+    return {"embedding.weight": weight, "adam_m.embedding.weight": weight[::-1].copy(),
+            "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
+
+
+def shard_of(place: Place, step: int, fmt: str, suffix: int) -> Shard:
+    state, arrays = TrainingState(step, PER_EPOCH, step, 8), tensors(place.run, step, place.rank)
+    random = {"rank": place.rank}
+    if not place.iterations:
+        name = FileName("sim", place.rank, suffix, state.epoch, state.step_in_epoch, fmt)
+        return rank_shard(name, state, arrays, random=random, metadata={"format": "ms"})
+    cut = TensorLayout((place.world_size,), (0, -1)), (2 * place.world_size, 2)
+    weights = {name: array for name, array in arrays.items() if name == "embedding.weight"}
+    others = {name: array for name, array in arrays.items() if name not in weights}
+    return iteration_shard("sim", place, state, weights, others, {name: cut for name in arrays if "embedding" in name}, random)
+
+
+class Log:
+    """Of one process."""
+
+    def __init__(self, process: Process):
+        self.process = process
+
+    def _add(self, level: str, text: str, values: tuple[Any, ...]) -> None:
+        self.process.log.append(f"{here().scheduler.now:8.3f} {level} {text % values if values else text}")
+
+    def info(self, text: str, *values: Any) -> None:
+        self._add("info", text, values)
+
+    def warning(self, text: str, *values: Any) -> None:
+        self._add("warning", text, values)
+
+    def error(self, text: str, *values: Any) -> None:
+        self._add("error", text, values)
+
+
+class _Step(Step):
+    def __init__(self, number: int, manager: CheckpointManager, fmt: str, history: History):
+        super().__init__(number)
+        self.manager, self.format, self.history = manager, fmt, history
+
+    def collect(self) -> Save:
+        session = self.manager.session
+        saved = (session.place.run, self.number)
+        self.history.began.add(saved)
+        self.history.failed.pop((saved, session.place.rank), None)      # it is saved once more
+        return Save(shard_of(session.place, self.number, self.format, session.suffix))
+
+
+class _Manager(CheckpointManager):
+    """Tells the history of failed saves."""
+    history: History
+
+    def _failed(self, error: Any) -> None:
+        self.failing = str(error)
+        super()._failed(error)
+
+    def _hear(self, outcome: Outcome) -> None:
+        key = (self.place.run, outcome.step)
+        if outcome.saved:
+            self.history.reported.setdefault(key, set()).add(self.place.rank)
+            self.history.failed.pop((key, self.place.rank), None)
+        else:
+            self.history.failed[key, self.place.rank] = str(outcome.error)
+        super()._hear(outcome)
+
+
+class Job:
+    """``name``: of its processes. The launcher ends all ranks when one of them has died."""
+
+    def __init__(self, cluster: Cluster, history: History, training: Training, hosts: list[Host], name: str = "job"):
+        self.cluster, self.history, self.training, self.hosts, self.name = cluster, history, training, hosts, name
+        self.communicator = Communicator(training.ranks, 2.0 if training.rescue else LIMIT)
+        self.ranks: list[Process] = []
+        self.launcher: Process | None = None
+
+    def start(self) -> Process:
+        """Returns the launcher, which ends when all ranks have."""
+        self.launcher = self.cluster.process(self.hosts[0], f"{self.name}.launcher", self._launch)
+        return self.launcher
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ranks) and all(process.dead for process in self.ranks)
+
+    def _launch(self) -> None:
+        from mindresume.simulation.standins import Event
+        changed, training = Event(), self.training
+        per_host = -(-training.ranks // training.hosts)
+        for rank in range(training.ranks):
+            process = self.cluster.process(self.hosts[rank // per_host], f"{self.name}.{rank}",
+                                           lambda rank=rank: _life(self, rank))
+            process.when_dead.append(lambda _: changed.set())
+            self.ranks.append(process)
+        mine = running()
+        mine.on_term = lambda: [self.cluster.terminate(process) for process in self.ranks] and None
+        while not self.over:
+            changed.wait(None)
+            changed.clear()
+            if any(process.dead and process.exit for process in self.ranks):
+                break
+        if not self.over:
+            self.cluster.scheduler.sleep(training.patience)
+            for process in self.ranks:
+                self.cluster.terminate(process)
+            self.cluster.scheduler.sleep(training.leave)
+            for process in self.ranks:
+                self.cluster.kill(process)
+
+
+def _life(job: Job, rank: int) -> None:
+    training, history = job.training, job.history
+    process = running()
+    log, group = Log(process), job.communicator.member(rank, process)
+    storage = Mount(job.cluster, process)
+    choice, trial, hold = None, None, None
+    islands: dict[str, Any] = {}
+    if not training.fresh:
+        found = Chooser(storage, group, training.settings, log, _no_complete_weights, islands=islands).choose(
+            Request(training.root, output=training.output, converts=training.converts))
+        choice, trial, hold = found.choice, found.trial, found.hold
+    start = _loaded(job, choice, storage, rank) if choice is not None else 0
+    options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
+                          iterations=training.format == ITERATION)
+    manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL, log,
+                       pending=PendingTrial(trial))
+    manager.history = history
+    manager.open(islands, choice, claims={})
+    history.sizes[manager.place.run] = training.ranks
+    if rank == 0:
+        history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+    if hold is not None:
+        hold.leave()
+    manager.begin(start, choice)
+    manager.meet()
+    manager.listen()
+    step = start
+    manager.begin_trial()
+    for step in range(start + 1, training.steps + 1):
+        try:
+            _train(group)
+        except ExchangeError:
+            if training.rescue and step > start + 1:
+                manager.rescue(_Step(step - 1, manager, training.format, history))
+            raise
+        if manager.step_end(_Step(step, manager, training.format, history)):
+            break
+    manager.end(_Step(step, manager, training.format, history))
+    if rank == 0:
+        history.ended.append(manager.place.run)
+
+
+def _no_complete_weights(storage: Any, path: str) -> Choice:
+    raise AssertionError(f"{path} is taken for complete weights")
+
+
+def _train(group: Group) -> None:
+    """One step: nobody is faster than the slowest."""
+    here().scheduler.sleep(STEP_SECONDS)
+    group.gather(b"")
+
+
+def _loaded(job: Job, choice: Choice, storage: Mount, rank: int) -> int:
+    """Reads what was chosen, as this rank. Returns its step; what is wrong with it is told."""
+    chosen = choice.chosen
+    saved = (chosen.run or "", chosen.step or 0)
+    proven = [proof.rank for proof in choice.shards] if job.training.converts else [rank]
+    for text in wrong_content(storage, choice, proven):
+        job.history.wrong.append(text)
+    return saved[1]
+
+
+def wrong_content(storage: Any, choice: Choice, ranks: list[int]) -> list[str]:
+    """What of the chosen checkpoint is not, bit for bit, what was saved. OSError if that cannot be read now."""
+    chosen, found = choice.chosen, []
+    shards = {proof.rank: proof for proof in choice.shards}
+    for rank in ranks:
+        if rank not in shards:
+            found.append(f"step {chosen.step} of {chosen.run}: rank {rank} proved nothing")
+            continue
+        read: dict[str, np.ndarray] = {}
+        for source in shards[rank].sources:
+            path = f"{choice.root}/{source.file.path}"
+            try:
+                with storage.open(path) as file:
+                    header = read_header(file, path)
+                    read.update({name: read_tensor(file, header.tensors[name]) for name in source.names or header.tensors})
+            except MindResumeError as error:
+                found.append(f"step {chosen.step} of {chosen.run} was chosen and cannot be read by rank {rank}: {error}")
+        for name, array in tensors(chosen.run or "", chosen.step or 0, rank).items():
+            if name not in read or read[name].tobytes() != array.tobytes():
+                found.append(f"{name} of rank {rank} is not what was saved in step {chosen.step} of {chosen.run}")
+    return found
+
+
+__all__ = ["ExchangeError", "History", "Job", "Log", "Training", "tensors", "wrong_content"]
+Work = Callable[[], Any]

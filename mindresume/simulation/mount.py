@@ -1,0 +1,165 @@
+"""A ``Storage``: the file system of a simulated cluster as one process on one host sees it.
+
+Each call is one operation of the scheduler (a write is two: half of it, then all), at which the schedule may strike: an error
+before or after the effect, the death of the process, of its host or of the server. A host remembers listings as an NFS client
+does: for ``lag`` seconds it believes them, unless it changed the folder itself; names it has not listed are hidden from it meanwhile.
+"""
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from mindresume.simulation.cluster import Cluster, Process
+from mindresume.simulation.disk import UNLIMITED, Disk, File, Folder, fail
+from mindresume.store.storage import UNKNOWN_ROOM, NewFile, Status
+
+
+class Mount:
+    """``width`` 1: operations of one process come one after the other, so that their numbers mean something."""
+    width = 1
+
+    def __init__(self, cluster: Cluster, process: Process):
+        self.cluster, self.process, self.host = cluster, process, process.host
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    def list(self, folder: str) -> list[str]:
+        return self._do("list", folder, lambda disk: list(self.host.names(disk, folder)))
+
+    def status(self, path: str) -> Status | None:
+        def act(disk: Disk) -> Status | None:
+            node = self._look(disk, path)
+            if node is None:
+                return None
+            if isinstance(node, Folder):
+                return Status(4096, node.mtime, True)
+            return Status(len(node.data), node.mtime, False)
+        return self._do("status", path, act)
+
+    def open(self, path: str) -> BinaryIO:
+        def act(disk: Disk) -> BinaryIO:
+            node = self._look(disk, path)
+            if node is None:
+                fail(errno.ENOENT, path)
+            if isinstance(node, Folder):
+                fail(errno.EISDIR, path)
+            return io.BytesIO(node.data)
+        return self._do("open", path, act)
+
+    def room(self, folder: str) -> int:
+        return self._do("room", folder, lambda disk: UNKNOWN_ROOM if disk.room > UNLIMITED // 2 else disk.room, fails=False)
+
+    def _look(self, disk: Disk, path: str) -> File | Folder | None:
+        node = disk.find(path)
+        return None if node is not None and self.host.hides(disk, path) else node
+
+    # ---- changing --------------------------------------------------------------------------------------------------
+
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
+        made = self.create(path, size, name="write")
+        try:
+            data = b"".join(pieces)
+            made.write_at(0, memoryview(data))
+            made.finish()
+        except BaseException:
+            made.abandon()
+            raise
+        return len(data)
+
+    def create(self, path: str, size: int, name: str = "create") -> _NewFile:
+        def act(disk: Disk) -> _NewFile:
+            if size > disk.room:
+                fail(errno.ENOSPC, path)
+            file = disk.create(path, b"", whole=False)
+            self.host.changes(disk, path)
+            return _NewFile(self, path, file)
+        return self._do(name, path, act)
+
+    def rename(self, old: str, new: str) -> None:
+        def act(disk: Disk) -> None:
+            disk.rename(old, new)
+            self.host.changes(disk, old)
+            self.host.changes(disk, new)
+            self.cluster.renamed(self.process, old, new)
+        self._do("rename", new, act, also=old)
+
+    def sync(self, folder: str) -> None:
+        self._do("sync", folder, lambda disk: disk.sync(folder))
+
+    def remove(self, path: str) -> None:
+        def act(disk: Disk) -> None:
+            with suppress(FileNotFoundError):
+                disk.remove(path)
+            self.host.changes(disk, path)
+        self._do("remove", path, act)
+
+    def make_folder(self, path: str) -> None:
+        missing = []
+        while path not in ("", "/") and not isinstance(self.host.disk.find(path), Folder):
+            missing.append(path)
+            path = os.path.dirname(path)
+        if not missing:
+            self._do("make_folder", path, lambda disk: None)
+        for folder in reversed(missing):
+            def act(disk: Disk, folder: str = folder) -> None:
+                disk.make_folder(folder)
+                disk.sync(os.path.dirname(folder))          # the contract: the new names are durable
+                self.host.changes(disk, folder)
+            self._do("make_folder", folder, act)
+
+    # ---- one operation ---------------------------------------------------------------------------------------------
+
+    def _do(self, name: str, path: str, act: Callable[[Disk], Any], also: str = "", fails: bool = True) -> Any:
+        disk = self.host.disk
+        code, after = self.cluster.operate(self.process, name, path, also)
+        disk.now = self.cluster.server_time()
+        if code and not after and fails:
+            fail(code, path)
+        found = act(disk)
+        if code and fails:
+            fail(code, path)
+        return found
+
+
+class _NewFile(NewFile):
+    """Visible with half of its bytes, then with all; flushed at the end."""
+
+    def __init__(self, mount: Mount, path: str, file: File):
+        self.mount, self.path, self.file = mount, path, file
+        self._parts: list[tuple[int, bytes]] = []
+        self._open = True
+
+    def write_at(self, position: int, data: memoryview) -> None:
+        self._parts.append((position, bytes(data)))
+        disk = self.mount.host.disk
+        whole = self._content()
+        disk.fill(self.file, whole[:len(whole) // 2], False, self.path)
+
+    def finish(self) -> None:
+        try:
+            self.mount._do("flush", self.path, lambda disk: disk.fill(self.file, self._content(), True, self.path))
+        except BaseException:
+            self.abandon()
+            raise
+        self._open = False
+
+    def abandon(self) -> None:
+        if self._open:
+            self._open = False
+            if not self.mount.process.dead:
+                with suppress(OSError):
+                    self.mount.remove(self.path)
+
+    def _content(self) -> bytes:
+        size = max((position + len(data) for position, data in self._parts), default=0)
+        if len(self._parts) == 1 and self._parts[0][0] == 0:
+            return self._parts[0][1]
+        content = bytearray(size)
+        for position, data in self._parts:
+            content[position:position + len(data)] = data
+        return bytes(content)
+

@@ -1,0 +1,223 @@
+"""What must hold of the disks after a schedule, whatever happened.
+
+    judge(disks, history, training)             # findings; none: all is well
+
+It looks at the disks as a person would (``survey``, ``select``), then lets the same command start again, undisturbed, and looks
+at what that did. Each finding names the promise that was broken:
+
+    wrong     what was taken is not, bit for bit, what was saved; or two lives were mixed
+    lost      something older was taken, or nothing, though all ranks had been told that it is saved; or it was removed
+    stuck     the job does not start, or a rank waits for ever
+    untidy    files of no checkpoint stay after the next save
+    told      a rank was told that a save failed, and it is there
+    unequal   people and the job are given different answers
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from mindresume.agree import Solo
+from mindresume.errors import MindResumeError
+from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.formats.names import META, folder_rank
+from mindresume.formats.records import scan_records
+from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt, run_sequence
+from mindresume.resume.absent import nobody_knows
+from mindresume.resume.select import select
+from mindresume.resume.survey import COMPLETE, survey
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.jobs import ITERATION, History, Job, Saved, Training, wrong_content
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.scheduler import Stuck, TooLong
+from mindresume.simulation.standins import standing_in
+
+UNKNOWN = "?"
+WRONG, LOST, STUCK, UNTIDY, TOLD, UNEQUAL = "wrong", "lost", "stuck", "untidy", "told", "unequal"
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def newer(saved: Saved) -> tuple[int, int]:
+    """Of two saves the one of the later run counts, then the later step."""
+    return run_sequence(saved[0]), saved[1]
+
+
+def due(history: History) -> Saved | None:
+    """The newest that all ranks were told is saved: nothing older may be taken from then on."""
+    return max(history.complete(), key=newer, default=None)
+
+
+def judge(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
+    """``disks`` are changed: the next life of the job saves there. ``live`` False: there is none, people look, and no more."""
+    least = due(history)
+    findings = [Finding(WRONG, text) for text in history.wrong]
+    looked: Saved | None | str = UNKNOWN
+    if not training.apart:
+        looked, more = _look(disks, history, training)
+        findings += more
+    findings += _kept(disks, history, training)
+    if not live and not training.apart:
+        return findings + _older(least, looked, "which")
+    last = max((step for _, step in history.began), default=0)
+    # Nodes that share no disk keep what all of them have until they have told each other of something newer.
+    findings += _live(disks, training, least, looked, last, not training.fresh and not training.apart)
+    return findings
+
+
+def _kept(disks: Mapping[str, Disk], history: History, training: Training) -> Iterator[Finding]:
+    """Checkpoints of another training are never removed."""
+    present = {name for disk in disks.values() for path, _ in disk.walk(training.root) for name in path.split("/")}
+    for run, step in history.protected:
+        if attempt_name(step, run) not in present:
+            yield Finding(LOST, f"step {step} of run {run}, which is of another training, was removed")
+
+
+def _alone(disks: Mapping[str, Disk], work: Callable[[Cluster], None]) -> Cluster:
+    """One process on a host that has seen nothing yet."""
+    cluster = Cluster(Schedule(), disks)
+    with standing_in(cluster):
+        cluster.process(cluster.host("looker"), "looker", lambda: work(cluster))
+        cluster.scheduler.run()
+    return cluster
+
+
+def _look(disks: Mapping[str, Disk], history: History, training: Training
+          ) -> tuple[Saved | None, list[Finding]]:
+    """What a person is told. Returns what a resume would take, as ``which`` says."""
+    findings: list[Finding] = []
+    told: list[Saved | None] = []
+
+    def work(cluster: Cluster) -> None:
+        storage = Mount(cluster, cluster.processes[0])
+        try:
+            ranks = None if training.converts else training.ranks
+            choice = select(storage, training.root, Solo(), ranks, ranks=lambda candidate: list(candidate.files),
+                            poison_limit=training.settings.poison_limit)
+            rows = survey(storage, training.root, nobody_knows, ranks)[1]
+        except (MindResumeError, OSError) as error:
+            findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
+            return
+        chosen = choice.chosen
+        told.append((chosen.run or "", chosen.step or 0) if chosen is not None else None)
+        if chosen is not None:
+            findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(chosen.world_size))))
+            first = next((row for row in rows if row.state == COMPLETE), None)
+            if first is None or (first.candidate.run, first.candidate.step) != told[0]:
+                findings.append(Finding(UNEQUAL, f"which says {told[0]}, ls {first and first.candidate.name}"))
+        findings.extend(_committed(storage, history, training))
+    cluster = _alone(disks, work)
+    error = cluster.processes[0].error
+    if error is not None:
+        findings.append(Finding(STUCK, f"looking: {type(error).__name__}: {error}"))
+    return told[0] if told else None, findings
+
+
+def _committed(storage: Mount, history: History, training: Training) -> Iterator[Finding]:
+    for candidate in scan_records(storage, training.root)[0]:
+        saved = (candidate.run or "", candidate.step or 0)
+        for rank in range(candidate.world_size):
+            text = history.failed.get((saved, rank))
+            if candidate.committed and text is not None and " may not " not in text:
+                yield Finding(TOLD, f"rank {rank} was told that {saved} failed, and it is committed: {text}")
+
+
+def _live(disks: Mapping[str, Disk], training: Training, least: Saved | None, looked: Saved | None | str, last: int,
+          tidy: bool
+          ) -> list[Finding]:
+    """The same command once more, with nothing in its way; it keeps one checkpoint."""
+    findings: list[Finding] = []
+    history = History()
+    cluster = Cluster(Schedule(), disks)
+    cluster._pids, cluster._tokens = 10_000, 500_000            # names that were never used
+    cluster.scheduler.now = 2 * 3600.0                          # what is cleared up by its age is old by then
+    cluster.one_machine = True                                  # a dead reader on another one holds for minutes
+    # Of nodes that share no disk it is not known here where the next life begins.
+    start = last if looked == UNKNOWN else looked[1] if looked is not None else 0
+    again = replace(training, steps=(start // training.every + 1) * training.every, keep=1, fresh=False, async_save=False,
+                    rescue=False)
+    with standing_in(cluster):
+        hosts = [cluster.host(f"again{number}", number) for number in range(training.hosts)]
+        job = Job(cluster, history, again, hosts, "again")
+        launcher = job.start()
+        try:
+            cluster.scheduler.run()
+        except (Stuck, TooLong) as error:
+            return [Finding(STUCK, f"the next life: {type(error).__name__}: {error}")]
+    for process in (*job.ranks, launcher):
+        if process.exit or process.error is not None:
+            findings.append(Finding(STUCK, f"the next life: {process.name} ended with {process.exit}: "
+                                           f"{type(process.error).__name__}: {process.error}"))
+            return findings
+    findings += [Finding(WRONG, text) for text in history.wrong]
+    (run, chosen), = history.chosen.items()
+    if looked not in (UNKNOWN, chosen):
+        findings.append(Finding(UNEQUAL, f"which says {looked}, the job takes {chosen}"))
+    findings += _older(least, chosen, "the job")
+    if tidy and not findings:
+        findings += _tidied(disks, again, (run, again.steps))
+    return findings
+
+
+def _older(least: Saved | None, chosen: Saved | None | str, who: str) -> list[Finding]:
+    if least is None or (chosen is not None and (isinstance(chosen, str) or newer(chosen) >= newer(least))):
+        return []
+    return [Finding(LOST, f"{who} takes {chosen}, though all ranks were told that {least} is saved")]
+
+
+def _tidied(disks: Mapping[str, Disk], training: Training, newest: Saved) -> list[Finding]:
+    """After the next life: its last step is there, and nothing else."""
+    findings: list[Finding] = []
+
+    def work(cluster: Cluster) -> None:
+        storage = Mount(cluster, cluster.processes[0])
+        choice = select(storage, training.root, Solo(), training.ranks, ranks=lambda candidate: list(candidate.files))
+        chosen = choice.chosen
+        if chosen is None or (chosen.run, chosen.step) != newest:
+            findings.append(Finding(LOST, f"after the next life: {chosen and chosen.name} is taken, not {newest}"))
+            return
+        findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(training.ranks))))
+        left = left_over(storage, training, newest)
+        if left:
+            findings.append(Finding(UNTIDY, ", ".join(left)))
+    cluster = _alone(disks, work)
+    error = cluster.processes[0].error
+    if error is not None:
+        findings.append(Finding(STUCK, f"after the next life: {type(error).__name__}: {error}"))
+    return findings
+
+
+def is_rank_folder(name: str) -> bool:
+    return folder_rank(name) is not None
+
+
+def left_over(storage: Mount, training: Training, newest: Saved) -> list[str]:
+    """Paths that belong to no checkpoint, or to one that should have gone."""
+    root, (run, step) = training.root, newest
+    candidates, known, _ = scan_records(storage, root)
+    names = storage.list(os.path.join(root, FOLDER))
+    if training.format == ITERATION:
+        base = iteration_name(step)
+        known = known | {file.path for candidate in candidates for file in candidate.small}
+        left = [f"{FOLDER}/{name}" for name in names if name != f"ended-{run}.json"]
+        left += [name for name in storage.list(root) if name not in (FOLDER, TRACKER, base)]
+        left += [f"{base}/{name}" for name in storage.list(os.path.join(root, base))
+                 if f"{base}/{name}" not in known and name != FOLDER]
+        return left + [f"{base}/{FOLDER}/{name}" for name in storage.list(os.path.join(root, base, FOLDER))
+                       if name != attempt_name(step, run)]
+    left = [f"{FOLDER}/{name}" for name in names if parse_attempt(name) is None]
+    left += [f"{FOLDER}/{name}" for name, found, _ in attempts(names) if found != step]
+    for folder in filter(is_rank_folder, storage.list(root)):
+        left += [f"{folder}/{name}" for name in storage.list(os.path.join(root, folder))
+                 if f"{folder}/{name}" not in known and name != META]
+    return left

@@ -1,0 +1,244 @@
+"""What happens in a schedule: which jobs run, on which disks, and what was there before.
+
+    play = Play(SCENARIOS["save"], "safetensors", schedule)
+    play.run()
+    play.findings()
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mindresume.errors import MindResumeError
+from mindresume.simulation.cluster import SHARED, Cluster, Process
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.group import ExchangeError
+from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, shard_of
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.oracle import STUCK, Finding, judge
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.scheduler import Killed, Stuck, TooLong
+from mindresume.simulation.standins import here, running, standing_in
+from mindresume.store import claim
+from mindresume.store.background import Background, work_for
+from mindresume.store.claim import Holds
+from mindresume.store.removal import carry_out, plan
+from mindresume.store.retention import KEEP_ALL, KeepLast
+from mindresume.store.saver import Foreground, Outcome, Save
+from mindresume.store.shard import Place
+
+FORMATS = ("safetensors", "ckpt", ITERATION)
+WAYS = ("", "thread", "process")            # of saving: in the training, or behind it
+RUN = "0002-1111aaaa"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``attack(play)`` starts processes. ``past``: a training that has ended well before; None: an empty disk. ``training``: what
+    the attack runs, and what is started again afterwards. ``formats``: that it makes sense for."""
+    name: str
+    about: str
+    attack: Callable[[Play], None]
+    training: Training = Training()
+    past: Training | None = Training(steps=2)
+    formats: tuple[str, ...] = FORMATS
+    ways: tuple[str, ...] = WAYS
+
+
+class Play:
+    """One run of a scenario in one format and one way of saving."""
+
+    def __init__(self, scenario: Scenario, fmt: str, schedule: Schedule, way: str = "", most: int = 20_000):
+        self.scenario, self.format, self.way, self.schedule = scenario, fmt, way, schedule
+        self.training = replace(scenario.training, format=fmt, async_save=way or False)
+        disks, past = _past(scenario.past and replace(scenario.past, format=fmt), self.training.apart, self.training.hosts)
+        self.history = past.copy()
+        self.cluster = Cluster(schedule, {name: disk.copy() for name, disk in disks.items()}, most)
+        self.jobs: list[Job] = []
+        self.stuck = ""
+
+    def run(self, collect: Callable[[Play, str], None] | None = None) -> Play:
+        """``collect``: called before each operation behind which the disks have changed."""
+        cluster = self.cluster
+        if collect is not None:
+            seen = [sum(disk.changed for disk in cluster.disks.values())]
+
+            def observe(process: Process, name: str, path: str) -> None:
+                changed = sum(disk.changed for disk in cluster.disks.values())
+                if changed != seen[0]:
+                    seen[0] = changed
+                    collect(self, f"before operation {cluster.scheduler.operations}")
+            cluster.observe = observe
+        with standing_in(cluster):
+            self.scenario.attack(self)
+            try:
+                cluster.scheduler.run()
+            except (Stuck, TooLong) as error:
+                self.stuck = f"{type(error).__name__}: {error}"
+            cluster.observe = None
+        for give_back in cluster.at_end:
+            give_back()
+        return self
+
+    def findings(self) -> list[Finding]:
+        """Of the end of it. The disks are changed."""
+        found = [Finding(STUCK, self.stuck)] if self.stuck else []
+        found += [Finding(STUCK, f"{job.name}: {job.communicator.mismatch}") for job in self.jobs if job.communicator.mismatch]
+        found += [Finding(STUCK, f"{process.name}: {type(process.error).__name__}: {process.error}")
+                  for process in self.cluster.processes if not _may_end_with(process.error)]
+        return found + judge(self.cluster.disks, self.history, self.training)
+
+    def job(self, training: Training) -> Job:
+        hosts = [self.cluster.host("", node) for node in range(training.hosts)]
+        made = Job(self.cluster, self.history, training, hosts, f"job{len(self.jobs)}")
+        self.jobs.append(made)
+        return made
+
+
+def _may_end_with(error: BaseException | None) -> bool:
+    """Killed, or with an error that says what is wrong."""
+    return error is None or isinstance(error, (Killed, MindResumeError, OSError, ExchangeError))
+
+
+@lru_cache(maxsize=64)
+def _past(training: Training | None, apart: bool, hosts: int) -> tuple[Mapping[str, Disk], History]:
+    """Disks on which ``training`` has run to its end; and what it was told."""
+    disks = {f"node{node}": Disk(local=True) for node in range(hosts)} if apart else {SHARED: Disk()}
+    history = History()
+    if training is None:
+        return disks, history
+    cluster = Cluster(Schedule(), disks)
+    with standing_in(cluster):
+        job = Job(cluster, history, training, [cluster.host("", node) for node in range(training.hosts)], "past")
+        job.start()
+        cluster.scheduler.run()
+    bad = [process for process in cluster.processes if process.error is not None or process.exit]
+    if bad:
+        raise AssertionError(f"the past does not work: {bad[0].name}: {bad[0].error!r}\n" + "\n".join(bad[0].log))
+    for disk in disks.values():
+        disk.lose_power(lambda: True)
+    return disks, history
+
+
+# ---- saving alone: what two ranks do for a checkpoint, without the start and the end of a job ----------------------------------
+
+def _core(play: Play, steps: tuple[int, ...], keep: int = 0) -> None:
+    host = play.cluster.host()
+    play.history.sizes[RUN] = play.training.ranks
+    for rank in range(play.training.ranks):
+        play.cluster.process(host, f"rank{rank}", lambda rank=rank: _save(play, rank, steps, keep))
+
+
+def _save(play: Play, rank: int, steps: tuple[int, ...], keep: int) -> None:
+    training, history, process = play.training, play.history, running()
+    lineage = next(iter(history.chosen), RUN)
+    place = Place(Mount(play.cluster, process), training.root, RUN, rank, training.ranks, play.format == ITERATION, (), lineage)
+    policy, log = KeepLast(keep) if keep else KEEP_ALL, Log(process)
+    mine = policy if rank == 0 else None
+    saver = Background(place, mine, play.way, log=log.info, timeout=20.0) if play.way else Foreground(
+        work_for(place, mine, log.info))
+
+    def hear(outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.saved:
+                history.reported.setdefault((RUN, outcome.step), set()).add(rank)
+            else:
+                history.failed[(RUN, outcome.step), rank] = str(outcome.error)
+    for step in steps:
+        history.began.add((RUN, step))
+        saver.save(Save(shard_of(place, step, play.format, 1)))
+        hear(saver.poll())
+    hear(saver.wait(20.0))
+    hear(saver.finish(20.0, 5.0))
+
+
+# ---- whole jobs ----------------------------------------------------------------------------------------------------------------
+
+def _one(play: Play) -> None:
+    play.job(play.training).start()
+
+
+def _restarted(play: Play) -> None:
+    """A platform starts the same command again whenever it ends with an error."""
+    def work() -> None:
+        for _ in range(3):
+            job = play.job(play.training)
+            job.start()
+            while not job.launcher.dead or not job.over:
+                here().scheduler.sleep(1.0)
+                if job.launcher.dead and not job.ranks:         # killed before it had started any
+                    break
+            if job.ranks and not any(process.exit for process in job.ranks):
+                return
+    play.cluster.process(play.cluster.host("platform"), "platform", work)
+
+
+def _twice(play: Play) -> None:
+    """Two jobs are started in one folder."""
+    play.job(play.training).start()
+    play.job(play.training).start()
+
+
+def _afresh(play: Play) -> None:
+    """A new training in the folder of another one, on purpose."""
+    play.history.protected = list(play.history.reported)
+    _one(play)
+
+
+def _with_reader(play: Play) -> None:
+    """Beside a job somebody prunes the folder, and somebody reads the newest checkpoint."""
+    _one(play)
+    host = play.cluster.host("desk")
+    play.cluster.process(host, "prune", lambda: _prune(play))
+    play.cluster.process(host, "reader", lambda: _read(play))
+
+
+def _prune(play: Play) -> None:
+    """As ``mindresume prune --keep-last 1`` does."""
+    storage, root = Mount(play.cluster, running()), play.training.root
+    for _ in range(3):
+        here().scheduler.sleep(1.5)
+        known: list[Callable[[str], bool]] = []
+
+        def ended(run: str, known: list[Callable[[str], bool]] = known) -> bool:
+            if not known:
+                known.append(claim.ended(storage, root))
+            return known[0](run)
+        made = plan(storage, root, KeepLast(1), claim.holds(storage, root), ended=ended)
+        carry_out(storage, root, made, Holds(storage, root))
+
+
+def _read(play: Play) -> None:
+    """Chooses and reads as a conversion does, with a hold on what it reads."""
+    from mindresume.agree import Solo
+    from mindresume.resume.select import select
+    from mindresume.simulation.jobs import wrong_content
+    storage, training = Mount(play.cluster, running()), play.training
+    for _ in range(3):
+        here().scheduler.sleep(1.3)
+        choice = select(storage, training.root, Solo(), training.ranks, ranks=lambda candidate: list(candidate.files))
+        if choice.chosen is None:
+            continue
+        held = claim.hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
+        if held is not None:
+            play.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
+            held.leave()
+
+
+SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
+    Scenario("save", "two ranks save one step", lambda play: _core(play, (4,))),
+    Scenario("prune", "they save two steps, and only the newest is kept", lambda play: _core(play, (4, 6), keep=1)),
+    Scenario("first", "a job in an empty folder", _one, past=None),
+    Scenario("job", "a job goes on from a checkpoint, saves twice, keeps one", _one, Training(steps=6, keep=1)),
+    Scenario("restarts", "a platform starts the job again and again", _restarted, Training(steps=8, keep=2)),
+    Scenario("twice", "two jobs are started in one folder at the same time", _twice, Training(steps=6, keep=2)),
+    Scenario("two hosts", "a job on two hosts that share a disk", _one, Training(hosts=2, steps=6, keep=1)),
+    Scenario("three ranks", "a job of three ranks goes on from a checkpoint of two", _one,
+             Training(ranks=3, steps=6, keep=1, converts=True)),
+    Scenario("nodes", "a job on two hosts that share no disk", _restarted,
+             Training(hosts=2, steps=6, keep=1, apart=True), Training(hosts=2, steps=2, apart=True), FORMATS[:2]),
+    Scenario("afresh", "a new training in the folder of another one", _afresh, Training(steps=4, keep=1, fresh=True)),
+    Scenario("lost ranks", "ranks that are left save what they have", _one, Training(steps=6, keep=2, rescue=True)),
+    Scenario("readers", "beside a job one process prunes, another one reads", _with_reader, Training(steps=6, keep=2)),
+)}

@@ -1,0 +1,119 @@
+"""A schedule: who goes on where, what strikes where, and how the hosts differ. A value that can be drawn, printed and shrunk.
+
+    schedule = draw(random.Random(7), operations=200)
+    schedule.to_json();  Schedule.from_json(...)
+
+Without switches the ranks run one after the other, each as far as it gets; ``switches`` says before which operations another one
+goes on instead. So a schedule is what is unusual about a run, and leaving parts of it out makes it simpler.
+"""
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mindresume.simulation.scheduler import Task
+
+_FULL = ("write", "create", "flush", "rename", "make_folder")
+_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder")
+# kind -> (errno, operations that it can hit; (): all)
+ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
+    "EIO after": (errno.EIO, _EFFECTS), "ESTALE after": (errno.ESTALE, _EFFECTS)}
+DEATHS = ("kill", "kill host", "kill all", "power")
+SIGNALS = ("slow", "pause", "term", "term all", "clock")
+KINDS = (*ERRORS, *DEATHS, *SIGNALS)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """``at``: number of the operation, counted over all processes from 1. ``amount``: of a slow operation, a pause or a clock the
+    seconds, of a full disk the operations for which it stays full, of a loss of power what is left (0: only what was flushed;
+    else a seed)."""
+    at: int
+    kind: str
+    amount: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``switches``: (number of the operation, how many tasks further on in the list of those that can go on). ``picks``: the same
+    for the moments at which the running task cannot go on, counted from 1. ``lag``: seconds for which hosts believe listings.
+    ``clocks``: by host, seconds by which its clock is wrong."""
+    seed: int = 0
+    switches: tuple[tuple[int, int], ...] = ()
+    picks: tuple[tuple[int, int], ...] = ()
+    strikes: tuple[Strike, ...] = ()
+    lag: float = 0.0
+    clocks: tuple[float, ...] = ()
+
+    def chooser(self) -> _Listed:
+        return _Listed(dict(self.switches), dict(self.picks))
+
+    @property
+    def size(self) -> int:
+        return len(self.switches) + len(self.picks) + len(self.strikes) + bool(self.lag) + bool(self.clocks)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Schedule:
+        return cls(value["seed"], tuple(map(tuple, value["switches"])), tuple(map(tuple, value["picks"])),
+                   tuple(Strike(**row) for row in value["strikes"]), value["lag"], tuple(value["clocks"]))
+
+    def simpler(self) -> list[Schedule]:
+        """Schedules with one thing less, the largest steps first."""
+        found = []
+        for name in ("switches", "picks", "strikes"):
+            rows = getattr(self, name)
+            if len(rows) > 3:
+                half = len(rows) // 2
+                found += [replace(self, **{name: rows[:half]}), replace(self, **{name: rows[half:]})]
+            found += [replace(self, **{name: rows[:index] + rows[index + 1:]}) for index in range(len(rows))]
+        if self.lag:
+            found.append(replace(self, lag=0.0))
+        if self.clocks:
+            found.append(replace(self, clocks=()))
+        return found
+
+
+class _Listed:
+    """Who goes on, as a schedule lists it."""
+    __slots__ = ("switches", "picks", "picked")
+
+    def __init__(self, switches: dict[int, int], picks: dict[int, int]):
+        self.switches, self.picks, self.picked = switches, picks, 0
+
+    def wants(self, number: int) -> bool:
+        return number in self.switches
+
+    def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
+        if current is None:
+            self.picked += 1
+            return ready[self.picks.get(self.picked, 0) % len(ready)]
+        others = [task for task in ready if task is not current]
+        return others[(self.switches[number] - 1) % len(others)] if others else current
+
+
+def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, lags: Sequence[float] = (0.0, 0.0, 30.0, 60.0),
+         hosts: int = 2, most_strikes: int = 3) -> Schedule:
+    """A random one for a run of about ``operations``."""
+    def moments(count: int) -> list[int]:
+        return sorted(chance.randrange(1, operations + 1) for _ in range(count))
+    few = chance.random() < 0.5
+    switches = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(5 if few else operations // 4)))))
+    picks = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(4)))))
+    count = chance.choice((0, 1, 1, 1, 2, 2, most_strikes))
+    strikes = []
+    for at in sorted(set(moments(count))):
+        kind = chance.choice(kinds)
+        amount = {"pause": chance.choice((1, 20, 100, 1000)), "slow": chance.choice((1, 20, 100, 1000)),
+                  "clock": chance.choice((-3600, 3600, 10**7)),
+                  "power": chance.choice((0, 0, chance.randrange(1, 10**6))),
+                  "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
+        strikes.append(Strike(at, kind, amount))
+    clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
+    return Schedule(chance.randrange(1 << 30), switches, picks, tuple(strikes), chance.choice(lags), clocks)

@@ -1,0 +1,76 @@
+"""The writer of ``async_save: process`` as a process of a simulated cluster.
+
+It keeps the contract of ``mindresume.store.background._Process``: it shares nothing with the training but messages and the
+staging buffer, takes no signal that asks to end, finishes what it has begun when the training is gone, and then waits for others
+no longer than a living training would.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.standins import SimpleQueue, here, running
+from mindresume.store.background import serve
+from mindresume.store.retention import Policy
+from mindresume.store.shard import Place
+from mindresume.store.staging import Staging
+
+_CHECK = 1.0                    # seconds between two looks for the training
+
+
+class Writer:
+    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
+        self._inbox, self._outbox = SimpleQueue(), SimpleQueue()
+        training, cluster = running(), here()
+        self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
+        self._process.on_term = lambda: None
+        mine, memory = replace(place, storage=Mount(cluster, self._process)), Staging(fd=os.dup(staging.fd))
+        cluster.at_end.append(memory.close)
+        cluster.scheduler.start(self._process, _bound(training, self._process, timeout), f"{training.name}.writer/bound")
+        self._process.main = cluster.scheduler.start(
+            self._process, lambda: serve(mine, policy, memory, self._receive(training), self._outbox.put), self._process.name)
+
+    def _receive(self, training: Any) -> Callable[[], Any]:
+        def receive() -> Any:
+            while self._inbox.empty():
+                if training.dead:
+                    return None
+                self._inbox.wait(_CHECK)
+            return self._inbox.get()
+        return receive
+
+    def send(self, message: Any) -> None:
+        if self._process.dead:
+            raise BrokenPipeError("the writer is gone")
+        self._inbox.put(message)
+
+    def receive(self, patience: float) -> Any:
+        if self._outbox.empty() and patience:
+            self._outbox.wait(patience)
+        return None if self._outbox.empty() else self._outbox.get()
+
+    def alive(self) -> bool:
+        return not self._process.dead
+
+    def close(self) -> None:
+        self.send(None)
+
+    def join(self) -> None:
+        while self.alive():
+            here().scheduler.sleep(_CHECK)
+
+    def end(self) -> str:
+        return f"exit status {self._process.exit}"
+
+
+def _bound(training: Any, process: Any, timeout: float) -> Callable[[], None]:
+    def work() -> None:
+        scheduler = here().scheduler
+        while not training.dead:
+            scheduler.sleep(_CHECK)
+        scheduler.sleep(timeout)
+        here().kill(process)
+    return work
