@@ -2,7 +2,7 @@
 
 Each call is one operation of the scheduler (a write is two: half of it, then all), at which the schedule may strike: an error
 before or after the effect, the death of the process, of its host or of the server. A host remembers listings as an NFS client
-does: for ``lag`` seconds it believes them, unless it changed the folder itself; names it has not listed are hidden from it meanwhile.
+does: for ``lag`` seconds it believes them, unless it changed the folder itself; other names are hidden from it meanwhile.
 """
 from __future__ import annotations
 
