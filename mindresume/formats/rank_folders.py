@@ -192,7 +192,7 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
     prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours; within a run it goes by samples seen.
     Only prefixes that nothing else compares go by the times of their files, which copies lose; then a note says so."""
     def mtime(candidate: Candidate) -> float:
-        found = [status_of(storage, root, file) for file in candidate.every_file]
+        found = parallel(storage, lambda file: status_of(storage, root, file), candidate.every_file)
         return max((status.mtime for status in found if status), default=0.0)
 
     there = [candidate for candidate in ours if candidate.existed]

@@ -314,20 +314,24 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
     this attempt and names a file of its step, the labels inside the files tell.
     """
     step, run = parse_attempt(untrashed(os.path.basename(folder))) or (0, "")
-    for entry in storage.list(folder):
-        if record_rank(entry) is None:
-            continue
+
+    def named_by(entry: str) -> list[str]:
         try:
             with storage.open(os.path.join(folder, entry)) as file:
                 record, _ = read_record(file)
         except (OSError, RecordError):
-            continue
+            return []
         name = record.files[0].path.partition("/")[2]
         parsed = parse_name(name)
         if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
                 record.rank, record.state.epoch, record.state.step_in_epoch):
-            continue                                            # it may name what is not of this checkpoint
+            return []                                           # it may name what is not of this checkpoint
         paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.files[0].format))
                  for rank in range(record.world_size)]
         return paths + [temporary_name(path, record.run) for path in paths]
+    entries = [entry for entry in storage.list(folder) if record_rank(entry) is not None]
+    for portion in (entries[:1], entries[1:]):                  # one is enough, but where the first is damaged others can be
+        found = next(filter(None, parallel(storage, named_by, portion)), None)
+        if found is not None:
+            return found
     return labelled_files(storage, root, run, step)

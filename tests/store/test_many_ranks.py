@@ -4,12 +4,15 @@ import json
 import os
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from mindresume.agree import Solo
 from mindresume.files import encode
 from mindresume.formats import rank_folders, records
 from mindresume.formats.names import META, FileName, folder_name, label, meta_json
 from mindresume.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
+from mindresume.resume.select import select
 from mindresume.state import TrainingState
 from mindresume.store import commit, removal, storage
 from mindresume.store.commit import Committer
@@ -212,6 +215,28 @@ def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
     for step in (5, 6, 7):
         committer.saved(step)
     write_all(disk, 8, 64, recorded=False)
-    disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(8, RUN)}/rank_00000.json", b"damaged")
+    for rank in range(64):
+        disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(8, RUN)}/{record_name(rank)}", b"damaged")
     empty_trash(disk, ROOT)
-    assert sum(disk.done.values()) - sum(together) < 200 and sum(together) > 64 * 20
+    alone = sum(disk.done.values()) - sum(together)
+    assert alone < 130 and sum(together) > 64 * 20
+
+
+def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_side(disk, monkeypatch):
+    plain, together = storage.parallel, []
+
+    def parallel(disk, function, items):
+        before = sum(disk.done.values())
+        found = plain(disk, function, items)
+        together.append(sum(disk.done.values()) - before)
+        return found
+    for module in (rank_folders, records):
+        monkeypatch.setattr(module, "parallel", parallel)
+    state = {"step_num": np.array(5, np.int64), "epoch_num": np.array(1, np.int64)}
+    data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))
+    for rank in range(64):
+        disk.put(f"{ROOT}/{folder_name(rank)}/{name_of(5, rank)}", data)
+        disk.put(f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode())
+    disk.done.clear()
+    assert select(disk, ROOT, Solo(), 64).chosen.step == 5
+    assert sum(disk.done.values()) - sum(together) < 40 and sum(together) > 64 * 3
