@@ -23,10 +23,11 @@ UNLIMITED = 1 << 60
 
 class File:
     """``whole``: its bytes were flushed. Content that was not may be lost or torn."""
-    __slots__ = ("data", "mtime", "whole", "_key")
+    __slots__ = ("data", "mtime", "whole", "moved", "_key")
 
     def __init__(self, data: bytes, mtime: float, whole: bool):
         self.data, self.mtime, self.whole = data, mtime, whole
+        self.moved: Change | None = None            # the last change that gave it a name
         self._key: int | None = None
 
     @property
@@ -46,13 +47,15 @@ class Change:
 
 class Folder:
     """``entries``: what everybody sees. ``base``: what the names that changed since the last flush stood for then; ``changes``:
-    those changes, the oldest first, each with the names it changed."""
-    __slots__ = ("entries", "base", "changes", "mtime", "version")
+    those changes, the oldest first, each with the name it changed; ``latest``: the last one of each name."""
+    __slots__ = ("entries", "base", "changes", "latest", "moved", "mtime", "version")
 
     def __init__(self, mtime: float = 0.0):
         self.entries: dict[str, Node] = {}
         self.base: dict[str, Node | None] = {}
         self.changes: list[tuple[Change, str, Node | None]] = []
+        self.latest: dict[str, Change] = {}
+        self.moved: Change | None = None
         self.mtime = mtime
         self.version = 0                            # counts changes: clients compare it
 
@@ -210,17 +213,19 @@ class Disk:
             change.durable = True
         node.base.clear()
         node.changes.clear()
+        node.latest.clear()
 
     def _parent(self, path: str) -> tuple[Folder, str]:
         folder, name = os.path.split(path)
         return self.folder(folder), name
 
     def _set(self, rows: list[tuple[Folder, str, Node | None]]) -> None:
-        moved = {id(node) for _, _, node in rows if node is not None}
-        earlier = [change for folder, name, _ in rows for change, other, node in folder.changes
-                   if not change.durable and (other == name or (node is not None and id(node) in moved))]
-        change = Change(tuple(earlier))
+        before = [folder.latest.get(name) for folder, name, _ in rows] + [node.moved for _, _, node in rows if node is not None]
+        change = Change(tuple(dict.fromkeys(earlier for earlier in before if earlier is not None and not earlier.durable)))
         for folder, name, node in rows:
+            folder.latest[name] = change
+            if node is not None:
+                node.moved = change
             folder.base.setdefault(name, folder.entries.get(name))
             folder.changes.append((change, name, node))
             if node is None:
@@ -268,6 +273,7 @@ class Disk:
                     self._put(folder, name, node)
             folder.base.clear()
             folder.changes.clear()
+            folder.latest.clear()
             for node in folder.entries.values():
                 if isinstance(node, Folder):
                     stack.append(node)
@@ -289,6 +295,8 @@ class Disk:
         made.now, made.changed = self.now, self.changed
         nodes: dict[int, Node] = {}
         changes: dict[Change, Change] = {}
+        done = Change()
+        done.durable = True
 
         def node_of(node: Node | None) -> Node | None:
             if node is None:
@@ -298,15 +306,20 @@ class Disk:
                     twin = File(node.data, node.mtime, node.whole)
                     twin._key = node._key
                     nodes[id(node)] = twin
+                    twin.moved = change_of(node.moved)
                 else:
                     folder = nodes[id(node)] = Folder(node.mtime)
                     folder.version = node.version
                     folder.entries = {name: node_of(child) for name, child in node.entries.items()}
                     folder.base = {name: node_of(child) for name, child in node.base.items()}
                     folder.changes = [(change_of(change), name, node_of(child)) for change, name, child in node.changes]
+                    folder.latest = {name: change_of(change) for name, change in node.latest.items()}
+                    folder.moved = change_of(node.moved)
             return nodes[id(node)]
 
-        def change_of(change: Change) -> Change:
+        def change_of(change: Change | None) -> Change | None:
+            if change is None or change.durable:        # what is durable holds nothing up
+                return done if change is not None else None
             if change not in changes:
                 twin = changes[change] = Change(tuple(map(change_of, change.after)))
                 twin.durable = change.durable
