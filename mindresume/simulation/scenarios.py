@@ -31,6 +31,7 @@ from mindresume.store.shard import Place
 FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # of saving: in the training, or behind it
 RUN = "0002-1111aaaa"
+LONGEST_EXCHANGE = 10.0         # seconds; the ranks of a job here wait up to 20 for records
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Play:
         found += [Finding(STUCK, f"{job.name}: {job.communicator.mismatch}") for job in self.jobs if job.communicator.mismatch]
         found += [Finding(STUCK, f"{process.name}: {type(process.error).__name__}: {process.error}")
                   for process in self.cluster.processes if not _may_end_with(process.error)]
+        if not any(struck.strike.kind in ("slow", "pause") for struck in self.cluster.struck):
+            found += [Finding(STUCK, f"{job.name}: a rank sat in an exchange for {job.communicator.longest:.0f} s, while others "
+                                     f"worked on files") for job in self.jobs if job.communicator.longest > LONGEST_EXCHANGE]
         return found + judge(self.cluster.disks, self.history, self.training)
 
     def job(self, training: Training) -> Job:
