@@ -139,7 +139,7 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Meter]
         [MofNCompleteColumn(), TextColumn(unit)]
     with Progress(TextColumn(what), BarColumn(), *columns, TimeRemainingColumn(), console=Console(stderr=True),
                   transient=True) as progress:
-        task = progress.add_task(what, total=0)
+        task = progress.add_task(what, total=None)
 
         class Bar:
             def expect(self, count: int) -> None:

@@ -19,23 +19,50 @@ if TYPE_CHECKING:
     from mindresume.drill.run import Cell, Task
 
 
+_DISK, _SIMULATED = "On a file system", "In the simulation (--simulate)"
+# parameter -> option, of those that only one of the two takes
+_OF_THE_DISK = {"folder": "--dir", "story": "--story", "fault": "--fault", "ranks": "--ranks", "every": "--every",
+                "seed": "--seed"}
+_OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "scenario": "--scenario", "way": "--way",
+                      "systematic": "--systematic", "replay": "--replay"}
+
+
 @app.command()
-def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", help="Where: the file system to test, for example "
+def drill(context: typer.Context,
+          folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", rich_help_panel=_DISK,
+                                                     help="Where: the file system to test, for example "
                                                      "the shared one of the training. A folder of its own is made there and "
                                                      "removed. Default: the folder for temporary files.")] = None,
-          story: Annotated[list[str] | None, typer.Option("--story", metavar="NAME", help="Only this story (again for "
-                                                          "more).")] = None,
+          story: Annotated[list[str] | None, typer.Option("--story", metavar="NAME", rich_help_panel=_DISK,
+                                                          help="Only this story (again for more).")] = None,
+          fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", rich_help_panel=_DISK,
+                                                          help="Only this fault (again for more).")] = None,
+          ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, rich_help_panel=_DISK, help="Simulated ranks.")] = 2,
+          every: Annotated[int, typer.Option("--every", min=1, metavar="K", rich_help_panel=_DISK,
+                                             help="Strike only every K-th operation: faster, and no proof.")] = 1,
+          seed: Annotated[int, typer.Option("--seed", rich_help_panel=_DISK,
+                                            help="Order of the ranks, who dies, what survives.")] = 0,
+          simulate: Annotated[bool, typer.Option("--simulate", rich_help_panel=_SIMULATED, help="Whole jobs on a simulated "
+                                                 "cluster instead, in memory.")] = False,
+          seeds: Annotated[int, typer.Option("--seeds", min=1, max=10**9, metavar="N", rich_help_panel=_SIMULATED,
+                                             help="So many random runs.")] = 200,
+          first_seed: Annotated[int, typer.Option("--first-seed", min=0, metavar="S", rich_help_panel=_SIMULATED,
+                                                  help="The seed of the first.")] = 0,
+          scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", rich_help_panel=_SIMULATED,
+                                                             help="Only this scenario (again for more).")] = None,
+          way: Annotated[list[str] | None, typer.Option("--way", metavar="foreground|thread|process", help="Only this way of "
+                                                        "saving.", rich_help_panel=_SIMULATED)] = None,
+          systematic: Annotated[int | None, typer.Option("--systematic", min=0, max=5, metavar="K", rich_help_panel=_SIMULATED,
+                                                         help="Of these scenarios all schedules with at most K switches between "
+                                                         "ranks, none at random.")] = None,
+          replay: Annotated[str | None, typer.Option("--replay", metavar="JSON|@FILE", rich_help_panel=_SIMULATED,
+                                                     help="Run this one schedule and print every operation.")] = None,
           fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt|iteration",
                                                         help="Only this format; iteration: Checkpoint 2.0.")] = None,
-          fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", help="Only this fault (again for "
-                                                          "more).")] = None,
-          ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, help="Simulated ranks.")] = 2,
-          every: Annotated[int, typer.Option("--every", min=1, metavar="K", help="Strike only every K-th operation: faster, and "
-                                             "no proof.")] = 1,
-          seed: Annotated[int, typer.Option("--seed", help="Order of the ranks, who dies, what survives.")] = 0,
           jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N",
                                             help="Processes. Default: one a core.")] = os.cpu_count() or 1,
-          explain: Annotated[bool, typer.Option("--explain", help="Print what the stories and faults are, and stop.")] = False,
+          explain: Annotated[bool, typer.Option("--explain", help="Print what the stories and faults, scenarios and strikes "
+                                                "are, and stop.")] = False,
           json: AsJson = False) -> None:
     """Proves on your file system that no crash loses a checkpoint, or shows which one does.
 
@@ -46,14 +73,35 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none, though one is complete.
     SILENT_DIVERGENCE: a wrong one. Some minutes on a local disk. Ctrl-C ends it and prints what was found so far. Exit status:
     0 all PASS, 1 not, 130 stopped by Ctrl-C.
+
+    --simulate tests mindresume itself instead: whole jobs on hosts, disks and clocks in memory, in random orders with random
+    faults, judged as if all had died before each operation. What it finds it makes as simple as it can, and prints the command
+    that shows it again.
     """
+    if explain:
+        _explain()
+        return
+    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    for name in sorted(given & (_OF_THE_DISK if simulate else _OF_THE_SIMULATION).keys()):
+        raise ConfigError(f"{_OF_THE_DISK[name]} is of the drill on a file system, not of --simulate" if simulate else
+                          f"{_OF_THE_SIMULATION[name]} needs --simulate")
+    if simulate:
+        from mindresume.cli.simulate import Asked, hunt
+        from mindresume.cli.simulate import replay as run_again
+        others = [_OF_THE_SIMULATION[name] for name in sorted(given & _OF_THE_SIMULATION.keys() - {"replay"})]
+        if replay is not None and (others or fmt):
+            raise ConfigError(f"--replay runs one schedule; it does not go with {', '.join(others) or '--format'}")
+        asked = Asked(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()), systematic, jobs, json)
+        sys.exit(hunt(asked) if replay is None else run_again(replay, json))
+    sys.exit(_on_disk(folder, story, fmt, fault, ranks, every, seed, jobs, json))
+
+
+def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int, every: int,
+             seed: int, jobs: int, json: bool) -> int:
     from mindresume.drill import run
-    from mindresume.drill.faults import EXPLAINED, FAULTS
+    from mindresume.drill.faults import FAULTS
     from mindresume.drill.stories import LAYOUTS, STORIES
     from mindresume.drill.workers import Workers
-    if explain:
-        _explain({name: it.about for name, it in STORIES.items()}, EXPLAINED)
-        return
     stories = _chosen("story", story, tuple(STORIES))
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
@@ -84,7 +132,7 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", hel
     if stopped:
         raise Stopped(stopped.signal, f"the drill was stopped after {len(cells)} of {expected} cells" if expected else
                       "the drill was stopped before its first cell")
-    sys.exit(0 if all(cell.verdict == "PASS" for cell in cells) else 1)
+    return 0 if all(cell.verdict == "PASS" for cell in cells) else 1
 
 
 def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[str]:
@@ -94,10 +142,15 @@ def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[st
     return [name for name in known if not asked or name in asked]
 
 
-def _explain(stories: dict[str, str], faults: dict[str, str]) -> None:
+def _explain() -> None:
     from rich.console import Console
     from rich.table import Table
-    for title, rows in (("story", stories), ("fault at an operation", faults)):
+
+    from mindresume.cli.simulate import explained
+    from mindresume.drill.faults import EXPLAINED
+    from mindresume.drill.stories import STORIES
+    tables = {"story": {name: it.about for name, it in STORIES.items()}, "fault at an operation": EXPLAINED, **explained()}
+    for title, rows in tables.items():
         table = Table(box=None, pad_edge=False)
         table.add_column(title)
         table.add_column("what happens")

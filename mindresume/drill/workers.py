@@ -4,7 +4,8 @@
         for result in workers.map(function, arguments): ...         # in the order in which they are ready
 
 Whatever ends the block ends the workers at once and removes ``folder``: the end of the work, Ctrl-C, an error. If this process is
-killed, each worker ends by itself, and a small process that waits for that removes ``folder``.
+killed, each worker ends by itself, and a small process that waits for that removes ``folder``. Without one there is nothing to
+remove.
 """
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,12 +27,14 @@ _CLEANER = 'read -r word && exit 0; for n in 1 2 3 4 5; do rm -rf -- "$0"; sleep
 class Workers:
     """``count`` processes, started anew (spawn), so that no thread or lock of this process is copied into them."""
 
-    def __init__(self, count: int, folder: str):
+    def __init__(self, count: int, folder: str | None = None):
         self.count, self.folder = count, folder
+        self._cleaner: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Workers:
-        self._cleaner = subprocess.Popen(["sh", "-c", _CLEANER, self.folder], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                         stderr=subprocess.DEVNULL, start_new_session=True)
+        if self.folder is not None:
+            self._cleaner = subprocess.Popen(["sh", "-c", _CLEANER, self.folder], stdin=subprocess.PIPE,
+                                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         self._processes, self._connections = [], []
         context = multiprocessing.get_context("spawn")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C in the terminal is ours to handle
@@ -54,17 +58,17 @@ class Workers:
             process.kill()
         for process in self._processes:
             process.join()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._cleaner.communicate(b"done\n")
+        if self._cleaner is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._cleaner.communicate(b"done\n")
 
-    def map(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> Iterator[Any]:
+    def map(self, function: Callable[[Any], Any], arguments: Iterable[Any]) -> Iterator[Any]:
         """Yields the results as they are ready. ``function``: of the top level of a module. What it raises is raised here;
         ChildProcessError if a worker dies."""
-        left, busy = list(reversed(arguments)), set()
-        for connection in self._connections:
-            if left:
-                connection.send((function, left.pop()))
-                busy.add(connection)
+        left, busy = iter(arguments), set()
+        for connection, argument in zip(self._connections, left, strict=False):     # there may be fewer, or more
+            connection.send((function, argument))
+            busy.add(connection)
         while busy:
             for connection in wait(list(busy)):
                 try:
@@ -74,8 +78,8 @@ class Workers:
                 if error is not None:
                     raise error
                 busy.discard(connection)
-                if left:
-                    connection.send((function, left.pop()))
+                for argument in islice(left, 1):
+                    connection.send((function, argument))
                     busy.add(connection)
                 yield result
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, combinations, islice, product
 from typing import Any
 
 import xxhash
@@ -48,6 +48,16 @@ class Failure:
         return {"scenario": self.scenario.name, "format": self.format, "way": self.way, "schedule": self.schedule.to_json(),
                 "how": self.how, "findings": [str(finding) for finding in self.findings]}
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Failure:
+        """Reads what ``to_json`` gives; "how" and "findings" may be left out. KeyError, TypeError or ValueError if it is
+        something else."""
+        scenario, fmt, way = SCENARIOS[value["scenario"]], value["format"], value["way"]
+        if fmt not in scenario.formats or way not in scenario.ways:
+            raise ValueError(f"scenario {scenario.name!r} has no format {fmt!r} with way {way!r}")
+        findings = tuple(Finding(*text.split(": ", 1)) for text in value.get("findings", ()))
+        return cls(scenario, fmt, way, Schedule.from_json(value["schedule"]), findings, value.get("how", ""))
+
 
 @dataclass
 class Counts:
@@ -55,6 +65,10 @@ class Counts:
     runs: int = 0
     schedules: int = 0
     states: int = 0
+
+    def add(self, other: Counts) -> None:
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass(frozen=True)
@@ -104,8 +118,8 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
     so many of these; of the others only what people are told is looked at."""
     states: list[_State] = []
 
-    def collect(play: Play, how: str) -> None:
-        at, struck = play.cluster.scheduler.operations, play.cluster.struck
+    def collect(play: Play, at: int) -> None:
+        struck = play.cluster.struck
         if struck and struck[-1].strike.kind in ("kill all", "power"):
             return
         pending = any(disk.pending() for disk in play.cluster.disks.values())
@@ -118,7 +132,7 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
                 strikes = (*(strike for strike in schedule.strikes if strike.at < at), Strike(at, kind, amount))
-                states.append(_State(f"{kind} {how}", replace(schedule, strikes=strikes), disks, play.history.copy(), signature))
+                states.append(_State(f"{kind} before operation {at}", replace(schedule, strikes=strikes), disks, play.history.copy(), signature))
     play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1
@@ -126,6 +140,7 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
         counts.states += 1
         findings = judge(state.disks, state.history, play.training, live=not state.signature % share)
         if findings:
+            known.signatures.difference_update(other.signature for other in states)     # these are not known to be well
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
     counts.states += 1
     findings = play.findings()
@@ -156,10 +171,10 @@ _known = Known()                # of this process: what was judged in one search
 _sizes: dict[tuple[str, str, str], int] = {}
 
 
-def search(wanted: Search) -> tuple[Counts, list[tuple[int, Failure]]]:
+def search(wanted: Search, seen: set[tuple[str, str]] | None = None) -> tuple[Counts, list[tuple[int, Failure]]]:
     """Runs the schedules of all seeds. Returns the counts, and what was found by which seed, the first of its kind each, as
-    simple as it can be."""
-    counts, found, plays = Counts(), [], wanted.plays()
+    simple as it can be. ``seen``: kinds that are not wanted again; those found are added."""
+    counts, found, plays, seen = Counts(), [], wanted.plays(), set() if seen is None else seen
     first, count = wanted.seeds
     with replaced():
         for seed in range(first, first + count):
@@ -168,19 +183,22 @@ def search(wanted: Search) -> tuple[Counts, list[tuple[int, Failure]]]:
             size = _sizes.setdefault((scenario.name, fmt, way), 0) or operations_of(scenario, fmt, way)
             _sizes[scenario.name, fmt, way] = size
             failure = run(scenario, fmt, way, draw(chance, size), _known, counts, share=wanted.share)
-            if failure is not None and all(failure.kind != other.kind for _, other in found):
+            if failure is not None and failure.kind not in seen:
+                seen.add(failure.kind)
                 found.append((seed, shrunk(failure)))
     return counts, found
 
 
 def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
-               every: int = 1, deaths: bool = False) -> Iterator[Failure]:
-    """Every schedule with at most so many switches between the ranks, at each ``every``-th operation."""
+               every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1)) -> Iterator[Failure]:
+    """Every schedule with at most so many switches between the ranks, at each ``every``-th operation. ``part`` (i, n): only the
+    i-th of each n of these, for processes that share the work."""
     known, counts = Known(), counts or Counts()
-    size = operations_of(scenario, fmt, way)
-    for count in range(switches + 1):
-        for moments in combinations(range(1, size + 1, every), count):
-            found = run(scenario, fmt, way, Schedule(switches=tuple((at, 1) for at in moments)), known, counts, deaths)
+    with replaced():
+        moments = range(1, operations_of(scenario, fmt, way) + 1, every)
+        schedules = chain.from_iterable(combinations(moments, count) for count in range(switches + 1))
+        for chosen in islice(schedules, part[0], None, part[1]):
+            found = run(scenario, fmt, way, Schedule(switches=tuple((at, 1) for at in chosen)), known, counts, deaths)
             if found is not None:
                 yield found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mindresume.errors import MindResumeError
-from mindresume.simulation.cluster import SHARED, Cluster, Process
+from mindresume.simulation.cluster import SHARED, Cluster, Process, Struck, lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.group import ExchangeError
 from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, shard_of
@@ -59,18 +59,18 @@ class Play:
         self.jobs: list[Job] = []
         self.stuck = ""
 
-    def run(self, collect: Callable[[Play, str], None] | None = None) -> Play:
-        """``collect``: called before each operation behind which the disks have changed."""
+    def run(self, collect: Callable[[Play, int], None] | None = None) -> Play:
+        """``collect(play, number)``: called before each operation before which the disks have changed, or what was told of them,
+        and at the end, as if there were one operation more. A loss of power that the schedule has later strikes at the end."""
         cluster = self.cluster
-        if collect is not None:
-            seen = [sum(disk.changed for disk in cluster.disks.values())]
+        seen = [self._news()]
 
-            def observe(process: Process, name: str, path: str) -> None:
-                changed = sum(disk.changed for disk in cluster.disks.values())
-                if changed != seen[0]:
-                    seen[0] = changed
-                    collect(self, f"before operation {cluster.scheduler.operations}")
-            cluster.observe = observe
+        def observe(process: Process, name: str, path: str) -> None:
+            news = self._news()
+            if news != seen[0]:
+                seen[0] = news
+                collect(self, cluster.scheduler.operations)
+        cluster.observe = observe if collect is not None else None
         with standing_in(cluster):
             self.scenario.attack(self)
             try:
@@ -80,7 +80,19 @@ class Play:
             cluster.observe = None
         for give_back in cluster.at_end:
             give_back()
+        if collect is not None:
+            collect(self, cluster.scheduler.operations + 1)
+        for strike in self.schedule.strikes:
+            if strike.kind == "power" and strike.at > cluster.scheduler.operations:
+                lose_power(cluster.disks, strike.amount)
+                cluster.struck.append(Struck(strike, strike.at, "", "the end", ""))
         return self
+
+    def _news(self) -> tuple[int, int, int]:
+        """Counts what has changed of the disks, and of what people were told."""
+        history = self.history
+        return (sum(disk.changed for disk in self.cluster.disks.values()), sum(map(len, history.reported.values())),
+                len(history.failed))
 
     def findings(self) -> list[Finding]:
         """Of the end of it. The disks are changed."""

@@ -25,6 +25,17 @@ ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
 DEATHS = ("kill", "kill host", "kill all", "power")
 SIGNALS = ("slow", "pause", "term", "term all", "clock")
 KINDS = (*ERRORS, *DEATHS, *SIGNALS)
+EXPLAINED = {
+    "EIO": "the operation fails once", "ESTALE": "it fails once, as on NFS after the server forgot a file",
+    "ENOSPC": "the disk is full, for this and some later operations",
+    "EDQUOT": "the quota is exhausted, for this and some later operations",
+    "EIO after": "it takes effect and reports an error all the same",
+    "ESTALE after": "it takes effect and reports an error all the same, as on NFS",
+    "kill": "the process is killed right before it", "kill host": "all processes of the host are killed",
+    "kill all": "all processes are killed", "power": "power fails: nothing that was not flushed is left, or any part of it",
+    "slow": "the operation takes so many seconds", "pause": "the process stands still for so many seconds, then goes on",
+    "term": "SIGTERM to the process", "term all": "SIGTERM to all processes",
+    "clock": "the clock of the host jumps by so many seconds"}
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,16 @@ class Schedule:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Schedule:
-        return cls(value["seed"], tuple(map(tuple, value["switches"])), tuple(map(tuple, value["picks"])),
-                   tuple(Strike(**row) for row in value["strikes"]), value["lag"], tuple(value["clocks"]))
+        """Reads what ``to_json`` gives; what is not there is as usual. AttributeError, KeyError, TypeError or ValueError if it
+        is something else."""
+        pairs = {name: tuple((int(at), int(further)) for at, further in value.get(name, ())) for name in ("switches", "picks")}
+        strikes = tuple(Strike(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("strikes", ()))
+        return cls(int(value.get("seed", 0)), **pairs, strikes=strikes, lag=float(value.get("lag", 0.0)),
+                   clocks=tuple(map(float, value.get("clocks", ()))))
 
     def simpler(self) -> list[Schedule]:
-        """Schedules with one thing less, the largest steps first."""
-        found = []
+        """Schedules with less, the largest steps first."""
+        found = [replace(self, **{name: ()}) for name in ("switches", "picks", "strikes") if len(getattr(self, name)) > 1]
         for name in ("switches", "picks", "strikes"):
             rows = getattr(self, name)
             if len(rows) > 3:

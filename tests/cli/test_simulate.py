@@ -1,0 +1,178 @@
+"""``mindresume drill --simulate``: what is asked, what is printed, and that what it finds can be shown again."""
+import builtins
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindresume.drill import workers
+from mindresume.simulation import explore, portions
+from mindresume.simulation.mount import Mount
+
+COMMAND = "drill"
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--simulate", "--scenario", "save", "--format", "ckpt", "--way", "foreground")
+PATIENCE = 600.0
+
+
+class InThisProcess:
+    """Stands for the worker processes, so that what a test breaks is broken there, too."""
+
+    def __init__(self, count, folder=None):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def map(self, function, arguments):
+        return map(function, arguments)
+
+
+@pytest.fixture
+def unflushed(monkeypatch):
+    """A product that flushes no folder. What was judged before does not count."""
+    monkeypatch.setattr(Mount, "sync", lambda self, folder: None)
+    monkeypatch.setattr(workers, "Workers", InThisProcess)
+    monkeypatch.setattr(explore, "_known", explore.Known())
+    monkeypatch.setattr(explore, "_sizes", {})
+    monkeypatch.setattr(portions, "_seen", set())
+
+
+def test_nothing_is_found_by_processes(read):
+    status, found = read(*SMALL, "--seeds", "6", "--first-seed", "3", "--jobs", "2")
+    assert status == 0 and found["found"] == [] and (found["seeds"], found["first_seed"], found["runs"]) == (6, 3, 6)
+    assert found["schedules"] > found["states"] > 6
+
+
+def test_what_is_found_is_printed_and_replayed(call, unflushed, monkeypatch, tmp_path):
+    status, out, err = call(*SMALL, "--seeds", "3")
+    assert status == 1 and "1 finding(s)" in out
+    head, text, line, command = out.splitlines()[:4]
+    assert re.fullmatch(r"LOST: save, ckpt, foreground, seed \d+", head) and "all ranks were told" in text
+    schedule = json.loads(line)
+    assert [strike["kind"] for strike in schedule["schedule"]["strikes"]] == ["power"] and not schedule["schedule"]["switches"]
+    program, *arguments = shlex.split(command)
+    assert program == "mindresume" and arguments[-1] == line.strip()
+    status, out, err = call(*arguments[1:])
+    assert status == 1 and out.splitlines()[-1].startswith("lost: ")
+    assert re.search(r"^ +1 rank0 +list +/out/checkpoint", out, re.MULTILINE) and re.search(r"<- power$", out, re.MULTILINE)
+    assert "rank0: exit status -9" in out
+    monkeypatch.undo()
+    (tmp_path / "schedule").write_text(line)
+    monkeypatch.setattr(sys, "argv", ["mindresume"])
+    status, out, err = call("--simulate", "--replay", f"@{tmp_path / 'schedule'}")
+    assert status == 0 and out.splitlines()[-1] == "nothing found"
+
+
+def test_a_replay_as_json(read):
+    strikes = [{"at": 9, "kind": "power"}]
+    status, found = read("--simulate", "--replay", json.dumps(
+        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"strikes": strikes}}))
+    assert status == 0 and found["findings"] == [] and found["struck"][0]["at"] == 9
+    assert [row[0] for row in found["operations"]] == list(range(1, 10))
+    assert {process["name"]: process["exit"] for process in found["processes"]} == {"rank0": -9, "rank1": -9}
+
+
+def test_power_that_fails_after_the_end(call, unflushed):
+    status, out, err = call("--simulate", "--replay", json.dumps(
+        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"strikes": [{"at": 1000, "kind": "power"}]}}))
+    assert status == 1 and re.search(r"^ 1000 +the end   <- power$", out, re.MULTILINE) and "rank1: exit status 0" in out
+    assert out.splitlines()[-1].startswith("lost: ")
+
+
+def test_all_schedules_with_few_switches(call, unflushed):
+    status, out, err = call(*SMALL, "--systematic", "0")
+    assert status == 1 and out.startswith("LOST: save, ckpt, foreground\n")
+    assert out.splitlines()[-1].startswith("1 runs (all with at most 0 switches)")
+
+
+def test_the_parts_of_a_systematic_search_are_the_whole():
+    wanted = explore.Search((0, 1), ("save",), ("ckpt",), ("",))
+    whole, parts = explore.Counts(), explore.Counts()
+    assert not list(explore.systematic(explore.SCENARIOS["save"], "ckpt", "", 1, whole, every=7))
+    cut = list(portions.systematic_portions(wanted, 1))
+    assert len(cut) == portions.PARTS and len(set(cut)) == len(cut)
+    for part in range(3):
+        assert not list(explore.systematic(explore.SCENARIOS["save"], "ckpt", "", 1, parts, every=7, part=(part, 3)))
+    assert parts.runs == whole.runs > 3
+
+
+def test_portions_cover_every_seed_once():
+    cut = list(portions.random_portions(explore.Search((5, 11))))
+    assert [seed for part in cut for seed in range(part.seeds[0], sum(part.seeds))] == list(range(5, 16))
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (("--simulate", "--dir", "/tmp"), "--dir is of the drill on a file system"),
+    (("--simulate", "--story", "save"), "--story is of"), (("--simulate", "--fault", "EIO"), "--fault is of"),
+    (("--simulate", "--every", "1"), "--every is of"), (("--simulate", "--ranks", "2"), "--ranks is of"),
+    (("--simulate", "--seed", "0"), "--seed is of"), (("--seeds", "7"), "--seeds needs --simulate"),
+    (("--scenario", "save"), "--scenario needs --simulate"), (("--replay", "{}"), "--replay needs --simulate"),
+    (("--simulate", "--systematic", "1"), "--systematic needs --scenario"),
+    (("--simulate", "--scenario", "x"), "there is no scenario 'x'; choose from: save, prune"),
+    (("--simulate", "--way", "x"), "choose from: foreground, thread, process"),
+    (("--simulate", "--format", "x"), "there is no format 'x'"),
+    (("--simulate", "--scenario", "nodes", "--format", "iteration"), "no scenario of nodes exists in iteration"),
+    (("--simulate", "--replay", "{}", "--seeds", "2"), "it does not go with --seeds"),
+    (("--simulate", "--replay", "@/nowhere"), "/nowhere"),
+    *((("--simulate", "--replay", text), "this is no schedule") for text in (
+        "", "[]", "{}", '{"scenario": "x"}', "[" * 10_000, '{"scenario":"save","format":"x","way":"","schedule":{}}',
+        '{"scenario":"save","format":"ckpt","way":"","schedule":{"switches":[1]}}',
+        '{"scenario":"save","format":"ckpt","way":"","schedule":{"strikes":[{"at":"x"}]}}')),
+    (("--simulate", "--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"strikes":[{"at":1,"kind":"x"}]}}'),
+     "there is no strike 'x'")])
+def test_what_cannot_be_asked(call, arguments, says):
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+def test_without_greenlet_one_line_says_what_to_install(call, monkeypatch):
+    usual = builtins.__import__
+
+    def missing(name, *arguments, **named):
+        if name == "greenlet":
+            raise ModuleNotFoundError("No module named 'greenlet'")
+        return usual(name, *arguments, **named)
+    monkeypatch.setattr(builtins, "__import__", missing)
+    for arguments in (("--seeds", "1"), ("--replay", "{}")):
+        status, out, err = call("--simulate", *arguments)
+        assert (status, out) == (2, "") and 'pip install "mindresume[simulate]"' in err and err.count("\n") == 1
+    status, out, err = call("--explain")
+    assert status == 0 and "first save" in out and "mindresume[simulate]" in out
+
+
+def test_it_explains_scenarios_and_strikes(call):
+    status, out, err = call("--explain")
+    assert status == 0 and all(f"\n{name} " in out for name in ("first save", "late", "two hosts", "kill host", "ESTALE after"))
+
+
+def test_help_imports_nothing_heavy():
+    program = ("import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
+               "try: main()\nexcept SystemExit: pass\n"
+               "print(sorted(name for name in sys.modules if name.startswith('mindresume.simulation')\n"
+               "             or name in ('greenlet', 'numpy', 'mindspore')))")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_what_was_found_so_far(number):
+    program = subprocess.Popen([sys.executable, "-m", "mindresume", *(COMMAND, *SMALL), "--seeds", "1000000", "--jobs", "2"],
+                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    children, late = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + PATIENCE
+    while len(children.read_text().split()) < 2:
+        assert time.monotonic() < late and program.poll() is None
+        time.sleep(0.05)
+    program.send_signal(number)
+    out, err = program.communicate(timeout=PATIENCE)
+    assert program.returncode == 128 + number and "Traceback" not in err
+    assert "schedules a second" in out.splitlines()[-1] and "the simulation was stopped after" in err
