@@ -145,6 +145,7 @@ def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[st
 def _explain() -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from mindresume.cli.simulate import explained
     from mindresume.drill.faults import EXPLAINED
@@ -155,7 +156,7 @@ def _explain() -> None:
         table.add_column(title)
         table.add_column("what happens")
         for name, about in rows.items():
-            table.add_row(name, about)
+            table.add_row(name, Text(about))
         Console().print(table)
         say()
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -37,20 +38,18 @@ class Workers:
                                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         self._processes, self._connections = [], []
         context = multiprocessing.get_context("spawn")
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C in the terminal is ours to handle
         try:
-            for _ in range(self.count):
-                ours, theirs = context.Pipe()
-                self._connections.append(ours)
-                process = context.Process(target=_work, args=(theirs,), daemon=True)
-                process.start()
-                self._processes.append(process)
-                theirs.close()
+            with _later():
+                for _ in range(self.count):
+                    ours, theirs = context.Pipe()
+                    self._connections.append(ours)
+                    process = context.Process(target=_work, args=(theirs,), daemon=True)
+                    process.start()
+                    self._processes.append(process)
+                    theirs.close()
         except BaseException:
             self.__exit__()
             raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -82,6 +81,23 @@ class Workers:
                     connection.send((function, argument))
                     busy.add(connection)
                 yield result
+
+
+@contextmanager
+def _later() -> Iterator[None]:
+    """Signals that ask to stop wait for the end of the block: a process that is half started would end with a traceback."""
+    caught: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})        # inherited: Ctrl-C in the terminal is ours to handle
+    before = {number: signal.signal(number, lambda number, frame: caught.append(number))
+              for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught:
+        signal.raise_signal(caught[0])
 
 
 def _work(connection: Connection) -> None:

@@ -139,6 +139,8 @@ class Cluster:
             if task.error is not None and not isinstance(task.error, (Killed, Exception)):
                 process.error = task.error
             return
+        if process.dead:                                # killed: how it ended is known
+            return
         if task.error is not None:
             process.error = process.error or task.error
         if process.at_exit:

@@ -132,7 +132,8 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
                 strikes = (*(strike for strike in schedule.strikes if strike.at < at), Strike(at, kind, amount))
-                states.append(_State(f"{kind} before operation {at}", replace(schedule, strikes=strikes), disks, play.history.copy(), signature))
+                states.append(_State(f"{kind} before operation {at}", replace(schedule, strikes=strikes), disks,
+                                     play.history.copy(), signature))
     play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1

@@ -91,7 +91,7 @@ def test_power_that_fails_after_the_end(call, unflushed):
 
 def test_all_schedules_with_few_switches(call, unflushed):
     status, out, err = call(*SMALL, "--systematic", "0")
-    assert status == 1 and out.startswith("LOST: save, ckpt, foreground\n")
+    assert status == 1 and out.startswith("LOST: save, ckpt, foreground, power before operation")
     assert out.splitlines()[-1].startswith("1 runs (all with at most 0 switches)")
 
 
@@ -158,8 +158,8 @@ def test_it_explains_scenarios_and_strikes(call):
 def test_help_imports_nothing_heavy():
     program = ("import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
                "try: main()\nexcept SystemExit: pass\n"
-               "print(sorted(name for name in sys.modules if name.startswith('mindresume.simulation')\n"
-               "             or name in ('greenlet', 'numpy', 'mindspore')))")
+               "print(sorted(name for name in sys.modules if name.startswith(('mindresume.simulation', 'mindresume.drill.',\n"
+               "                                                                     'greenlet', 'mindspore'))))")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
