@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _DISK, _SIMULATED = "On a file system", "In the simulation (--simulate)"
 # parameter -> option, of those that only one of the two takes
-_OF_THE_DISK = {"folder": "--dir", "story": "--story", "fault": "--fault", "ranks": "--ranks", "every": "--every",
-                "seed": "--seed"}
+_OF_THE_DISK = {"folder": "--dir", "story": "--story", "fault": "--fault", "ranks": "--ranks", "full": "--full",
+                "every": "--every", "seed": "--seed"}
 _OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "scenario": "--scenario", "way": "--way",
                       "systematic": "--systematic", "replay": "--replay"}
 
@@ -38,8 +38,11 @@ def drill(context: typer.Context,
           fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", rich_help_panel=_DISK,
                                                           help="Only this fault (again for more).")] = None,
           ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, rich_help_panel=_DISK, help="Simulated ranks.")] = 2,
-          every: Annotated[int, typer.Option("--every", min=1, metavar="K", rich_help_panel=_DISK,
-                                             help="Strike only every K-th operation: faster, and no proof.")] = 1,
+          full: Annotated[bool, typer.Option("--full", rich_help_panel=_DISK, help="Strike every operation: some minutes on a "
+                                             "local disk. Default: a sample of them over all stories, formats and faults, which "
+                                             "takes a minute or two.")] = False,
+          every: Annotated[int | None, typer.Option("--every", min=1, metavar="K", rich_help_panel=_DISK,
+                                                    help="Strike every K-th operation.")] = None,
           seed: Annotated[int, typer.Option("--seed", rich_help_panel=_DISK,
                                             help="Order of the ranks, who dies, what survives.")] = 0,
           simulate: Annotated[bool, typer.Option("--simulate", rich_help_panel=_SIMULATED, help="Whole jobs on a simulated "
@@ -71,8 +74,8 @@ def drill(context: typer.Context,
     it asks what a resume would take, compares every tensor, and lets the next run save and clean up.
 
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none, though one is complete.
-    SILENT_DIVERGENCE: a wrong one. Some minutes on a local disk. Ctrl-C ends it and prints what was found so far. Exit status:
-    0 all PASS, 1 not, 130 stopped by Ctrl-C.
+    SILENT_DIVERGENCE: a wrong one. A sample of the operations is struck, in a minute or two; --full strikes every one. Ctrl-C
+    ends it and prints what was found so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
 
     --simulate tests mindresume itself instead: whole jobs on hosts, disks and clocks in memory, in random orders with random
     faults, judged as if all had died before each operation. What it finds it makes as simple as it can, and prints the command
@@ -93,11 +96,14 @@ def drill(context: typer.Context,
             raise ConfigError(f"--replay runs one schedule; it does not go with {', '.join(others) or '--format'}")
         asked = Asked(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()), systematic, jobs, json)
         sys.exit(hunt(asked) if replay is None else run_again(replay, json))
-    sys.exit(_on_disk(folder, story, fmt, fault, ranks, every, seed, jobs, json))
+    if full and every is not None:
+        raise ConfigError("--full strikes every operation; it does not go with --every")
+    sys.exit(_on_disk(folder, story, fmt, fault, ranks, 1 if full else every, seed, jobs, json))
 
 
-def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int, every: int,
-             seed: int, jobs: int, json: bool) -> int:
+def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int,
+             every: int | None, seed: int, jobs: int, json: bool) -> int:
+    """``every`` None: by the number of cells. Returns the exit status."""
     from mindresume.drill import run
     from mindresume.drill.faults import FAULTS
     from mindresume.drill.stories import LAYOUTS, STORIES
@@ -109,14 +115,16 @@ def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None,
     started = time.monotonic()
     cells: list[Cell] = []
     tasks: list[Task] = []
-    expected, stopped = 0, None
+    expected, possible, stopped = 0, 0, None
     with stopped_by_signals():
         own = tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)
         setup = run.Setup(own, ranks, seed)
         try:
             with Workers(jobs, own) as workers, progress_bar("striking", json, unit="cells") as meter:
                 tasks = run.prepare_by(workers, setup, stories, formats)
-                expected = run.count(tasks, faults, every)
+                possible = run.count(setup, tasks, faults)
+                every = every or run.quick(possible)
+                expected = run.count(setup, tasks, faults, every)
                 meter.expect(expected)
                 for portion in run.units(setup, tasks, faults, every, workers):
                     cells += portion
@@ -126,9 +134,12 @@ def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None,
     order = {name: index for index, name in enumerate((*stories, *formats, *faults))}
     cells.sort(key=lambda cell: (order[cell.story], order[cell.format], order[cell.fault], cell.operation))
     if json:
-        print_json([cell.to_json() for cell in cells])
+        print_json({"cells": [cell.to_json() for cell in cells], "possible": possible, "every": every})
     else:
         _print(tasks, cells, time.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
+        if expected < possible:
+            say(f"{len(cells):,} of {possible:,} cells, sampled: one of {every} operations for each story, format and fault; "
+                f"--full strikes every operation, another --seed others")
     if stopped:
         raise Stopped(stopped.signal, f"the drill was stopped after {len(cells)} of {expected} cells" if expected else
                       "the drill was stopped before its first cell")

@@ -19,6 +19,8 @@ from mindresume.errors import MindResumeError, SaveError
 from mindresume.manifest import TRASH, untrashed
 from mindresume.store.storage import PosixStorage, Storage
 
+QUICK = 3000                    # cells of a drill that is not asked for all
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -134,19 +136,33 @@ def prepare_by(workers: Workers, setup: Setup, stories: Sequence[str], formats: 
     return [made[what] for what in order]
 
 
+def sampled(setup: Setup, task: Task, kind: str, every: int) -> list[Operation]:
+    """Returns each ``every``-th operation that the fault ``kind`` can hit, at least one. Where it begins differs by story, format
+    and fault, so that together they hit different operations; the same ones for the same seed."""
+    hit = [operation for operation in task.operations if Fault(kind, operation.number).hits(operation.name)]
+    chance = random.Random(f"{setup.seed} {task.story} {task.format} {kind}")
+    return hit[chance.randrange(min(every, len(hit))):][::every] if hit else []
+
+
+def count(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1) -> int:
+    """Returns how many cells ``units`` will give."""
+    return sum(len(sampled(setup, task, kind, every)) for task in tasks for kind in faults)
+
+
+def quick(cells: int) -> int:
+    """Returns the ``every`` by which so many cells take about a minute on two cores and a fast disk."""
+    return max(1, -(-cells // QUICK))
+
+
 def units(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, workers: Workers | None = None
           ) -> Iterator[list[Cell]]:
-    """All cells, in portions as they are ready. ``every``: only each so many-th operation is struck. ``workers``: who does it;
-    None: this process."""
-    work = [(setup, Task(task.story, task.format, task.operations[::every]), kind) for task in tasks for kind in faults]
+    """Yields all cells, in portions as they are ready. ``every``: as of ``sampled``. ``workers``: who does it; None: this
+    process."""
+    work = [(setup, Task(task.story, task.format, tuple(sampled(setup, task, kind, every))), kind)
+            for task in tasks for kind in faults]
     yield from workers.map(_unit, work) if workers else map(_unit, work)
 
 
 def _unit(unit: tuple[Setup, Task, str]) -> list[Cell]:
     setup, task, kind = unit
     return list(cells(setup, task, (kind,)))
-
-
-def count(tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1) -> int:
-    """How many cells ``units`` will give."""
-    return sum(Fault(kind, 1).hits(operation.name) for task in tasks for kind in faults for operation in task.operations[::every])

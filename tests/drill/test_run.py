@@ -7,7 +7,7 @@ import pytest
 from mindresume.drill import run, stories
 from mindresume.drill.faults import DEATHS, FAULTS, Fault, Operation
 from mindresume.drill.ranks import Hang, Turns
-from mindresume.drill.run import Setup, Task, cell, cells, prepare
+from mindresume.drill.run import QUICK, Setup, Task, cell, cells, count, prepare, quick, sampled
 from mindresume.drill.stories import STORIES, Story
 from mindresume.errors import LoadError, SaveError
 from mindresume.store.storage import PosixStorage
@@ -145,3 +145,24 @@ def test_a_storage_of_ones_own_lies_below_the_machine(folder):
 def test_weights_differ_by_run_step_and_rank():
     places = [(run, step, rank) for run in (0, 1) for step in (10, 20) for rank in (0, 1)]
     assert len({stories.tensors(*place)["embedding.weight"].tobytes() for place in places}) == len(places)
+
+
+def test_a_sample_hits_every_story_format_and_fault_and_other_operations_in_each(setup):
+    tasks = prepare(setup, ["first save", "save", "pointers"])
+    found = {(task.story, task.format, kind): [operation.number for operation in sampled(setup, task, kind, 10)]
+             for task in tasks for kind in FAULTS}
+    assert all(found.values())
+    assert count(setup, tasks, every=10) == sum(map(len, found.values())) < count(setup, tasks) / 8
+    for task in tasks:
+        struck = {number for kind in FAULTS for number in found[task.story, task.format, kind]}
+        assert len(struck) > len(task.operations) / 3       # not the same tenth twelve times
+    again = Setup(setup.folder, seed=0), Setup(setup.folder, seed=1)
+    assert [sampled(again[0], task, "EIO", 10) for task in tasks] == [sampled(setup, task, "EIO", 10) for task in tasks]
+    assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [sampled(setup, task, "EIO", 10) for task in tasks]
+
+
+def test_every_one_is_all_of_them(setup):
+    task, = prepare(setup, ["pointers"], ["ckpt"])
+    for kind in FAULTS:
+        assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(kind, o.number).hits(o.name)]
+    assert quick(0) == quick(QUICK) == 1 and quick(QUICK + 1) == 2 and quick(24_442) == 9

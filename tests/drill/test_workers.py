@@ -71,7 +71,7 @@ def until(condition):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_drill_and_nothing_stays(tmp_path, number):
     """To the process alone, as ``kill`` does it; striking takes minutes, so that it is always at work."""
-    drill = subprocess.Popen([sys.executable, "-m", "mindresume", "drill", "--dir", str(tmp_path)], cwd=ROOT, text=True,
+    drill = subprocess.Popen([sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     until(lambda: list(tmp_path.glob("mindresume-drill-*/cell-*")))
     drill.send_signal(number)

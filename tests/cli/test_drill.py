@@ -1,0 +1,40 @@
+"""``mindresume drill`` on a file system: what is struck, and what is said of the rest."""
+import os
+
+import pytest
+
+from mindresume.drill import run
+
+COMMAND = "drill"
+SMALL = ("--story", "pointers", "--format", "ckpt", "--jobs", "1")
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(run, "QUICK", 30)
+
+
+def test_a_sample_is_the_default_and_says_what_it_left_out(call, read, tmp_path):
+    status, out, err = call("--dir", tmp_path, *SMALL)
+    *_, cells, left_out = out.splitlines()
+    assert status == 0 and "cells in" in cells
+    assert left_out.endswith("--full strikes every operation, another --seed others")
+    status, found = read("--dir", tmp_path, *SMALL)
+    assert status == 0 and found["every"] == -(-found["possible"] // 30)
+    assert 0 < len(found["cells"]) < found["possible"] and os.listdir(tmp_path) == []
+    assert left_out.startswith(f"{len(found['cells'])} of {found['possible']} cells, sampled: one of {found['every']} operations")
+
+
+def test_full_is_every_operation(call, read):
+    some = (*SMALL, "--fault", "torn", "--fault", "ENOSPC", "--fault", "EIO")
+    status, found = read(*some, "--full")
+    assert status == 0 and found["every"] == 1 and len(found["cells"]) == found["possible"] > 30
+    status, out, err = call(*some, "--every", "20")
+    assert status == 0 and "sampled: one of 20 operations" in out
+    status, out, err = call(*SMALL, "--fault", "torn")
+    assert status == 0 and "sampled" not in out
+
+
+def test_full_and_every(call):
+    status, out, err = call("--full", "--every", "3")
+    assert (status, out) == (2, "") and "--full strikes every operation; it does not go with --every" in err
