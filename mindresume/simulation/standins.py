@@ -204,6 +204,7 @@ class SimpleQueue:
         self._waiters = _Waiters()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        here().scheduler.check()                    # the other end may be another process, which hears nothing of the dead
         self._items.append(item)
         self._waiters.wake(1)
 
@@ -367,7 +368,10 @@ def standing_in(cluster: Cluster) -> Iterator[None]:
     _cluster.append(cluster)
     try:
         with replaced():
-            yield
+            try:
+                yield
+            finally:
+                cluster.scheduler.end()
     finally:
         _cluster.pop()
 
