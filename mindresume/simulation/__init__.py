@@ -5,6 +5,8 @@
     mount.py         a ``Storage``: that file system as one process on one host sees it, with caches and faults
     bucket.py        an object store in memory, as pods see it
     cluster.py       hosts, processes, signals, clocks; stand-ins for threads, time and names in the product's modules
+    threads.py       threads, locks and queues of simulated processes
+    standins.py      these, time and names in the product's modules
     group.py         the collectives of a job
     schedule.py      who goes on where, and what strikes where: a value that can be drawn, printed, shrunk and replayed
     scenarios.py     what jobs do: lives of ranks, in the order in which the trainer calls the product

@@ -135,6 +135,8 @@ class Cluster:
     def _ended(self, task: Task) -> None:
         """The main task of a process has ended: what it registered for its end runs, then its threads are gone."""
         process = task.process
+        if process.dead:
+            return                                      # it was killed, and is not to have ended by itself
         if task is not process.main:
             if task.error is not None and not isinstance(task.error, (Killed, Exception)):
                 process.error = task.error

@@ -38,11 +38,20 @@ class File:
 
 
 class Change:
-    """One operation on names. ``after``: changes without which it cannot survive."""
-    __slots__ = ("after", "durable")
+    """One operation on names. ``number``: those of a disk are counted. ``after``: earlier changes without which it cannot
+    survive; none once it is durable."""
+    __slots__ = ("number", "after", "durable")
 
-    def __init__(self, after: tuple[Change, ...] = ()):
-        self.after, self.durable = after, False
+    def __init__(self, number: int, after: tuple[Change, ...] = ()):
+        self.number, self.after, self.durable = number, after, False
+
+    def settle(self) -> None:
+        """It is durable, and what it cannot survive without is, too: no journal holds a rename of what has no name."""
+        stack = [self]
+        while stack:
+            change = stack.pop()
+            stack += change.after
+            change.after, change.durable = (), True
 
 
 class Folder:
@@ -76,6 +85,7 @@ class Disk:
         self.room, self.local = room, local
         self.now = 0.0                              # seconds since 1970, by the clock of the server
         self.changed = 0                            # counts changes of whatever can be seen
+        self._changes = 0
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -92,10 +102,19 @@ class Disk:
     def folder(self, path: str) -> Folder:
         node = self.find(path)
         if node is None:
-            fail(errno.ENOENT, path)
+            self.absent(path)
         if not isinstance(node, Folder):
             fail(errno.ENOTDIR, path)
         return node
+
+    def absent(self, path: str) -> NoReturn:
+        """Says why there is nothing at ``path``: because of no such name, or of a file where a folder should be."""
+        above = path
+        while above not in ("", "/"):
+            above = os.path.dirname(above)
+            if isinstance(self.find(above), File):
+                fail(errno.ENOTDIR, path)
+        fail(errno.ENOENT, path)
 
     def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
         """(path, file) of all files below, in no order."""
@@ -113,30 +132,32 @@ class Disk:
                     yield f"{where}/{name}", child
 
     def signature(self) -> int:
-        """Equal for disks with the same visible content and the same that would be left after a loss of power. Times of files do
-        not count: no decision about our own checkpoints may depend on them."""
+        """Equal only for disks with the same visible content and the same that could be left after a loss of power. Times of
+        files do not count: no decision about our own checkpoints may depend on them."""
         rows: list[str] = []
-        seen: dict[int, int] = {}
+        seen: dict[int, int] = {id(self.root): 0}
+        changes: dict[Change, int] = {}
+        stack = [self.root]
 
         def name_of(node: Node | None) -> str:
             if node is None:
                 return "-"
             if isinstance(node, File):
                 return f"{node.key}{'' if node.whole else '?'}"
-            return f"d{seen.setdefault(id(node), len(seen))}"
-        stack = [self.root]
-        seen[id(self.root)] = 0
+            if id(node) not in seen:
+                seen[id(node)] = len(seen)
+                stack.append(node)              # also one that is seen no longer: it may come back
+            return f"d{seen[id(node)]}"
+
+        def number(change: Change) -> str:
+            return "!" if change.durable else str(changes.setdefault(change, len(changes)))
         while stack:
             folder = stack.pop()
             rows.append(f"[{seen[id(folder)]}")
-            for name in sorted(folder.entries):
-                child = folder.entries[name]
-                rows.append(f"{name}={name_of(child)}")
-                if isinstance(child, Folder):
-                    stack.append(child)
-            for name in sorted(folder.base):
-                rows.append(f"!{name}={name_of(folder.base[name])}")
-            rows += [f"?{name}={name_of(node)}" for change, name, node in folder.changes if not change.durable]
+            rows += [f"{name}={name_of(folder.entries[name])}" for name in sorted(folder.entries)]
+            rows += [f"!{name}={name_of(folder.base[name])}" for name in sorted(folder.base)]
+            rows += [f"?{name}={name_of(node)} {number(change)} {' '.join(map(number, change.after))}"
+                     for change, name, node in folder.changes]
         return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 
     # ---- changing --------------------------------------------------------------------------------------------------
@@ -164,14 +185,17 @@ class Disk:
 
     def rename(self, old: str, new: str) -> None:
         source, before = self._parent(old)
-        node = source.entries.get(before)
+        target, after = self._parent(new)
+        node, there = source.entries.get(before), target.entries.get(after)
         if node is None:
             fail(errno.ENOENT, old)
-        target, after = self._parent(new)
-        there = target.entries.get(after)
         if there is node:
             return
+        if (new + "/").startswith(old + "/"):
+            fail(errno.EINVAL, new)
         if isinstance(there, Folder):
+            if (old + "/").startswith(new + "/"):
+                fail(errno.ENOTEMPTY, new)
             if not isinstance(node, Folder):
                 fail(errno.EISDIR, new)
             if there.entries:
@@ -180,8 +204,6 @@ class Disk:
             if isinstance(node, Folder):
                 fail(errno.ENOTDIR, new)
             self.room += len(there.data)
-        if isinstance(node, Folder) and (new + "/").startswith(old + "/"):
-            fail(errno.EINVAL, new)
         self._set([(source, before, None), (target, after, node)])
 
     def remove(self, path: str) -> None:
@@ -210,7 +232,7 @@ class Disk:
     def sync(self, path: str) -> None:
         node = self.folder(path)
         for change, _, _ in node.changes:
-            change.durable = True
+            change.settle()
         node.base.clear()
         node.changes.clear()
         node.latest.clear()
@@ -221,7 +243,9 @@ class Disk:
 
     def _set(self, rows: list[tuple[Folder, str, Node | None]]) -> None:
         before = [folder.latest.get(name) for folder, name, _ in rows] + [node.moved for _, _, node in rows if node is not None]
-        change = Change(tuple(dict.fromkeys(earlier for earlier in before if earlier is not None and not earlier.durable)))
+        self._changes += 1
+        change = Change(self._changes,
+                        tuple(dict.fromkeys(earlier for earlier in before if earlier is not None and not earlier.durable)))
         for folder, name, node in rows:
             folder.latest[name] = change
             if node is not None:
@@ -253,12 +277,10 @@ class Disk:
     def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
         """Of every change that is not durable ``survives()`` says whether it stays; of bytes that were not flushed ``torn`` tells
         what is left."""
+        used = sum(len(file.data) for _, file in self.walk())
         fates: dict[Change, bool] = {}
-
-        def fate(change: Change) -> bool:
-            if change not in fates:
-                fates[change] = change.durable or (all(map(fate, change.after)) and survives())
-            return fates[change]
+        for change in self._undecided():                    # the oldest first
+            fates[change] = all(fates.get(earlier, True) for earlier in change.after) and survives()
         known: set[int] = set()
         stack = [self.root]
         while stack:
@@ -269,17 +291,39 @@ class Disk:
             for name, node in folder.base.items():
                 self._put(folder, name, node)
             for change, name, node in folder.changes:
-                if fate(change):
+                if change.durable or fates[change]:
                     self._put(folder, name, node)
             folder.base.clear()
             folder.changes.clear()
             folder.latest.clear()
             for node in folder.entries.values():
+                node.moved = None
                 if isinstance(node, Folder):
                     stack.append(node)
                 elif not node.whole:
                     node.data, node.whole, node._key = torn(node.data), True, None
+        self.room += used - sum(len(file.data) for _, file in self.walk())
         self.changed += 1
+
+    def _undecided(self) -> list[Change]:
+        """Changes that are not durable, of folders that are seen or may come back, in order."""
+        found: set[Change] = set()
+        known: set[int] = set()
+        folders, changes = [self.root], []
+        while folders:
+            folder = folders.pop()
+            if id(folder) in known:
+                continue
+            known.add(id(folder))
+            changes += [change for change, _, _ in folder.changes]
+            nodes = (*folder.entries.values(), *folder.base.values(), *(node for _, _, node in folder.changes))
+            folders += [node for node in nodes if isinstance(node, Folder)]
+        while changes:
+            change = changes.pop()
+            if not change.durable and change not in found:
+                found.add(change)
+                changes += change.after
+        return sorted(found, key=lambda change: change.number)
 
     @staticmethod
     def _put(folder: Folder, name: str, node: Node | None) -> None:
@@ -292,10 +336,10 @@ class Disk:
     def copy(self) -> Disk:
         """With the same names and contents, durable and not; nothing is shared that can change."""
         made = Disk(self.room, self.local)
-        made.now, made.changed = self.now, self.changed
+        made.now, made.changed, made._changes = self.now, self.changed, self._changes
         nodes: dict[int, Node] = {}
         changes: dict[Change, Change] = {}
-        done = Change()
+        done = Change(0)
         done.durable = True
 
         def node_of(node: Node | None) -> Node | None:
@@ -320,9 +364,15 @@ class Disk:
         def change_of(change: Change | None) -> Change | None:
             if change is None or change.durable:        # what is durable holds nothing up
                 return done if change is not None else None
-            if change not in changes:
-                twin = changes[change] = Change(tuple(map(change_of, change.after)))
-                twin.durable = change.durable
+            stack = [change]
+            while stack:                                # not by recursion: a name that changes often has a long past
+                last = stack[-1]
+                missing = [earlier for earlier in last.after if earlier not in changes]
+                stack += missing
+                if not missing:
+                    stack.pop()
+                    twin = changes.setdefault(last, Change(last.number, tuple(changes[earlier] for earlier in last.after)))
+                    twin.durable = last.durable
             return changes[change]
         made.root = node_of(self.root)
         return made

@@ -42,7 +42,6 @@ class Communicator:
 
     def member(self, rank: int, process: Process) -> Member:
         self.processes[rank] = process
-        process.when_dead.append(lambda _: None)
         return Member(self, rank)
 
 
@@ -62,6 +61,7 @@ class Member:
 
     def _call(self, kind: str, message: bytes) -> dict[int, bytes]:
         shared, scheduler = self._shared, here().scheduler
+        scheduler.check()
         self._number += 1
         current = shared.rounds.setdefault(self._number, _Round(kind))
         if current.kind != kind:

@@ -44,7 +44,7 @@ class Mount:
         def act(disk: Disk) -> BinaryIO:
             node = self._look(disk, path)
             if node is None:
-                fail(errno.ENOENT, path)
+                disk.absent(path)
             if isinstance(node, Folder):
                 fail(errno.EISDIR, path)
             return io.BytesIO(node.data)
@@ -72,9 +72,12 @@ class Mount:
 
     def create(self, path: str, size: int, name: str = "create") -> _NewFile:
         def act(disk: Disk) -> _NewFile:
+            pieces = name == "create"                   # then it has its size at once, and must be new
+            if pieces and disk.find(path) is not None:
+                fail(errno.EEXIST, path)
             if size > disk.room:
                 fail(errno.ENOSPC, path)
-            file = disk.create(path, b"", whole=False)
+            file = disk.create(path, bytes(size) if pieces else b"", whole=False)
             self.host.changes(disk, path)
             return _NewFile(self, path, file)
         return self._do(name, path, act)
@@ -126,22 +129,27 @@ class Mount:
 
 
 class _NewFile(NewFile):
-    """Visible with half of its bytes, then with all; flushed at the end."""
+    """Visible with what was written, of the last piece the first half; at the end with all, flushed."""
 
     def __init__(self, mount: Mount, path: str, file: File):
         self.mount, self.path, self.file = mount, path, file
-        self._parts: list[tuple[int, bytes]] = []
+        self._content = bytearray(file.data)
         self._open = True
 
     def write_at(self, position: int, data: memoryview) -> None:
-        self._parts.append((position, bytes(data)))
-        disk = self.mount.host.disk
-        whole = self._content()
-        disk.fill(self.file, whole[:len(whole) // 2], False, self.path)
+        self._put(position, data[:len(data) // 2])
+        self.mount.host.disk.fill(self.file, bytes(self._content), False, self.path)
+        self._put(position, data)
+
+    def _put(self, position: int, data: memoryview) -> None:
+        missing = position + len(data) - len(self._content)
+        if missing > 0:
+            self._content += bytes(missing)
+        self._content[position:position + len(data)] = data
 
     def finish(self) -> None:
         try:
-            self.mount._do("flush", self.path, lambda disk: disk.fill(self.file, self._content(), True, self.path))
+            self.mount._do("flush", self.path, lambda disk: disk.fill(self.file, bytes(self._content), True, self.path))
         except BaseException:
             self.abandon()
             raise
@@ -153,13 +161,3 @@ class _NewFile(NewFile):
             if not self.mount.process.dead:
                 with suppress(OSError):
                     self.mount.remove(self.path)
-
-    def _content(self) -> bytes:
-        size = max((position + len(data) for position, data in self._parts), default=0)
-        if len(self._parts) == 1 and self._parts[0][0] == 0:
-            return self._parts[0][1]
-        content = bytearray(size)
-        for position, data in self._parts:
-            content[position:position + len(data)] = data
-        return bytes(content)
-

@@ -9,7 +9,7 @@ takes real time: when every task waits, the clock jumps to the first moment at w
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from greenlet import getcurrent, greenlet
@@ -91,11 +91,12 @@ class Scheduler:
         """A moment at which others may go on first. Returns the number of the operation, from 1."""
         number, me = self.operations + 1, self._me()
         self.operations = number
-        if number > self.most:
-            raise TooLong(f"{number} operations")
         self.now += TICK
         if me is None:                                      # the hub itself looks: nobody else runs
             return number
+        if number > self.most:
+            self._hub.switch()                              # the product could take an error here for one of its own
+            raise Killed
         if self.chooser.wants(number):
             other = self.chooser.choose(number, me, self._ready())
             if other is not me:
@@ -145,6 +146,7 @@ class Scheduler:
         self._next: Task | None = None
         last: Task | None = None
         while not until():
+            self._bury(task for task in self.tasks if task.process.dead)
             self.tasks = [task for task in self.tasks if not task.done and not task.process.dead]
             if not self.tasks:
                 return
@@ -160,9 +162,28 @@ class Scheduler:
             task.glet.parent = self._hub
             task.glet.switch()
             self.current = None
+            if self.operations > self.most:
+                raise TooLong(f"{self.operations} operations")
             if task.done:
                 for tell in self.ended:
                     tell(task)
+
+    def end(self) -> None:
+        """Nobody goes on any more."""
+        tasks, self.tasks = self.tasks, []
+        for task in tasks:
+            task.process.dead = True
+        self._bury(tasks)
+
+    def _bury(self, tasks: Iterable[Task]) -> None:
+        """Unwinds the stacks of killed tasks, of which every operation fails. Python would do that when nobody refers to them any
+        more, at a moment that nobody knows, perhaps in the middle of another cluster."""
+        for task in tasks:
+            while task.glet and not task.done:              # begun, and not at its end
+                self.current = task
+                task.glet.parent = getcurrent()
+                task.glet.throw(Killed)
+            task.done, self.current = True, None
 
     def _ready(self) -> list[Task]:
         now = self.now

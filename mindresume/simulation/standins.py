@@ -6,11 +6,14 @@
 Every module of mindresume that has imported ``time``, ``threading``, ``queue``, ``secrets``, ``socket``, ``signal`` or ``atexit``
 sees a stand-in instead; so do parameters whose default is one of their functions. Nothing else of the product is replaced, but
 what the kernel tells otherwise: who a process is (``owner_of_this_process``), whether one lives (``lives``), what memory is left
-(``levels``), and whether a folder is on a disk of this host alone (``is_local``).
+(``levels``), whether a folder is on a disk of this host alone (``is_local``), and which signals came (``Trial._listen``). What
+has no stand-in and would let real time or chance in (a Timer, ``secrets.choice``) is refused when it is used.
 """
 from __future__ import annotations
 
 import atexit
+import importlib
+import pkgutil
 import queue
 import secrets
 import signal
@@ -23,215 +26,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mindresume.simulation.cluster import Cluster, Process
-from mindresume.simulation.scheduler import Task
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread, _cluster, _Waiters, here, running
+from mindresume.store.staging import Staging
 
-_SPARED = ("mindresume.simulation", "mindresume.drill")
-_cluster: list[Cluster] = []
-
-
-def here() -> Cluster:
-    """The cluster that runs."""
-    return _cluster[-1]
-
-
-def running() -> Process:
-    process = here().running
-    if process is None:
-        raise RuntimeError("no process of the cluster is running")
-    return process
-
-
-# ---- threads -------------------------------------------------------------------------------------------------------
-
-class _Waiters:
-    """Tasks that wait for something."""
-
-    def __init__(self) -> None:
-        self._tasks: list[Task] = []
-
-    def wait(self, timeout: float | None, where: str) -> bool:
-        scheduler = here().scheduler
-        task = scheduler.current
-        if task is None:
-            raise RuntimeError(f"nobody can wait here ({where})")
-        self._tasks.append(task)
-        try:
-            return scheduler.block(timeout, where)
-        finally:
-            if task in self._tasks:
-                self._tasks.remove(task)
-
-    def wake(self, count: int = 1 << 30) -> None:
-        for task in [task for task in self._tasks if not task.process.dead][:count]:
-            self._tasks.remove(task)
-            here().scheduler.wake(task)
-
-
-class Event:
-    def __init__(self) -> None:
-        self._set = False
-        self._waiters = _Waiters()
-
-    def is_set(self) -> bool:
-        return self._set
-
-    def set(self) -> None:
-        self._set = True
-        self._waiters.wake()
-
-    def clear(self) -> None:
-        self._set = False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if not self._set:
-            self._waiters.wait(timeout, "waits for an event")
-        return self._set
-
-
-class Lock:
-    """Also an RLock: who has it may take it again."""
-
-    def __init__(self) -> None:
-        self._owner: Task | None = None
-        self._depth = 0
-        self._waiters = _Waiters()
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = here().scheduler
-        me = scheduler.current
-        until = None if timeout < 0 else scheduler.now + timeout
-        while self._owner is not None and self._owner is not me and not self._owner.done and not self._owner.process.dead:
-            left = None if until is None else until - scheduler.now
-            if not blocking or (left is not None and left <= 0):
-                return False
-            self._waiters.wait(left, "waits for a lock")
-        self._owner, self._depth = me, self._depth + 1 if self._owner is me else 1
-        return True
-
-    def release(self) -> None:
-        self._depth -= 1
-        if self._depth <= 0:
-            self._owner = None
-            self._waiters.wake(1)
-
-    def locked(self) -> bool:
-        return self._owner is not None
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-
-class Condition:
-    def __init__(self, lock: Lock | None = None):
-        self._lock = lock or Lock()
-        self._waiters = _Waiters()
-
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def acquire(self, *arguments: Any) -> bool:
-        return self._lock.acquire(*arguments)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        depth, self._lock._depth = self._lock._depth, 1
-        self._lock.release()
-        try:
-            return self._waiters.wait(timeout, "waits for a condition")
-        finally:
-            if not here().scheduler.current or not here().scheduler.current.process.dead:
-                self._lock.acquire()
-                self._lock._depth = depth
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        scheduler = here().scheduler
-        until = None if timeout is None else scheduler.now + timeout
-        while not (result := predicate()):
-            left = None if until is None else until - scheduler.now
-            if left is not None and left <= 0:
-                return result
-            self.wait(left)
-        return result
-
-    def notify(self, count: int = 1) -> None:
-        self._waiters.wake(count)
-
-    def notify_all(self) -> None:
-        self._waiters.wake()
-
-
-class Thread:
-    """A task of the process that starts it; it ends with the process, as a daemon does."""
-
-    def __init__(self, group: None = None, target: Callable[..., Any] | None = None, name: str = "thread", args: tuple = (),
-                 kwargs: dict[str, Any] | None = None, daemon: bool | None = None):
-        self._work, self.name, self.daemon = (lambda: target(*args, **(kwargs or {}))), name, daemon
-        self._task: Task | None = None
-        self._ended = Event()
-
-    def start(self) -> None:
-        process = running()
-
-        def run() -> None:
-            try:
-                self._work()
-            except Exception as error:                  # as Python: a line on stderr, the thread is gone
-                process.log.append(f"error in thread {self.name}: {type(error).__name__}: {error}")
-            finally:
-                self._ended._set = True
-            self._ended.set()
-        self._task = here().scheduler.start(process, run, f"{process.name}/{self.name}")
-
-    def join(self, timeout: float | None = None) -> None:
-        self._ended.wait(timeout)
-
-    def is_alive(self) -> bool:
-        return self._task is not None and not self._ended.is_set() and not self._task.done and not self._task.process.dead
-
-
-class SimpleQueue:
-    def __init__(self, maxsize: int = 0) -> None:
-        self._items: list[Any] = []
-        self._waiters = _Waiters()
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        self._items.append(item)
-        self._waiters.wake(1)
-
-    put_nowait = put
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        scheduler = here().scheduler
-        until = None if timeout is None else scheduler.now + timeout
-        while not self._items:
-            left = None if until is None else until - scheduler.now
-            if not block or (left is not None and left <= 0):
-                raise queue.Empty
-            self._waiters.wait(left, "waits for a message")
-        return self._items.pop(0)
-
-    def wait(self, timeout: float) -> None:
-        """Until there may be a message."""
-        if not self._items:
-            self._waiters.wait(timeout, "waits for a message")
-
-    def get_nowait(self) -> Any:
-        return self.get(block=False)
-
-    def empty(self) -> bool:
-        return not self._items
-
-    def qsize(self) -> int:
-        return len(self._items)
+_SPARED = ("mindresume.simulation.", "mindresume.drill.", "mindresume.cli.")          # whose time is real
+_ROOMS = ("store", "resume", "formats", "files", "agree", "host_memory", "gauge")          # what a cluster can run
 
 
 # ---- modules -------------------------------------------------------------------------------------------------------
@@ -259,32 +59,83 @@ def _unregister(function: Callable[..., Any]) -> None:
     process.at_exit = [row for row in process.at_exit if row[0] != function]
 
 
+class _Handler:
+    """Runs where the signal strikes: at an operation."""
+
+    def __init__(self, number: int, handler: Any):
+        self.number, self.handler = number, handler
+
+    def __call__(self) -> None:
+        if self.handler is not signal.SIG_IGN:
+            self.handler(self.number, None)
+
+
 def _signal(number: int, handler: Any) -> Any:
-    """The handler runs where the signal strikes: at an operation."""
-    process, before = running(), None
-    if number == signal.SIGTERM:
-        before, process.on_term = process.on_term, None if handler in (None, signal.SIG_DFL) else lambda: handler(number, None)
+    """Other signals than SIGTERM strike nobody."""
+    process = running()
+    if here().scheduler.current is not process.main:
+        raise ValueError("signal only works in main thread of the main interpreter")
+    if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
+        raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+    if number != signal.SIGTERM:
+        return signal.SIG_DFL
+    before = process.on_term.handler if isinstance(process.on_term, _Handler) else signal.SIG_DFL
+    process.on_term = None if handler == signal.SIG_DFL else _Handler(number, handler)
     return before
 
 
-def _stand_in(module: types.ModuleType, **replaced: Any) -> types.SimpleNamespace:
+def _local(seconds: float | None = None) -> time.struct_time:
+    return time.localtime(_wall() if seconds is None else seconds)
+
+
+def _utc(seconds: float | None = None) -> time.struct_time:
+    return time.gmtime(_wall() if seconds is None else seconds)
+
+
+def _nanoseconds(clock: Callable[[], float]) -> Callable[[], int]:
+    return lambda: round(clock() * 10**9)
+
+
+# Module -> what of it is replaced. ``None``: nobody uses it yet, and it would let real time, real threads or chance in.
+_REPLACED: dict[types.ModuleType, dict[str, Any]] = {
+    time: {"monotonic": _monotonic, "perf_counter": _monotonic, "process_time": _monotonic, "thread_time": _monotonic,
+           "monotonic_ns": _nanoseconds(_monotonic), "perf_counter_ns": _nanoseconds(_monotonic), "time": _wall,
+           "time_ns": _nanoseconds(_wall), "sleep": _sleep, "localtime": _local, "gmtime": _utc,
+           "strftime": lambda text, moment=None: time.strftime(text, moment or _local()),
+           "ctime": lambda seconds=None: time.asctime(_local(seconds)),
+           "asctime": lambda moment=None: time.asctime(moment or _local()), "clock_gettime": None, "clock_gettime_ns": None},
+    threading: {"Thread": Thread, "Event": Event, "Lock": Lock, "RLock": RLock, "Condition": Condition,
+                "current_thread": lambda: here().scheduler.current, "main_thread": lambda: running().main,
+                "get_ident": lambda: here().scheduler.current.number, "get_native_id": None, "Timer": None, "Semaphore": None,
+                "BoundedSemaphore": None, "Barrier": None, "local": None, "enumerate": None, "active_count": None},
+    queue: {"SimpleQueue": SimpleQueue, "Queue": None, "LifoQueue": None, "PriorityQueue": None},
+    secrets: {"token_hex": lambda count=32: here().token(count), "token_bytes": None, "token_urlsafe": None, "choice": None,
+              "randbelow": None, "randbits": None, "SystemRandom": None},
+    socket: {"gethostname": lambda: running().host.name, "getfqdn": None, "socket": None, "create_connection": None},
+    signal: {"signal": _signal, "set_wakeup_fd": lambda *_, **__: -1, "getsignal": None, "raise_signal": None, "alarm": None,
+             "setitimer": None, "pause": None},
+    atexit: {"register": _register, "unregister": _unregister},
+}
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{name} has no stand-in in a simulated cluster")
+    return refuse
+
+
+def _stand_in(module: types.ModuleType, replaced: dict[str, Any]) -> types.SimpleNamespace:
     kept = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     return types.SimpleNamespace(**{**kept, **replaced})
 
 
-_MODULES = {
-    time: _stand_in(time, monotonic=_monotonic, perf_counter=_monotonic, time=_wall, sleep=_sleep),
-    threading: _stand_in(threading, Thread=Thread, Event=Event, Lock=Lock, RLock=Lock, Condition=Condition,
-                         current_thread=lambda: here().scheduler.current, main_thread=lambda: running().main),
-    queue: _stand_in(queue, SimpleQueue=SimpleQueue, Queue=SimpleQueue),
-    secrets: _stand_in(secrets, token_hex=lambda count=4: here().token(count)),
-    socket: _stand_in(socket, gethostname=lambda: running().host.name),
-    signal: _stand_in(signal, signal=_signal, set_wakeup_fd=lambda *_, **__: -1),
-    atexit: _stand_in(atexit, register=_register, unregister=_unregister),
-}
-_FUNCTIONS: dict[Any, Any] = {time.monotonic: _monotonic, time.perf_counter: _monotonic, time.time: _wall, time.sleep: _sleep,
-                              threading.Condition.wait: Condition.wait, threading.Lock: Lock, threading.Condition: Condition,
-                              threading.Event: Event, threading.Thread: Thread}
+for _module, _table in _REPLACED.items():
+    for _name in [_name for _name, _value in _table.items() if _value is None]:
+        _table[_name] = _refused(f"{_module.__name__}.{_name}")
+_MODULES = {_module: _stand_in(_module, _table) for _module, _table in _REPLACED.items()}
+_FUNCTIONS: dict[Any, Any] = {getattr(_module, _name): _value for _module, _table in _REPLACED.items()
+                              for _name, _value in _table.items()}
+_FUNCTIONS[threading.Condition.wait] = Condition.wait           # a default of a parameter
 
 
 def _owner(purpose: str, world_size: int = 1, holds: Any = ()) -> Any:
@@ -306,8 +157,31 @@ def _levels(root: str = "/") -> Any:
     return [Level(f"host {host.name}", host.memory)]
 
 
-def _is_local(path: str) -> bool:
+def _is_local(path: str, mounted: Any = None) -> bool:
     return running().host.disk.local
+
+
+def _listen(trial: Any) -> None:
+    """Signals are not written into a file: it would be one of the real disk."""
+
+
+class _Staging(Staging):
+    """Its memory is given back when the cluster ends; a process that is killed does not."""
+
+    def __init__(self, shared: bool = False, fd: int = -1):
+        super().__init__(shared, fd)
+        here().at_end.append(self.close)
+
+
+def _product() -> list[types.ModuleType]:
+    """The product's modules. Those that a cluster can run are imported first: what is imported later would escape."""
+    import mindresume
+    for room in _ROOMS:
+        package = importlib.import_module(f"{mindresume.__name__}.{room}")
+        for found in pkgutil.iter_modules(getattr(package, "__path__", ())):
+            importlib.import_module(f"{package.__name__}.{found.name}")
+    return [module for name, module in list(sys.modules.items()) if module is not None
+            and (name + ".").startswith("mindresume.") and not (name + ".").startswith(_SPARED)]
 
 
 class _Places:
@@ -315,42 +189,70 @@ class _Places:
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, str, Any, Any]] = []         # (holder, name, the product's, the stand-in)
+        modules = _product()
+        self.modules = {module.__name__ for module in modules}
         from mindresume import host_memory
-        from mindresume.store import claim, shared
-        functions = {**_FUNCTIONS, claim.owner_of_this_process: _owner, claim.lives: _lives, host_memory.levels: _levels,
-                     shared.is_local: _is_local}
-        known: set[int] = set()
-        for name, module in list(sys.modules.items()):
-            if module is None or not (name + ".").startswith("mindresume.") or name.startswith(_SPARED):
-                continue
+        from mindresume.store import claim, shared, trials
+        self._functions = {**_FUNCTIONS, claim.owner_of_this_process: _owner, claim.lives: _lives, host_memory.levels: _levels,
+                           shared.is_local: _is_local, trials.Trial._listen: _listen, Staging: _Staging}
+        self._known: set[int] = set()
+        for module in modules:
             for key, value in list(vars(module).items()):
                 if isinstance(value, types.ModuleType) and value in _MODULES:
                     self.rows.append((module, key, value, _MODULES[value]))
-                elif _hashable(value) and value in functions:
-                    self.rows.append((module, key, value, functions[value]))
-                elif getattr(value, "__module__", None) == name:
-                    self._inside(value, functions, known)
+                elif self._is_replaced(value):
+                    self.rows.append((module, key, value, self._functions[value]))
+                elif getattr(value, "__module__", None) == module.__name__:
+                    self._inside(value)
 
-    def _inside(self, value: Any, functions: dict[Any, Any], known: set[int]) -> None:
-        if id(value) in known:
+    def _is_replaced(self, value: Any) -> bool:
+        return _hashable(value) and value in self._functions
+
+    def _inside(self, value: Any) -> None:
+        """Of classes their fields, of functions their defaults and what they enclose; also below decorators."""
+        if id(value) in self._known:
             return
-        known.add(id(value))
+        self._known.add(id(value))
         if isinstance(value, type):
             for key, inner in list(vars(value).items()):
-                inner = getattr(inner, "__func__", inner)
-                if _hashable(inner) and inner in functions and not isinstance(vars(value)[key], staticmethod):
-                    self.rows.append((value, key, inner, functions[inner]))
-                elif isinstance(inner, types.FunctionType):
-                    self._inside(inner, functions, known)
+                bare = inner.__func__ if isinstance(inner, staticmethod) else inner
+                if self._is_replaced(bare):
+                    new = self._functions[bare]
+                    self.rows.append((value, key, inner, staticmethod(new) if isinstance(inner, staticmethod) else new))
+                elif isinstance(inner, property):
+                    for function in filter(None, (inner.fget, inner.fset, inner.fdel)):
+                        self._inside(function)
+                elif not isinstance(inner, type) or inner.__module__ == value.__module__:
+                    self._inside(getattr(inner, "__func__", inner))
         elif isinstance(value, types.FunctionType):
-            defaults = value.__defaults__ or ()
-            if any(_hashable(one) and one in functions for one in defaults):
-                self.rows.append((value, "__defaults__", defaults, tuple(
-                    functions[one] if _hashable(one) and one in functions else one for one in defaults)))
-            named = value.__kwdefaults__ or {}
-            if any(_hashable(one) and one in functions for one in named.values()):
-                self.rows.append((value, "__kwdefaults__", named, {
-                    key: functions[one] if _hashable(one) and one in functions else one for key, one in named.items()}))
+            defaults, named = value.__defaults__ or (), value.__kwdefaults__ or {}
+            if any(map(self._is_replaced, defaults)):
+                self.rows.append((value, "__defaults__", defaults, tuple(map(self._new, defaults))))
+            if any(map(self._is_replaced, named.values())):
+                self.rows.append((value, "__kwdefaults__", named, {key: self._new(one) for key, one in named.items()}))
+            for cell in value.__closure__ or ():
+                content = _content(cell)
+                if self._is_replaced(content):
+                    self.rows.append((cell, "cell_contents", content, self._functions[content]))
+        if hasattr(value, "__wrapped__"):
+            self._inside(value.__wrapped__)
+
+    def _new(self, value: Any) -> Any:
+        return self._functions[value] if self._is_replaced(value) else value
+
+    def put_back(self) -> None:
+        for holder, name, value, _ in reversed(self.rows):
+            setattr(holder, name, value)
+        late = {module.__name__ for module in _product()} - self.modules
+        if late:
+            raise RuntimeError(f"imported while a cluster ran, so they saw real time or keep what was simulated: {sorted(late)}")
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:                                          # empty
+        return None
 
 
 def _hashable(value: Any) -> bool:
@@ -367,7 +269,12 @@ def standing_in(cluster: Cluster) -> Iterator[None]:
     _cluster.append(cluster)
     try:
         with replaced():
-            yield
+            try:
+                yield
+            finally:
+                cluster.scheduler.end()
+                while cluster.at_end:
+                    cluster.at_end.pop()()
     finally:
         _cluster.pop()
 
@@ -390,10 +297,8 @@ def replaced() -> Iterator[None]:
     finally:
         _depth[0] -= 1
         if not _depth[0]:
-            for holder, name, value, _ in reversed(_places[0].rows):
-                setattr(holder, name, value)
-            _places.clear()
             _writers(False)
+            _places.pop().put_back()
 
 
 def _writers(simulated: bool) -> None:
@@ -402,4 +307,5 @@ def _writers(simulated: bool) -> None:
     background._WRITERS["process"] = Writer if simulated else background._Process
 
 
-__all__ = ["Condition", "Event", "Lock", "SimpleQueue", "Thread", "here", "replaced", "running", "standing_in"]
+__all__ = ["Condition", "Event", "Lock", "RLock", "SimpleQueue", "Thread", "_Waiters", "here", "replaced", "running",
+           "standing_in"]

@@ -7,6 +7,7 @@ no longer than a living training would.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,11 +28,13 @@ class Writer:
         training, cluster = running(), here()
         self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
         self._process.on_term = lambda: None
-        mine, memory = replace(place, storage=Mount(cluster, self._process)), Staging(fd=os.dup(staging.fd))
+        (place, policy), memory = _sent((replace(place, storage=None), policy)), Staging(fd=os.dup(staging.fd))
+        mine = replace(place, storage=Mount(cluster, self._process))
         cluster.at_end.append(memory.close)
         cluster.scheduler.start(self._process, _bound(training, self._process, timeout), f"{training.name}.writer/bound")
         self._process.main = cluster.scheduler.start(
-            self._process, lambda: serve(mine, policy, memory, self._receive(training), self._outbox.put), self._process.name)
+            self._process, lambda: serve(mine, policy, memory, self._receive(training),
+                                         lambda message: self._outbox.put(_sent(message))), self._process.name)
 
     def _receive(self, training: Any) -> Callable[[], Any]:
         def receive() -> Any:
@@ -45,7 +48,7 @@ class Writer:
     def send(self, message: Any) -> None:
         if self._process.dead:
             raise BrokenPipeError("the writer is gone")
-        self._inbox.put(message)
+        self._inbox.put(_sent(message))
 
     def receive(self, patience: float) -> Any:
         if self._outbox.empty() and patience:
@@ -64,6 +67,11 @@ class Writer:
 
     def end(self) -> str:
         return f"exit status {self._process.exit}"
+
+
+def _sent(message: Any) -> Any:
+    """As it arrives at the other end of a pipe."""
+    return pickle.loads(pickle.dumps(message))
 
 
 def _bound(training: Any, process: Any, timeout: float) -> Callable[[], None]:

@@ -1,0 +1,253 @@
+"""What ``threading`` and ``queue`` offer, for tasks of a simulated cluster.
+
+They behave as the real ones in what the product uses, errors of wrong use included; waiting is that of the scheduler.
+"""
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from mindresume.simulation.cluster import Cluster, Process
+from mindresume.simulation.scheduler import Killed, Task
+
+_cluster: list[Cluster] = []
+
+
+def here() -> Cluster:
+    """The cluster that runs."""
+    return _cluster[-1]
+
+
+def running() -> Process:
+    process = here().running
+    if process is None:
+        raise RuntimeError("no process of the cluster is running")
+    return process
+
+
+class _Waiters:
+    """Tasks that wait for something."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+
+    def wait(self, timeout: float | None, where: str) -> bool:
+        scheduler = here().scheduler
+        task = scheduler.current
+        if task is None:
+            raise RuntimeError(f"nobody can wait here ({where})")
+        self._tasks.append(task)
+        try:
+            return scheduler.block(timeout, where)
+        finally:
+            if task in self._tasks:
+                self._tasks.remove(task)
+
+    def wake(self, count: int = 1 << 30) -> None:
+        for task in [task for task in self._tasks if not task.process.dead][:count]:
+            self._tasks.remove(task)
+            here().scheduler.wake(task)
+
+
+class Event:
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters = _Waiters()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._waiters.wake()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set:
+            self._waiters.wait(timeout, "waits for an event")
+        return self._set
+
+
+class Lock:
+    """Who has it waits for itself if it takes it again. What a killed process had is free."""
+    again = False
+
+    def __init__(self) -> None:
+        self._owner: Task | None = None
+        self._depth = 0
+        self._waiters = _Waiters()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = here().scheduler
+        me = scheduler.current
+        until = None if timeout < 0 else scheduler.now + timeout
+        while self.locked() and not (self.again and self._owner is me):
+            left = None if until is None else until - scheduler.now
+            if not blocking or (left is not None and left <= 0):
+                return False
+            self._waiters.wait(left, "waits for a lock")
+        self._depth = self._depth + 1 if self.locked() else 1
+        self._owner = me
+        return True
+
+    def release(self) -> None:
+        if not self._depth:
+            raise RuntimeError("release unlocked lock")
+        if self.again and self._owner is not here().scheduler.current:
+            raise RuntimeError("cannot release un-acquired lock")
+        self._depth -= 1
+        if not self._depth:
+            self._free()
+
+    def _free(self) -> tuple[Task | None, int]:
+        """Returns what ``_take`` needs to have it again."""
+        had = self._owner, self._depth
+        self._owner, self._depth = None, 0
+        self._waiters.wake(1)
+        return had
+
+    def _take(self, had: tuple[Task | None, int]) -> None:
+        me = here().scheduler.current
+        if me is None or not me.process.dead:
+            self.acquire()
+        self._owner, self._depth = had
+
+    def locked(self) -> bool:
+        return self._depth > 0 and not (self._owner is not None and self._owner.process.dead)
+
+    def owned(self) -> bool:
+        """By the running task; of a lock that need not be taken and released by the same one: by anybody."""
+        return self.locked() and (not self.again or self._owner is here().scheduler.current)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class RLock(Lock):
+    """Who has it may take it again."""
+    again = True
+
+
+class Condition:
+    def __init__(self, lock: Lock | None = None):
+        self._lock = lock or RLock()
+        self._waiters = _Waiters()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._lock.owned():
+            raise RuntimeError("cannot wait on un-acquired lock")
+        had = self._lock._free()
+        try:
+            return self._waiters.wait(timeout, "waits for a condition")
+        finally:
+            self._lock._take(had)
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        scheduler = here().scheduler
+        until = None if timeout is None else scheduler.now + timeout
+        while not (result := predicate()):
+            left = None if until is None else until - scheduler.now
+            if left is not None and left <= 0:
+                return result
+            self.wait(left)
+        return result
+
+    def notify(self, count: int = 1) -> None:
+        if not self._lock.owned():
+            raise RuntimeError("cannot notify on un-acquired lock")
+        self._waiters.wake(count)
+
+    def notify_all(self) -> None:
+        self.notify(1 << 30)
+
+
+class Thread:
+    """A task of the process that starts it; it ends with the process, as a daemon does."""
+
+    def __init__(self, group: None = None, target: Callable[..., Any] | None = None, name: str = "thread", args: tuple = (),
+                 kwargs: dict[str, Any] | None = None, daemon: bool | None = None):
+        self._target, self._values, self._named = target, args, kwargs or {}
+        self.name, self.daemon = name, daemon
+        self._task: Task | None = None
+        self._ended = Event()
+
+    def run(self) -> None:
+        if self._target is not None:
+            self._target(*self._values, **self._named)
+
+    def start(self) -> None:
+        process = running()
+        if self._task is not None:
+            raise RuntimeError("threads can only be started once")
+
+        def run() -> None:
+            try:
+                self.run()
+            except Killed:                                  # with its process: nobody hears of it
+                raise
+            except SystemExit:
+                pass
+            except BaseException as error:                  # noqa: B036  as Python: a line on stderr, the thread is gone
+                process.log.append(f"error in thread {self.name}: {type(error).__name__}: {error}")
+            self._ended.set()
+        self._task = here().scheduler.start(process, run, f"{process.name}/{self.name}")
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._task is None:
+            raise RuntimeError("cannot join thread before it is started")
+        if self._task is here().scheduler.current:
+            raise RuntimeError("cannot join current thread")
+        self._ended.wait(timeout)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._ended.is_set() and not self._task.done and not self._task.process.dead
+
+
+class SimpleQueue:
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._waiters = _Waiters()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        here().scheduler.check()                    # the other end may be another process, which hears nothing of the dead
+        self._items.append(item)
+        self._waiters.wake(1)
+
+    put_nowait = put
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        scheduler = here().scheduler
+        until = None if timeout is None else scheduler.now + timeout
+        while not self._items:
+            left = None if until is None else until - scheduler.now
+            if not block or (left is not None and left <= 0):
+                raise queue.Empty
+            self._waiters.wait(left, "waits for a message")
+        return self._items.pop(0)
+
+    def wait(self, timeout: float) -> None:
+        """Until there may be a message."""
+        if not self._items:
+            self._waiters.wait(timeout, "waits for a message")
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)

@@ -1,0 +1,389 @@
+"""The disk in memory: what is seen, as on a real one; what is left when the power fails."""
+import errno
+import os
+import random
+from contextlib import suppress
+
+import pytest
+
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.standins import standing_in
+from mindresume.store.storage import PosixStorage
+
+
+def names(disk):
+    return {path: file.data for path, file in disk.walk()}
+
+
+def left(disk, survives=lambda: False, torn=lambda data: b""):
+    """Files after a loss of power; ``disk`` stays as it is."""
+    copy = disk.copy()
+    copy.lose_power(survives, torn)
+    return names(copy)
+
+
+def all_left(disk):
+    """Every set of files that can be left, by trying every answer of ``survives``."""
+    found, pending = [], [()]
+    while pending:
+        answers = pending.pop()
+        asked = []
+
+        def survives(answers=answers, asked=asked):
+            asked.append(answers[len(asked)] if len(asked) < len(answers) else False)
+            return asked[-1]
+        result = left(disk, survives)
+        if len(answers) < len(asked):
+            pending += [(*asked[:position], True) for position in range(len(answers), len(asked))]
+        if result not in found:
+            found.append(result)
+    return found
+
+
+# ---- what is seen ------------------------------------------------------------------------------------------------------------
+
+def run_both(tmp_path, operations):
+    """(operation, what each of the two storages gave) until they differ."""
+    cluster, real, root = Cluster(Schedule()), PosixStorage(), str(tmp_path)
+    results = []
+
+    def attempt(storage, prefix, name, arguments):
+        paths = [prefix + argument if isinstance(argument, str) else argument for argument in arguments]
+        try:
+            found = getattr(storage, name)(*paths)
+            if name == "open":
+                with found:
+                    return found.read()
+            if name == "create":
+                found.write_at(2, memoryview(b"cd"))
+                found.write_at(0, memoryview(b"ab"))
+                found.finish()
+                return None
+            if name == "status" and found is not None:
+                return found.is_folder or found.size
+        except OSError as error:
+            return errno.errorcode[error.errno]
+        return found
+
+    def look(storage, prefix, folder=""):
+        found = []
+        for name in storage.list(prefix + folder):
+            path = f"{folder}/{name}"
+            status = storage.status(prefix + path)
+            found.append((path, status.is_folder, None if status.is_folder else attempt(storage, prefix, "open", [path])))
+            found += look(storage, prefix, path) if status.is_folder else []
+        return found
+
+    def work():
+        mount = Mount(cluster, cluster.processes[0])
+        for name, *arguments in operations:
+            row = name, arguments, attempt(mount, "", name, arguments), attempt(real, root, name, arguments)
+            results.append((*row, look(mount, ""), look(real, root)))
+            if row[2] != row[3] or results[-1][4] != results[-1][5]:
+                return
+    with standing_in(cluster):
+        process = cluster.process(cluster.host(), "one", work)
+        cluster.scheduler.run()
+    assert process.exit == 0, process.error
+    return results
+
+
+def check_both(tmp_path, operations):
+    for name, arguments, simulated, real, listing, real_listing in run_both(tmp_path, operations):
+        assert (name, arguments, simulated, listing) == (name, arguments, real, real_listing)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_same_operations_on_the_disk_and_on_a_real_folder_give_the_same(tmp_path, seed):
+    chance = random.Random(seed)
+    parts = ["a", "b", "c"]
+
+    def path():
+        return "".join(f"/{chance.choice(parts)}" for _ in range(chance.choice((1, 1, 2, 2, 3))))
+    operations = []
+    for _ in range(120):
+        kind = chance.choice(("write", "write", "make_folder", "make_folder", "rename", "rename", "rename", "remove", "open",
+                              "list", "status", "create"))
+        arguments = [path(), path()] if kind == "rename" else [path()]
+        if kind == "write":
+            arguments.append([chance.randbytes(chance.randrange(5)) for _ in range(chance.randrange(3))])
+        if kind == "create":
+            arguments.append(chance.randrange(7))
+        operations.append((kind, *arguments))
+    check_both(tmp_path, operations)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("/file", "/file/x"), ("/file", "/folder"), ("/file", "/empty"), ("/folder", "/file"), ("/folder", "/empty"),
+    ("/empty", "/folder"), ("/folder", "/folder/x"), ("/folder", "/folder/in/x"), ("/folder/in", "/folder"),
+    ("/folder/in", "/in"), ("/none", "/x"), ("/none/x", "/x"), ("/file/x", "/x"), ("/file", "/none/x"), ("/file", "/file"),
+    ("/folder", "/folder"), ("/file", "/other"), ("/none", "/file/x"), ("/empty", "/empty/x"), ("/folder/in", "/folder/in/x")])
+def test_a_rename_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, old, new):
+    check_both(tmp_path, [("write", "/file", [b"1"]), ("write", "/other", [b"2"]), ("make_folder", "/folder/in"),
+                          ("write", "/folder/in/f", [b"3"]), ("make_folder", "/empty"), ("rename", old, new)])
+
+
+@pytest.mark.parametrize("operation", [
+    ("remove", "/file/x"), ("remove", "/none/x"), ("remove", "/none"), ("remove", "/folder"), ("remove", "/empty"),
+    ("open", "/folder"), ("open", "/file/x"), ("open", "/none/x"), ("status", "/file/x"), ("list", "/file/x"), ("list", "/file"),
+    ("write", "/folder", [b"1"]), ("write", "/none/x", [b"1"]), ("write", "/file/x", [b"1"]), ("create", "/file", 4),
+    ("create", "/folder", 4), ("create", "/none/x", 4), ("create", "/new", 0), ("create", "/new", 9), ("make_folder", "/file"),
+    ("make_folder", "/file/x"), ("make_folder", "/folder"), ("make_folder", "/none/x/y"), ("sync", "/none"), ("sync", "/folder"),
+    ("room", "/none/x")])
+def test_an_operation_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, operation):
+    before = [("write", "/file", [b"1"]), ("make_folder", "/folder"), ("write", "/folder/f", [b"3"]), ("make_folder", "/empty")]
+    if operation[0] == "room":
+        with suppress(OSError):
+            PosixStorage().room(str(tmp_path) + operation[1])
+        return
+    check_both(tmp_path, [*before, operation])
+
+
+# ---- what is left ------------------------------------------------------------------------------------------------------------
+
+def test_a_name_is_durable_once_its_folder_was_flushed():
+    disk = Disk()
+    disk.make_folder("/c")
+    disk.sync("/")
+    disk.create("/c/a", b"1")
+    assert all_left(disk) == [{}, {"/c/a": b"1"}]
+    disk.sync("/c")
+    assert left(disk) == {"/c/a": b"1"} and not disk.pending()
+
+
+def test_what_is_in_a_folder_is_lost_with_its_name():
+    disk = Disk()
+    disk.make_folder("/c")
+    disk.create("/c/a", b"1")
+    disk.sync("/c")
+    assert all_left(disk) == [{}, {"/c/a": b"1"}]
+
+
+def test_two_files_in_one_folder_survive_independently():
+    disk = Disk()
+    disk.create("/a", b"1")
+    disk.create("/b", b"2")
+    assert len(all_left(disk)) == 4
+
+
+def test_a_rename_changes_both_names_or_none():
+    disk = Disk()
+    for folder in ("/x", "/y"):
+        disk.make_folder(folder)
+    disk.create("/x/a", b"1")
+    disk.create("/y/a", b"2")
+    for folder in ("/", "/x", "/y"):
+        disk.sync(folder)
+    disk.rename("/x/a", "/y/a")
+    found = all_left(disk)
+    assert sorted(map(len, found)) == [1, 2] and {"/y/a": b"1"} in found
+    disk.sync("/x")                                     # of one of the two folders is enough: it is one change
+    assert left(disk) == {"/y/a": b"1"}
+
+
+def test_the_changes_of_one_name_keep_their_order():
+    disk = Disk()
+    for data in (b"1", b"2", b"3"):
+        disk.create("/a", data)
+    assert all_left(disk) == [{}, {"/a": b"1"}, {"/a": b"2"}, {"/a": b"3"}]
+
+
+def test_the_moves_of_one_file_keep_their_order():
+    disk = Disk()
+    disk.create("/a", b"1")
+    disk.sync("/")
+    for old, new in (("/a", "/b"), ("/b", "/c"), ("/c", "/d")):
+        disk.rename(old, new)
+    assert [list(found) for found in all_left(disk)] == [["/a"], ["/b"], ["/c"], ["/d"]]
+
+
+def test_a_move_is_not_durable_without_the_one_before():
+    """One folder is flushed: the file must not be in the first of three places as well."""
+    disk = Disk()
+    for folder in ("/a", "/b", "/c"):
+        disk.make_folder(folder)
+    disk.make_folder("/c/in")
+    disk.create("/c/in/f", b"1")
+    for folder in ("/", "/c", "/c/in"):
+        disk.sync(folder)
+    disk.rename("/c/in", "/b/in")
+    disk.rename("/b/in", "/a/in")
+    disk.sync("/a")
+    assert all_left(disk) == [{"/a/in/f": b"1"}]
+
+
+def test_a_folder_that_was_renamed_is_where_it_was_with_what_was_flushed_in_it():
+    disk = Disk()
+    disk.make_folder("/old")
+    disk.sync("/")
+    disk.create("/old/kept", b"1")
+    disk.sync("/old")
+    disk.create("/old/not", b"2")
+    disk.rename("/old", "/new")
+    disk.create("/new/later", b"3")
+    assert left(disk) == {"/old/kept": b"1"}
+    disk.sync("/")
+    assert left(disk) == {"/new/kept": b"1"}
+    disk.sync("/new")
+    assert left(disk) == {"/new/kept": b"1", "/new/not": b"2", "/new/later": b"3"}
+
+
+def test_a_removal_that_was_not_flushed_is_undone():
+    disk = Disk()
+    disk.make_folder("/a")
+    disk.create("/a/f", b"1")
+    disk.sync("/")
+    disk.sync("/a")
+    disk.remove("/a/f")
+    disk.remove("/a")
+    assert left(disk) == {"/a/f": b"1"} and names(disk) == {}
+    disk.sync("/")
+    assert all_left(disk) == [{}]
+
+
+def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
+    disk = Disk()
+    file = disk.create("/.a", b"", whole=False)
+    disk.fill(file, b"12345678", False, "/.a")
+    disk.rename("/.a", "/a")
+    disk.sync("/")
+    assert disk.pending()
+    assert left(disk) == {"/a": b""} and left(disk, torn=lambda data: data[:3]) == {"/a": b"123"}
+    disk.fill(file, b"12345678", True, "/a")
+    assert left(disk) == {"/a": b"12345678"} and not disk.pending()
+
+
+def test_a_loss_of_power_settles_everything():
+    disk = Disk()
+    disk.create("/a", b"12", whole=False)
+    disk.lose_power(lambda: True, lambda data: data[:1])
+    assert names(disk) == {"/a": b"1"} and not disk.pending() and left(disk) == names(disk)
+
+
+def test_the_room_counts_what_is_there():
+    disk = Disk(room=10)
+    disk.create("/a", b"123456")
+    with pytest.raises(OSError) as error:
+        disk.create("/b", b"12345")
+    assert error.value.errno == errno.ENOSPC and disk.room == 4
+    disk.create("/a", b"123")
+    disk.create("/b", b"1234567")
+    assert disk.room == 0
+    disk.rename("/b", "/a")
+    assert disk.room == 3
+    disk.remove("/a")
+    assert disk.room == 10
+
+
+def test_the_room_of_what_was_lost_is_free_again():
+    disk = Disk(room=10)
+    disk.create("/a", b"123456")
+    disk.lose_power(lambda: False)
+    assert disk.room == 10
+    disk.create("/a", b"123456", whole=False)
+    disk.sync("/")
+    disk.lose_power(lambda: False, lambda data: data[:2])
+    assert disk.room == 8
+
+
+def test_a_name_that_changes_for_ever_without_a_flush():
+    """Neither the copy nor the loss of power recurses into its past."""
+    disk = Disk()
+    for number in range(3000):
+        disk.create("/a", str(number).encode())
+        disk.rename("/a", "/b")
+    assert left(disk, lambda: True) == {"/b": b"2999"} and left(disk) == {}
+
+
+# ---- copies and signatures ---------------------------------------------------------------------------------------------------
+
+def busy():
+    disk = Disk(room=1000)
+    disk.now = 5.0
+    for folder in ("/a", "/b"):
+        disk.make_folder(folder)
+    disk.create("/a/f", b"1")
+    disk.sync("/")
+    disk.create("/a/g", b"22", whole=False)
+    disk.rename("/a/f", "/b/f")
+    disk.rename("/b", "/c")
+    return disk
+
+
+def test_nothing_that_happens_to_a_copy_is_seen_in_the_other():
+    disk = busy()
+    before, possible = (disk.signature(), names(disk), disk.room, disk.changed), all_left(disk)
+    copy = disk.copy()
+    assert copy.signature() == disk.signature() and all_left(copy) == possible
+    copy.remove("/a/g")
+    copy.create("/c/f", b"other")
+    copy.sync("/a")
+    copy.sync("/")
+    copy.lose_power(lambda: True)
+    assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_left(disk) == possible
+
+
+def test_a_file_that_is_being_written_goes_on_in_one_of_the_two():
+    disk = Disk()
+    file = disk.create("/a", b"", whole=False)
+    copy = disk.copy()
+    disk.fill(file, b"1", True, "/a")
+    assert names(copy) == {"/a": b""} and names(disk) == {"/a": b"1"}
+
+
+def test_times_of_files_do_not_count():
+    one, two = busy(), busy()
+    for _, file in two.walk():
+        file.mtime = 99.0
+    assert one.signature() == two.signature()
+
+
+def differing():
+    """Disks that look alike, of which something else could be left."""
+    def made(*operations):
+        disk = Disk()
+        for folder in ("/a", "/b"):
+            disk.make_folder(folder)
+        disk.create("/a/f", b"1")
+        for folder in ("/", "/a", "/b"):
+            disk.sync(folder)
+        for name, *arguments in operations:
+            getattr(disk, name)(*arguments)
+        return disk
+    yield made(("create", "/a/g", b"2")), made(("create", "/a/g", b"2"), ("sync", "/a"))
+    yield made(("create", "/a/g", b"2")), made(("create", "/a/g", b"2", False))
+    yield made(("rename", "/a/f", "/b/f")), made(("remove", "/a/f"), ("create", "/b/f", b"1"))
+    yield made(("create", "/a/f", b"2")), made(("create", "/a/f", b"3"), ("create", "/a/f", b"2"))
+    yield made(("remove", "/a/f"), ("remove", "/a")), made(("create", "/a/f", b"other"), ("sync", "/a"), ("remove", "/a/f"),
+                                                           ("remove", "/a"))
+    yield (made(("create", "/a/f", b"2"), ("rename", "/a/f", "/b/f"), ("sync", "/b"), ("create", "/a/f", b"3")),
+           made(("create", "/a/f", b"2"), ("rename", "/a/f", "/b/f"), ("sync", "/b"), ("create", "/a/f", b"3"), ("sync", "/a")))
+
+
+@pytest.mark.parametrize(("one", "two"), differing())
+def test_disks_of_which_something_else_could_be_left_have_other_signatures(one, two):
+    assert names(one) == names(two) and one.signature() != two.signature()
+    assert sorted(map(str, all_left(one))) != sorted(map(str, all_left(two))) or one.pending() != two.pending()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_signatures_mean_that_the_same_can_be_left(seed):
+    """Over random short histories of two files and two folders."""
+    chance, by_signature = random.Random(seed), {}
+    for _ in range(120):
+        disk = Disk()
+        for folder in ("/a", "/b"):
+            disk.make_folder(folder)
+        for folder in ("/", "/a", "/b"):
+            disk.sync(folder)
+        for _ in range(chance.randrange(1, 6)):
+            path, other = (f"/{chance.choice('ab')}/{chance.choice('xy')}" for _ in range(2))
+            with suppress(OSError):
+                chance.choice((lambda p=path, d=disk: d.create(p, chance.choice((b"1", b"2"))),
+                               lambda p=path, q=other, d=disk: d.rename(p, q), lambda p=path, d=disk: d.remove(p),
+                               lambda p=path, d=disk: d.sync(os.path.dirname(p))))()
+        possible = sorted(map(str, all_left(disk)))
+        assert by_signature.setdefault(disk.signature(), possible) == possible

@@ -1,0 +1,330 @@
+"""Who goes on when, and that a killed task does nothing any more."""
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.scheduler import TICK, Killed, Scheduler, Stuck, TooLong
+
+
+def made(most=1000, **schedule):
+    return Scheduler(Schedule(**schedule).chooser(), most)
+
+
+def process():
+    return SimpleNamespace(dead=False, paused_until=0.0)
+
+
+def ran(scheduler, *works):
+    """Runs works, each of a process of its own. Returns the tasks."""
+    tasks = [scheduler.start(process(), work, f"t{number}") for number, work in enumerate(works)]
+    scheduler.run()
+    return tasks
+
+
+def counting(scheduler, told, name, count=3):
+    def work():
+        for _ in range(count):
+            told.append((name, scheduler.operation()))
+    return work
+
+
+# ---- turns -------------------------------------------------------------------------------------------------------------------
+
+def test_without_switches_each_task_gets_as_far_as_it_can():
+    told, scheduler = [], made()
+    ran(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
+    assert told == [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5), ("b", 6)]
+
+
+def test_a_switch_lets_another_go_first_and_the_operation_keeps_its_number():
+    told, scheduler = [], made(switches=((2, 1),))
+    ran(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
+    assert told == [("a", 1), ("b", 3), ("b", 4), ("b", 5), ("a", 2), ("a", 6)]
+
+
+@pytest.mark.parametrize(("further", "first"), [(1, "b"), (2, "c"), (3, "b"), (4, "c")])
+def test_a_switch_says_how_far_on_in_the_list(further, first):
+    told, scheduler = [], made(switches=((1, further),))
+    ran(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
+    assert told[0][0] == first
+
+
+def test_a_switch_with_nobody_to_switch_to_changes_nothing():
+    told, scheduler = [], made(switches=((1, 1), (2, 3)))
+    ran(scheduler, counting(scheduler, told, "a"))
+    assert told == [("a", 1), ("a", 2), ("a", 3)]
+
+
+def test_a_pick_lets_another_than_the_next_begin():
+    told, scheduler = [], made(picks=((1, 2),))
+    ran(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
+    assert [name for name, _ in told] == ["c", "a", "b"]
+
+
+def test_after_one_that_waits_the_next_in_turn_goes_on():
+    told, scheduler = [], made()
+
+    def work(name):
+        for _ in range(2):
+            told.append(name)
+            scheduler.sleep(0.0)
+    ran(scheduler, *(lambda name=name: work(name) for name in "abc"))
+    assert "".join(told) == "abcabc"
+
+
+def test_an_operation_takes_a_tick():
+    told, scheduler = [], made()
+    ran(scheduler, counting(scheduler, told, "a"))
+    assert scheduler.now == pytest.approx(3 * TICK) and scheduler.operations == 3
+
+
+def test_a_task_that_raises_ends_and_the_others_go_on():
+    told, scheduler = [], made()
+    ended = []
+    scheduler.ended.append(lambda task: ended.append((task.name, type(task.error))))
+
+    def bad():
+        raise ValueError("x")
+    ran(scheduler, bad, counting(scheduler, told, "b", 1))
+    assert ended == [("t0", ValueError), ("t1", type(None))] and told == [("b", 1)]
+
+
+# ---- time --------------------------------------------------------------------------------------------------------------------
+
+def test_sleepers_wake_in_the_order_of_their_moments():
+    told, scheduler = [], made()
+
+    def work(seconds):
+        scheduler.sleep(seconds)
+        told.append((seconds, scheduler.now))
+    ran(scheduler, *(lambda seconds=seconds: work(seconds) for seconds in (30.0, 10.0, 20.0)))
+    assert told == [(10.0, 10.0), (20.0, 20.0), (30.0, 30.0)]
+
+
+@pytest.mark.parametrize(("timeout", "woken", "moment"), [(None, True, 5.0), (9.0, True, 5.0), (3.0, False, 3.0)])
+def test_who_waits_is_woken_or_gives_up(timeout, woken, moment):
+    told, scheduler = [], made()
+
+    def waits():
+        told.append((scheduler.block(timeout), scheduler.now))
+
+    def wakes():
+        scheduler.sleep(5.0)
+        scheduler.wake(waiting)
+    waiting = scheduler.start(process(), waits, "waits")
+    scheduler.start(process(), wakes, "wakes")
+    scheduler.run()
+    assert told == [(woken, moment)]
+
+
+def test_to_wake_one_that_does_not_wait_is_nothing_it_remembers():
+    told, scheduler = [], made()
+
+    def work():
+        scheduler.wake(scheduler.current)
+        told.append(scheduler.block(1.0))
+    ran(scheduler, work)
+    assert told == [False]
+
+
+def test_tasks_that_wait_for_each_other_are_stuck():
+    scheduler = made()
+    with pytest.raises(Stuck, match="t0 for b; t1 for a"):
+        ran(scheduler, lambda: scheduler.block(None, "for b"), lambda: scheduler.block(None, "for a"))
+
+
+def test_who_has_a_limit_is_not_stuck():
+    scheduler = made()
+    with pytest.raises(Stuck, match="^t0 $"):
+        ran(scheduler, lambda: scheduler.block(None), lambda: scheduler.block(7.0))
+    assert scheduler.now == 7.0
+
+
+def test_a_process_that_stands_still_is_not_woken_before_it_goes_on():
+    told, scheduler = [], made()
+    one = process()
+
+    def sleeper():
+        scheduler.sleep(1.0)
+        told.append(("sleeper", scheduler.now))
+
+    def pauses():
+        one.paused_until = 50.0
+    scheduler.start(one, sleeper, "sleeper")
+    scheduler.start(process(), pauses, "pauses")
+    scheduler.run()
+    assert told == [("sleeper", 50.0)]
+
+
+# ---- too long ----------------------------------------------------------------------------------------------------------------
+
+def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
+    """An error in the task would be taken for one of its own, by product code that catches all."""
+    scheduler, caught = made(most=50), []
+
+    def work():
+        while True:
+            try:
+                scheduler.operation()
+            except Exception as error:                      # as a rank does that tells the others
+                caught.append(error)
+                return
+    with pytest.raises(TooLong):
+        ran(scheduler, work)
+    assert caught == []
+    scheduler.end()
+    assert caught == []
+
+
+def test_as_many_operations_as_there_may_be_are_not_too_long():
+    told, scheduler = [], made(most=3)
+    ran(scheduler, counting(scheduler, told, "a"))
+    assert len(told) == 3
+
+
+# ---- death -------------------------------------------------------------------------------------------------------------------
+
+class Effects:
+    """What a task does, and tries to do when it is killed."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.done, self.tried = scheduler, [], []
+
+    def operation(self, name):
+        self.tried.append(name)
+        self.scheduler.operation()
+        self.done.append(name)
+
+    def work(self, wait):
+        try:
+            self.operation("begin")
+            wait()
+            self.operation("end")
+        except Exception:
+            self.operation("except Exception")
+        except BaseException:
+            self.operation("except BaseException")
+            raise
+        finally:
+            try:
+                self.operation("finally")
+            finally:
+                self.scheduler.sleep(3.0)
+                self.done.append("slept")
+
+
+@pytest.mark.parametrize("how", ["sleeps", "waits", "is about to operate"])
+def test_a_killed_task_has_no_effect_any_more(how):
+    """It does not matter where it stands."""
+    scheduler = made(switches=((2, 1),) if how == "is about to operate" else ())
+    effects = Effects(scheduler)
+    wait = {"sleeps": lambda: scheduler.sleep(5.0), "waits": lambda: scheduler.block(None),
+            "is about to operate": lambda: None}[how]
+
+    def kills():
+        victim.dead = True
+        scheduler.sleep(10.0)
+    victim = process()
+    scheduler.start(victim, lambda: effects.work(wait), "victim")
+    scheduler.start(process(), kills, "kills")
+    scheduler.run()
+    assert effects.done == ["begin"] and "finally" in effects.tried
+    assert scheduler.operations == (2 if how == "is about to operate" else 1)
+
+
+def test_the_stack_of_a_killed_task_is_unwound_at_once_not_when_python_collects_it():
+    scheduler, moments = made(), []
+    victim, gone = process(), []
+
+    def waits():
+        try:
+            scheduler.block(None)
+        finally:
+            moments.append(scheduler.now)
+
+    def kills():
+        scheduler.sleep(1.0)
+        victim.dead = True
+        scheduler.sleep(1.0)
+        gone.append(list(moments))
+    task = scheduler.start(victim, waits, "victim")
+    scheduler.start(process(), kills, "kills")
+    scheduler.run()
+    assert gone == [[1.0]] and isinstance(task.error, Killed) and task.done
+
+
+def test_a_task_that_was_killed_before_it_began_never_begins():
+    scheduler, told = made(), []
+    one = process()
+    one.dead = True
+    scheduler.start(one, lambda: told.append("begun"), "one")
+    scheduler.run()
+    assert told == []
+
+
+def test_who_kills_its_own_process_goes_no_further_than_its_next_operation():
+    scheduler, told, one = made(), [], process()
+
+    def work():
+        try:
+            one.dead = True
+            scheduler.operation()
+        finally:
+            told.append("finally")
+            with pytest.raises(Killed):
+                scheduler.operation()
+            with pytest.raises(Killed):
+                scheduler.sleep(1.0)
+    scheduler.start(one, work, "one")
+    scheduler.run()
+    assert told == ["finally"] and scheduler.operations == 0
+
+
+def test_a_kill_among_many_does_not_disturb_the_others():
+    told, scheduler = [], made()
+    victim = process()
+
+    def sleeper(name, seconds):
+        for _ in range(3):
+            scheduler.sleep(seconds)
+            told.append((name, scheduler.now))
+
+    def kills():
+        scheduler.sleep(2.5)
+        victim.dead = True
+    for name in ("one", "two"):
+        scheduler.start(victim, lambda name=name: sleeper(name, 1.0), name)
+    scheduler.start(process(), lambda: sleeper("other", 2.0), "other")
+    scheduler.start(process(), kills, "kills")
+    scheduler.run()
+    assert [row for row in told if row[0] == "other"] == [("other", 2.0), ("other", 4.0), ("other", 6.0)]
+    assert max(moment for name, moment in told if name != "other") == 2.0
+
+
+def test_at_the_end_nothing_of_those_that_are_left_happens():
+    scheduler = made()
+    effects = Effects(scheduler)
+    one = process()
+    scheduler.start(one, lambda: effects.work(lambda: scheduler.block(None)), "one")
+    with pytest.raises(Stuck):
+        scheduler.run()
+    scheduler.end()
+    assert effects.done == ["begin"] and "finally" in effects.tried and one.dead
+    gc.collect()
+    assert effects.tried.count("finally") == 1 and scheduler.tasks == []
+
+
+def test_a_run_ends_when_it_is_told_to_and_can_go_on():
+    told, scheduler = [], made()
+
+    def work():
+        for _ in range(4):
+            scheduler.sleep(1.0)
+            told.append(scheduler.now)
+    scheduler.start(process(), work, "one")
+    scheduler.run(until=lambda: len(told) >= 2)
+    assert told == [1.0, 2.0]
+    scheduler.run()
+    assert told == [1.0, 2.0, 3.0, 4.0]

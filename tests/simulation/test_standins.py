@@ -1,0 +1,554 @@
+"""Threads, locks, queues and time of simulated processes are like the real ones; no module of the product escapes them."""
+import atexit
+import gc
+import importlib
+import inspect
+import os
+import pkgutil
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from mindresume import host_memory
+from mindresume.simulation import standins
+from mindresume.simulation.cluster import EPOCH, Cluster
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.scheduler import Stuck
+from mindresume.simulation.standins import here, replaced, running, standing_in
+from mindresume.store import background, claim, shared
+from mindresume.store.trials import Trial
+
+REAL = types.SimpleNamespace(time=time, threading=threading, queue=queue)
+SIMULATED = types.SimpleNamespace(**{module.__name__: standins._MODULES[module] for module in (time, threading, queue)})
+
+
+def simulated(work, **schedule):
+    """Runs ``work()`` as a process. Returns (what it returns, the cluster)."""
+    cluster, found = Cluster(Schedule(**schedule)), []
+    with standing_in(cluster):
+        process = cluster.process(cluster.host("node-7"), "one", lambda: found.append(work()))
+        cluster.scheduler.run()
+    if process.error is not None:
+        raise process.error
+    return found[0], cluster
+
+
+# ---- as the real ones --------------------------------------------------------------------------------------------------------
+
+def attempt(function, *values, **named):
+    try:
+        return function(*values, **named)
+    except Exception as error:
+        return type(error).__name__
+
+
+def event(at):
+    one, told = at.threading.Event(), []
+    told.append(one.wait(0.01))
+
+    def sets():
+        at.time.sleep(0.02)
+        one.set()
+    thread = at.threading.Thread(target=sets, daemon=True)
+    thread.start()
+    told += [one.wait(5.0), one.is_set(), one.wait(0), one.wait()]
+    one.clear()
+    thread.join()
+    return [*told, one.is_set(), one.wait(0)]
+
+
+def lock(at):
+    one, told = at.threading.Lock(), []
+    told += [one.acquire(), one.locked(), one.acquire(False), one.acquire(timeout=0.01), one.acquire(blocking=False)]
+
+    def waits():
+        told.append(one.acquire(timeout=0.01))
+        with one:
+            told.append("has it")
+    thread = at.threading.Thread(target=waits, daemon=True)
+    thread.start()
+    at.time.sleep(0.03)
+    one.release()
+    thread.join(5.0)
+    return [*told, one.locked(), attempt(one.release)]
+
+
+def lock_released_by_another(at):
+    one = at.threading.Lock()
+    one.acquire()
+    thread = at.threading.Thread(target=one.release, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    return one.locked()
+
+
+def lock_of_a_thread_that_ended(at):
+    one = at.threading.Lock()
+    thread = at.threading.Thread(target=one.acquire, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    return one.locked(), one.acquire(timeout=0.01)
+
+
+def lock_taken_again(at):
+    one, told = at.threading.RLock(), []
+    with one, one:
+        told += [one.acquire(False)]
+        one.release()
+        other = at.threading.Thread(target=lambda: told.extend([one.acquire(False), attempt(one.release)]), daemon=True)
+        other.start()
+        other.join(5.0)
+    after = at.threading.Thread(target=lambda: told.append(one.acquire(False)), daemon=True)
+    after.start()
+    after.join(5.0)
+    return [*told, attempt(at.threading.RLock().release)]
+
+
+def condition(at):
+    one, told = at.threading.Condition(), []
+    told += [attempt(one.wait, 0.01), attempt(one.notify), attempt(one.notify_all)]
+
+    def waits(name):
+        with one, one:                                  # taken twice: a wait gives up both
+            told.append((name, one.wait(5.0)))
+    threads = [at.threading.Thread(target=waits, args=(name,), daemon=True) for name in "ab"]
+    for thread in threads:
+        thread.start()
+        at.time.sleep(0.01)
+    with one:
+        one.notify()
+        told.append("notified")
+        at.time.sleep(0.01)
+        told.append("gives it up")
+    at.time.sleep(0.02)
+    with one:
+        one.notify_all()
+    for thread in threads:
+        thread.join(5.0)
+    with one:
+        told += [one.wait(0.01), one.wait_for(lambda: False, 0.01), one.wait_for(lambda: 7, 0.01)]
+    return [*told, one.acquire(), one.release()]
+
+
+def condition_of_a_lock(at):
+    inner = at.threading.Lock()
+    one, told = at.threading.Condition(inner), []
+    with one:
+        told += [inner.locked(), one.wait(0.01), inner.locked()]
+    return [*told, inner.locked(), attempt(one.wait, 0.01)]
+
+
+def simple_queue(at):
+    one, told = at.queue.SimpleQueue(), []
+    told += [one.empty(), one.qsize(), attempt(one.get_nowait), attempt(one.get, timeout=0.01), attempt(one.get, False)]
+    for item in (1, None, 2):
+        one.put(item)
+    told += [one.qsize(), one.get(), one.get_nowait(), one.get(timeout=1.0), one.empty()]
+
+    def puts():
+        at.time.sleep(0.01)
+        one.put("late")
+    thread = at.threading.Thread(target=puts, daemon=True)
+    thread.start()
+    told.append(one.get(timeout=5.0))
+    thread.join()
+    return told
+
+
+def thread_life(at):
+    told = []
+    one = at.threading.Thread(target=lambda *values, **named: told.append((values, named)), args=(1,), kwargs={"b": 2},
+                              name="named", daemon=True)
+    told += [one.is_alive(), attempt(one.join), one.name, one.daemon]
+    one.start()
+    one.join()
+    told += [one.is_alive(), attempt(one.start)]
+    slow = at.threading.Thread(target=at.time.sleep, args=(0.05,), daemon=True)
+    slow.start()
+    told += [slow.join(0.01), slow.is_alive()]
+    slow.join()
+    nothing = at.threading.Thread(daemon=True)
+    nothing.start()
+    nothing.join()
+    return [*told, slow.is_alive(), nothing.is_alive()]
+
+
+def thread_of_a_subclass(at):
+    told = []
+
+    class Own(at.threading.Thread):
+        def run(self):
+            told.append("run")
+    one = Own(daemon=True)
+    one.start()
+    one.join()
+    return told
+
+
+def thread_that_exits(at):
+    def work():
+        raise SystemExit(3)
+    one = at.threading.Thread(target=work, daemon=True)
+    one.start()
+    one.join(5.0)
+    return one.is_alive()
+
+
+def thread_that_joins_itself(at):
+    told = []
+    one = at.threading.Thread(target=lambda: told.append(attempt(one.join)), daemon=True)
+    one.start()
+    one.join(5.0)
+    return told
+
+
+def main_thread(at):
+    told = [at.threading.current_thread() is at.threading.main_thread()]
+    one = at.threading.Thread(target=lambda: told.append(at.threading.current_thread() is at.threading.main_thread()))
+    one.daemon = True
+    one.start()
+    one.join()
+    return told
+
+
+def clocks(at):
+    began = at.time.monotonic(), at.time.perf_counter(), at.time.time(), at.time.monotonic_ns(), at.time.time_ns()
+    at.time.sleep(0.01)
+    ended = at.time.monotonic(), at.time.perf_counter(), at.time.time(), at.time.monotonic_ns(), at.time.time_ns()
+    return [[type(value).__name__, later > value] for value, later in zip(began, ended, strict=True)] + [
+        at.time.strftime("%Y") == str(at.time.localtime().tm_year), at.time.gmtime(0).tm_year, attempt(at.time.sleep, 0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("scenario", [
+    event, lock, lock_released_by_another, lock_of_a_thread_that_ended, lock_taken_again, condition, condition_of_a_lock,
+    simple_queue, thread_life, thread_of_a_subclass, thread_that_exits, thread_that_joins_itself, main_thread, clocks],
+    ids=lambda scenario: scenario.__name__)
+def test_the_same_happens_as_with_the_real_ones(scenario):
+    assert simulated(lambda: scenario(SIMULATED))[0] == scenario(REAL)
+
+
+def test_a_lock_that_is_taken_twice_by_one_waits_for_ever():
+    def work():
+        one = SIMULATED.threading.Lock()
+        one.acquire()
+        one.acquire()
+    with pytest.raises(Stuck, match="waits for a lock"):
+        simulated(work)
+
+
+def test_an_error_ends_a_thread_and_not_the_process():
+    def work():
+        def bad():
+            raise ValueError("x")
+        one = SIMULATED.threading.Thread(target=bad, name="t")
+        one.start()
+        one.join()
+        return running()
+    process, _ = simulated(work)
+    assert process.log == ["error in thread t: ValueError: x"] and process.exit == 0
+
+
+def test_what_a_killed_process_had_is_free_and_its_threads_are_gone():
+    cluster, told = Cluster(Schedule()), []
+    lock, done = standins.Lock(), standins.Event()
+
+    def victim():
+        thread = standins.Thread(target=done.wait)
+        thread.start()
+        told.append(thread)
+        with lock:
+            here().scheduler.sleep(100.0)
+
+    def other():
+        here().scheduler.sleep(1.0)
+        cluster.kill(cluster.processes[0])
+        told.append(lock.acquire(timeout=1.0))
+        done.set()                                                      # wakes nobody
+        told.append(told[0].is_alive())
+    with standing_in(cluster):
+        host = cluster.host()
+        for work in (victim, other):
+            cluster.process(host, work.__name__, work)
+        cluster.scheduler.run()
+    assert told[1:] == [True, False] and [process.exit for process in cluster.processes] == [-9, 0]
+
+
+def test_time_is_that_of_the_host_and_passes_at_once():
+    def work():
+        SIMULATED.time.sleep(86400.0)
+        return SIMULATED.time.time(), SIMULATED.time.monotonic(), here().server_time()
+    began = time.monotonic()
+    found, _ = simulated(work, clocks=(-7200.0,))
+    assert found == (EPOCH + 86400.0 - 7200.0, 86400.0, EPOCH + 86400.0) and time.monotonic() - began < 3600.0
+
+
+# ---- names, signals, the end of a process ------------------------------------------------------------------------------------
+
+def test_names_are_never_the_same_and_those_of_the_same_history_are():
+    def work():
+        return [standins._MODULES[secrets].token_hex(4) for _ in range(500)]
+    one, two = simulated(work)[0], simulated(work)[0]
+    assert one == two and len(set(one)) == 500 and {len(name) for name in one} == {8}
+
+
+def test_a_process_is_known_by_its_host_and_number():
+    def work():
+        one = claim.owner_of_this_process("training", 2, ["a"])
+        assert claim.lives(one)
+        return one, standins._MODULES[socket].gethostname()
+    (owner, host), cluster = simulated(work)
+    assert (owner.host, owner.pid, owner.world_size, owner.holds, host) == ("node-7", 101, 2, ("a",), "node-7")
+    assert cluster.processes[0].dead
+
+
+@pytest.mark.parametrize(("real", "stand_in"), [
+    (claim.owner_of_this_process, standins._owner), (claim.lives, standins._lives), (host_memory.levels, standins._levels),
+    (shared.is_local, standins._is_local), (Trial._listen, standins._listen), (background.Staging, standins._Staging)])
+def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
+    def shape(function):
+        return [(one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+    assert shape(real) == shape(stand_in)
+
+
+def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
+    module, told = standins._MODULES[signal], []
+
+    def strike():
+        here().terminate(running())
+
+    def work():
+        before = module.signal(signal.SIGTERM, lambda number, frame: told.append((number, frame)))
+        strike()
+        inner = module.signal(signal.SIGTERM, lambda *_: told.append("inner"))
+        strike()
+        module.signal(signal.SIGTERM, inner)
+        strike()
+        module.signal(signal.SIGTERM, signal.SIG_IGN)
+        strike()
+        told.append(attempt(module.signal, signal.SIGTERM, None))
+        thread = standins.Thread(target=lambda: told.append(attempt(module.signal, signal.SIGTERM, signal.SIG_DFL)))
+        thread.start()
+        thread.join()
+        assert module.signal(signal.SIGTERM, before) == signal.SIG_IGN and before == signal.SIG_DFL
+        strike()
+    _, cluster = simulated(work)
+    assert told == [(15, None), "inner", (15, None), "TypeError", "ValueError"]
+    assert cluster.processes[0].exit == -15                          # nobody is deaf who has put the default back
+
+
+def test_at_the_end_of_a_process_what_was_registered_last_comes_first():
+    module, told = standins._MODULES[atexit], []
+
+    def work():
+        module.register(told.append, 1)
+        module.register(lambda: here().scheduler.sleep(5.0))
+        module.register(told.append, 2)
+        module.register(told.append, 3)
+        module.unregister(told.clear)
+        told.append(0)
+    _, cluster = simulated(work)
+    assert told[0] == 0 and told[1:] == [3, 2, 1] and cluster.scheduler.now == 5.0
+
+
+def test_what_was_unregistered_does_not_come():
+    module, told = standins._MODULES[atexit], []
+
+    def gone():
+        told.append("gone")
+
+    def work():
+        module.register(gone)
+        module.unregister(gone)
+    simulated(work)
+    assert told == []
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    (module, name) for module, table in standins._REPLACED.items() for name, value in table.items()
+    if getattr(value, "__name__", "") == "refuse"])
+def test_what_has_no_stand_in_is_refused(module, name):
+    with pytest.raises(NotImplementedError, match=f"{module.__name__}.{name}"):
+        getattr(standins._MODULES[module], name)()
+
+
+# ---- nothing escapes, and everything is put back ------------------------------------------------------------------------------
+
+WATCHED = [getattr(module, name) for module, table in standins._REPLACED.items() for name in table]
+ROOMS = ("mindresume.store", "mindresume.resume", "mindresume.formats", "mindresume.files", "mindresume.agree",
+         "mindresume.host_memory", "mindresume.gauge")
+
+
+def modules():
+    for name in ROOMS:
+        room = importlib.import_module(name)
+        yield room
+        for found in pkgutil.iter_modules(getattr(room, "__path__", ())):
+            yield importlib.import_module(f"{name}.{found.name}")
+
+
+def escaped(known):
+    """(kind, module) of everything of the product, but its tests and tools, that refers to one of ``known``."""
+    identities, found = set(map(id, known)), set()
+
+    def look(kind, owner, values):
+        name = owner if isinstance(owner, str) else getattr(owner, "__module__", None)
+        if isinstance(name, str) and (name + ".").startswith(ROOMS) and any(id(value) in identities for value in values):
+            found.add((kind, name))
+    for one in gc.get_objects():
+        if type(one) is types.ModuleType:
+            look("global", one.__name__, list(vars(one).values()))
+        elif type(one) is types.FunctionType:
+            look("default", one, [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()])
+            look("cell", one, map(standins._content, one.__closure__ or ()))
+        elif isinstance(type(one).__module__, str) and (isinstance(one, type) or type(one).__module__.startswith("mindresume.")):
+            values = list(getattr(one, "__dict__", {}).values())
+            look("field", one, [getattr(value, "__func__", value) for value in values])
+    return sorted(found)
+
+
+def test_no_module_that_a_cluster_runs_holds_a_real_one():
+    known = [*standins._REPLACED, *WATCHED]
+    list(modules())
+    before = escaped(known)
+    assert ("global", "mindresume.store.claim") in before and ("default", "mindresume.store.islands") in before
+    assert ("field", "mindresume.agree") in before
+    with replaced():
+        assert escaped(known) == []
+    assert escaped(known) == before
+
+
+def state_of_modules():
+    """Every global, default, field and enclosed value of the product's modules, by identity."""
+    found = {}
+
+    def inside(name, value):
+        if isinstance(value, types.FunctionType):
+            found[name, "defaults"] = [id(one) for one in (value.__defaults__ or (), *(value.__kwdefaults__ or {}).values())]
+            found[name, "cells"] = [id(standins._content(cell)) for cell in value.__closure__ or ()]
+        elif isinstance(value, type):
+            for key, inner in vars(value).items():
+                if key not in ("__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl"):
+                    found[name, key] = id(inner)
+                    if isinstance(inner, types.FunctionType):
+                        inside(f"{name}.{key}", inner)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("mindresume"):
+            for key, value in vars(module).items():
+                found[module.__name__, key] = id(value)
+                if getattr(value, "__module__", None) == module.__name__:
+                    inside(f"{module.__name__}.{key}", value)
+    found["writers"] = dict(background._WRITERS)
+    return found
+
+
+def test_everything_is_put_back():
+    with replaced():                                                # imports what it needs
+        pass
+    before = state_of_modules()
+    with replaced():
+        during = state_of_modules()
+        with replaced():
+            assert state_of_modules() == during
+        assert state_of_modules() == during
+    assert state_of_modules() == before and during != before
+
+
+def test_everything_is_put_back_after_an_error_in_the_middle():
+    before = state_of_modules()
+    with pytest.raises(KeyError), standing_in(Cluster(Schedule())):
+        raise KeyError
+    assert state_of_modules() == before and not standins._cluster
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A module of the product as somebody could write it."""
+    (tmp_path / "zz_written.py").write_text('''
+import functools
+import time as clock_module
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from secrets import token_hex
+from socket import gethostname
+from threading import Condition, Event, Lock, RLock, Thread, current_thread
+from time import monotonic, sleep as rest
+from typing import Any, Callable
+
+def defaults(a, clock=monotonic, *, pause=rest):
+    return clock, pause
+
+@functools.lru_cache
+def decorated(clock=monotonic):
+    return clock
+
+@dataclass
+class Fields:
+    clock: Callable = monotonic
+    lock: Any = field(default_factory=Lock)
+    class Inner:
+        pause = staticmethod(rest)
+    @property
+    def moment(self, clock=monotonic):
+        return clock
+''')
+    package = importlib.import_module("mindresume.store")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    yield importlib.import_module("mindresume.store.zz_written")
+    sys.modules.pop("mindresume.store.zz_written")
+    del package.zz_written
+
+
+def test_however_it_was_imported_it_is_replaced(written):
+    before = vars(written).copy()
+    with replaced():
+        assert written.clock_module is standins._MODULES[time]
+        for name, expected in (("SimpleQueue", standins.SimpleQueue), ("Condition", standins.Condition), ("Lock", standins.Lock),
+                               ("Event", standins.Event), ("RLock", standins.RLock), ("Thread", standins.Thread),
+                               ("rest", standins._sleep), ("monotonic", standins._monotonic)):
+            assert getattr(written, name) is expected
+        for name in ("token_hex", "gethostname", "current_thread"):
+            assert getattr(written, name) is not before[name]
+        assert written.defaults(1) == (standins._monotonic, standins._sleep)
+        assert written.decorated.__wrapped__() is standins._monotonic and written.Fields().moment is standins._monotonic
+        assert written.Fields().clock is standins._monotonic and isinstance(written.Fields().lock, standins.Lock)
+        assert written.Fields.Inner.pause is standins._sleep
+    assert vars(written) == before and written.defaults(1) == (time.monotonic, time.sleep)
+    assert written.Fields.Inner.pause is time.sleep and isinstance(written.Fields().lock, type(threading.Lock()))
+
+
+def test_a_module_of_the_product_that_is_imported_meanwhile_is_told(tmp_path, monkeypatch):
+    (tmp_path / "zz_late.py").write_text("import time\n")
+    package = importlib.import_module("mindresume.store")
+    try:
+        with pytest.raises(RuntimeError, match="mindresume.store.zz_late"), replaced():
+            monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+            importlib.import_module("mindresume.store.zz_late")
+        assert background.time is time
+    finally:
+        sys.modules.pop("mindresume.store.zz_late", None)
+
+
+def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
+    def open_files():
+        gc.collect()
+        return sorted(os.listdir("/proc/self/fd"))
+
+    def work():
+        background.Background.__init__.__globals__["Staging"](shared=True)
+        here().scheduler.sleep(10.0)
+    before = open_files()
+    cluster = Cluster(Schedule())
+    with standing_in(cluster):
+        host = cluster.host()
+        victim = cluster.process(host, "victim", work)
+        cluster.process(host, "kills", lambda: (here().scheduler.sleep(1.0), cluster.kill(victim)))
+        cluster.scheduler.run()
+    assert open_files() == before
