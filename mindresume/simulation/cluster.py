@@ -97,7 +97,7 @@ class Cluster:
 
     def __init__(self, schedule: Schedule, disks: Mapping[str, Disk] | None = None, most: int = 20_000):
         self.schedule = schedule
-        self.scheduler = Scheduler(schedule.chooser(), most)
+        self.scheduler = Scheduler(schedule.chooser(), most, schedule.tick)
         self.disks = dict(disks) if disks is not None else {SHARED: Disk()}
         self.hosts: list[Host] = []
         self.processes: list[Process] = []

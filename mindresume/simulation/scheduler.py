@@ -67,10 +67,10 @@ class Task:
 
 
 class Scheduler:
-    """``operations``: how many there were. ``most``: TooLong after so many."""
+    """``operations``: how many there were. ``most``: TooLong after so many. ``tick``: seconds that one takes."""
 
-    def __init__(self, chooser: Chooser, most: int = 20_000):
-        self.chooser, self.most = chooser, most
+    def __init__(self, chooser: Chooser, most: int = 20_000, tick: float = TICK):
+        self.chooser, self.most, self.tick = chooser, most, tick
         self.now = 0.0
         self.operations = 0
         self.tasks: list[Task] = []
@@ -93,7 +93,7 @@ class Scheduler:
         self.operations = number
         if number > self.most:
             raise TooLong(f"{number} operations")
-        self.now += TICK
+        self.now += self.tick
         if me is None:                                      # the hub itself looks: nobody else runs
             return number
         if self.chooser.wants(number):
