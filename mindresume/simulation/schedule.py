@@ -66,7 +66,8 @@ class Schedule:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Schedule:
         return cls(value["seed"], tuple(map(tuple, value["switches"])), tuple(map(tuple, value["picks"])),
-                   tuple(Strike(**row) for row in value["strikes"]), value["lag"], tuple(value["clocks"]), value.get("tick", TICK))
+                   tuple(Strike(**row) for row in value["strikes"]), value["lag"], tuple(value["clocks"]),
+                   value.get("tick", TICK))
 
     def simpler(self) -> list[Schedule]:
         """Schedules with one thing less, the largest steps first."""
@@ -122,4 +123,5 @@ def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, l
                   "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
         strikes.append(Strike(at, kind, amount))
     clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
-    return Schedule(chance.randrange(1 << 30), switches, picks, tuple(strikes), chance.choice(lags), clocks, chance.choice(_TICKS))
+    seed, lag, tick = chance.randrange(1 << 30), chance.choice(lags), chance.choice(_TICKS)
+    return Schedule(seed, switches, picks, tuple(strikes), lag, clocks, tick)
