@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindresume.simulation.disk import Disk, Folder
+from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.simulation.schedule import ERRORS, Schedule, Strike
 from mindresume.simulation.scheduler import Killed, Scheduler, Task
 
@@ -18,12 +18,13 @@ EPOCH = 1_700_000_000.0         # seconds since 1970 at which every schedule beg
 
 class Host:
     """``disk``: that it has mounted. ``offset``: seconds by which its clock is wrong. ``lag``: seconds for which it
-    believes a listing of a shared disk."""
+    believes a listing of a shared disk, and that a name is absent which it has looked for (the negative entries of NFS)."""
 
     def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
         self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
         self.memory = 1 << 40                           # bytes that its container may use
         self._listed: dict[str, tuple[float, list[str]]] = {}
+        self._absent: dict[str, float] = {}             # names that were looked for and not there, and when
 
     def names(self, disk: Disk, folder: str) -> list[str]:
         """As this host lists ``folder``."""
@@ -36,22 +37,34 @@ class Host:
         names = sorted(node.entries) if isinstance(node, Folder) else []
         if lag:
             self._listed[folder] = (now, names)
+            for name in names if self._absent else ():
+                self._absent.pop(f"{folder}/{name}", None)
         return names
 
-    def hides(self, disk: Disk, path: str) -> bool:
-        """Whether this host has listed the folder of ``path`` before the name was there, and still believes that."""
+    def look(self, disk: Disk, path: str) -> File | Folder | None:
+        """What this host finds under ``path``. A name that it has looked for while it was not there it believes to be absent for
+        a while; one that is new to it is looked up by the server, whatever it has listed."""
         if not self.cluster.lag or disk.local:
-            return False
-        folder, name = os.path.split(path)
-        known = self._listed.get(folder)
-        if known is not None and self.cluster.scheduler.now - known[0] < self.cluster.lag:
-            return name not in known[1]
-        return False
+            return disk.find(path)
+        now, part = self.cluster.scheduler.now, ""
+        node: File | Folder | None = disk.root
+        for name in filter(None, path.split("/")):
+            part = f"{part}/{name}"
+            node = node.entries.get(name) if isinstance(node, Folder) else None
+            since = self._absent.get(part)
+            if since is not None and now - since < self.cluster.lag:
+                return None
+            if node is None:
+                self._absent[part] = now
+                return None
+            self._absent.pop(part, None)
+        return node
 
     def changes(self, disk: Disk, path: str) -> None:
         """This host changes a name itself: it looks anew."""
         self._listed.pop(os.path.dirname(path), None)
         self._listed.pop(path, None)
+        self._absent.pop(path, None)
 
 
 class Process:
@@ -97,7 +110,7 @@ class Cluster:
 
     def __init__(self, schedule: Schedule, disks: Mapping[str, Disk] | None = None, most: int = 20_000):
         self.schedule = schedule
-        self.scheduler = Scheduler(schedule.chooser(), most)
+        self.scheduler = Scheduler(schedule.chooser(), most, schedule.tick)
         self.disks = dict(disks) if disks is not None else {SHARED: Disk()}
         self.hosts: list[Host] = []
         self.processes: list[Process] = []

@@ -17,16 +17,18 @@ import numpy as np
 import xxhash
 
 from mindresume.agree import Group
-from mindresume.errors import MindResumeError
+from mindresume.errors import FolderInUseError, MindResumeError
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
+from mindresume.manifest import run_sequence
 from mindresume.resume.choosing import Chooser, Request
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
 from mindresume.simulation.cluster import Cluster, Host, Process
 from mindresume.simulation.group import LIMIT, Communicator, ExchangeError
 from mindresume.simulation.mount import Mount
+from mindresume.simulation.schedule import ERRORS
 from mindresume.simulation.standins import here, running
 from mindresume.state import TrainingState
 from mindresume.store.manager import CheckpointManager
@@ -38,7 +40,6 @@ from mindresume.store.trials import PendingTrial
 
 ITERATION = "iteration"
 PER_EPOCH = 100
-STEP_SECONDS = 1.0
 Saved = tuple[str, int]                     # (run, step)
 
 
@@ -64,6 +65,9 @@ class Training:
     settings: Settings = Settings(commit_timeout=20.0, leave_check=3.0)
     patience: float = 5.0                   # seconds between the first death of a rank and SIGTERM to the others
     leave: float = 30.0                     # and from that to SIGKILL
+    pace: float = 1.0                       # seconds of a step
+    monitored: bool = False                 # it is known of each checkpoint whether it is healthy
+    sick: tuple[int, ...] = ()              # and these are not
 
 
 @dataclass
@@ -79,14 +83,29 @@ class History:
     ended: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     protected: list[Saved] = field(default_factory=list)        # of another training: to be there at any time
+    sick: tuple[int, ...] = ()                                  # steps that are saved and not to be taken
+    older: list[str] = field(default_factory=list)              # jobs that took something older than they had to
+    expelled: list[str] = field(default_factory=list)           # jobs that lived, and lost their folder to another one
 
     def complete(self) -> list[Saved]:
-        """All ranks were told that it is saved."""
-        return [saved for saved, those in self.reported.items() if len(those) == self.sizes[saved[0]]]
+        """All ranks were told that it is saved, and it can be taken."""
+        return [saved for saved, those in self.reported.items()
+                if len(those) == self.sizes[saved[0]] and saved[1] not in self.sick]
 
     def copy(self) -> History:
         return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
-                       dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected))
+                       dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
+                       self.sick, list(self.older), list(self.expelled))
+
+
+def newer(saved: Saved) -> tuple[int, int]:
+    """Of two saves the one of the later run counts, then the later step."""
+    return run_sequence(saved[0]), saved[1]
+
+
+def due(history: History) -> Saved | None:
+    """The newest that all ranks were told is saved: nothing older may be taken from then on."""
+    return max(history.complete(), key=newer, default=None)
 
 
 @lru_cache(maxsize=4096)
@@ -98,8 +117,8 @@ def tensors(run: str, step: int, rank: int) -> dict[str, np.ndarray]:
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def shard_of(place: Place, step: int, fmt: str, suffix: int) -> Shard:
-    state, arrays = TrainingState(step, PER_EPOCH, step, 8), tensors(place.run, step, place.rank)
+def shard_of(place: Place, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
+    state, arrays = TrainingState(step, PER_EPOCH, step, 8, health=health), tensors(place.run, step, place.rank)
     random = {"rank": place.rank}
     if not place.iterations:
         name = FileName("sim", place.rank, suffix, state.epoch, state.step_in_epoch, fmt)
@@ -130,16 +149,22 @@ class Log:
 
 
 class _Step(Step):
-    def __init__(self, number: int, manager: CheckpointManager, fmt: str, history: History):
+    def __init__(self, number: int, manager: CheckpointManager, training: Training, history: History):
         super().__init__(number)
-        self.manager, self.format, self.history = manager, fmt, history
+        self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:
-        session = self.manager.session
+        """Collecting is an exchange, as where pipeline stages share a parameter."""
+        self.manager.group.gather(b"")
+        return Save(self.rescue())
+
+    def rescue(self) -> Shard:
+        session, training = self.manager.session, self.training
         saved = (session.place.run, self.number)
         self.history.began.add(saved)
         self.history.failed.pop((saved, session.place.rank), None)      # it is saved once more
-        return Save(shard_of(session.place, self.number, self.format, session.suffix))
+        health = (1 if self.number in training.sick else 0) if training.monitored else None
+        return shard_of(session.place, self.number, training.format, session.suffix, health)
 
 
 class _Manager(CheckpointManager):
@@ -174,6 +199,11 @@ class Job:
         self.launcher = self.cluster.process(self.hosts[0], f"{self.name}.launcher", self._launch)
         return self.launcher
 
+    def struck(self, kinds: tuple[str, ...]) -> bool:
+        """Whether anything has struck one of its processes, or one of ``kinds`` or a strike at all the cluster."""
+        return any(row.process.startswith(f"{self.name}.") or row.strike.kind in (*kinds, "kill all", "term all", "power")
+                   for row in self.cluster.struck)
+
     @property
     def over(self) -> bool:
         return bool(self.ranks) and all(process.dead for process in self.ranks)
@@ -204,16 +234,30 @@ class Job:
 
 
 def _life(job: Job, rank: int) -> None:
+    opened: list[str] = []
+    try:
+        _live(job, rank, opened)
+    except FolderInUseError as error:
+        if opened and not job.struck(("ENOSPC", "EDQUOT")) and not job.cluster.lag:
+            job.history.expelled.append(f"{job.name}, which nothing has struck, has lost its folder: {error}")
+        raise
+
+
+def _live(job: Job, rank: int, opened: list[str]) -> None:
+    """``opened``: is told the run, as soon as there is one."""
     training, history = job.training, job.history
-    process = running()
+    process, least = running(), due(job.history)
     log, group = Log(process), job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
     choice, trial, hold = None, None, None
     islands: dict[str, Any] = {}
     if not training.fresh:
         found = Chooser(storage, group, training.settings, log, _no_complete_weights, islands=islands).choose(
-            Request(training.root, output=training.output, converts=training.converts))
+            Request(training.root, output=training.output, converts=training.converts,
+                    health=training.output if training.monitored else None))
         choice, trial, hold = found.choice, found.trial, found.hold
+        if rank == 0:
+            _judge_choice(job, choice, least)
     start = _loaded(job, choice, storage, rank) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
                           iterations=training.format == ITERATION)
@@ -221,6 +265,7 @@ def _life(job: Job, rank: int) -> None:
                        pending=PendingTrial(trial))
     manager.history = history
     manager.open(islands, choice, claims={})
+    opened.append(manager.place.run)
     history.sizes[manager.place.run] = training.ranks
     if rank == 0:
         history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
@@ -233,14 +278,14 @@ def _life(job: Job, rank: int) -> None:
     manager.begin_trial()
     for step in range(start + 1, training.steps + 1):
         try:
-            _train(group)
+            _train(group, training.pace)
         except ExchangeError:
             if training.rescue and step > start + 1:
-                manager.rescue(_Step(step - 1, manager, training.format, history))
+                manager.rescue(_Step(step - 1, manager, training, history))
             raise
-        if manager.step_end(_Step(step, manager, training.format, history)):
+        if manager.step_end(_Step(step, manager, training, history)):
             break
-    manager.end(_Step(step, manager, training.format, history))
+    manager.end(_Step(step, manager, training, history))
     if rank == 0:
         history.ended.append(manager.place.run)
 
@@ -249,9 +294,20 @@ def _no_complete_weights(storage: Any, path: str) -> Choice:
     raise AssertionError(f"{path} is taken for complete weights")
 
 
-def _train(group: Group) -> None:
+def _judge_choice(job: Job, choice: Choice | None, least: Saved | None) -> None:
+    """``least``: what all ranks had been told is saved when the job began. With an error it may be passed over, and so may one
+    on which jobs have died; nodes that share no disk may have something newer each."""
+    refused = choice.refused if choice is not None else ()
+    if least is None or job.training.apart or job.struck(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
+        return
+    chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+    if chosen is None or newer(chosen) < newer(least):
+        job.history.older.append(f"{job.name} takes {chosen}, though all ranks were told that {least} is saved")
+
+
+def _train(group: Group, seconds: float) -> None:
     """One step: nobody is faster than the slowest."""
-    here().scheduler.sleep(STEP_SECONDS)
+    here().scheduler.sleep(seconds)
     group.gather(b"")
 
 

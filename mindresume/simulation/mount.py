@@ -2,7 +2,7 @@
 
 Each call is one operation of the scheduler (a write is two: half of it, then all), at which the schedule may strike: an error
 before or after the effect, the death of the process, of its host or of the server. A host remembers listings as an NFS client
-does: for ``lag`` seconds it believes them, unless it changed the folder itself; other names are hidden from it meanwhile.
+does: for ``lag`` seconds it believes them, unless it changed the folder itself; it looks in vain for what it once found absent.
 """
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Mount:
         return self._do("room", folder, lambda disk: UNKNOWN_ROOM if disk.room > UNLIMITED // 2 else disk.room, fails=False)
 
     def _look(self, disk: Disk, path: str) -> File | Folder | None:
-        node = disk.find(path)
-        return None if node is not None and self.host.hides(disk, path) else node
+        return self.host.look(disk, path)
 
     # ---- changing --------------------------------------------------------------------------------------------------
 

@@ -21,19 +21,21 @@ from dataclasses import dataclass, replace
 from mindresume.agree import Solo
 from mindresume.errors import MindResumeError
 from mindresume.formats.iteration_files import TRACKER, iteration_name
-from mindresume.formats.names import META, folder_rank
+from mindresume.formats.iterations import tracked
+from mindresume.formats.names import META, folder_name, folder_rank
 from mindresume.formats.records import scan_records
-from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt, run_sequence
+from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
 from mindresume.resume.absent import nobody_knows
 from mindresume.resume.select import select
 from mindresume.resume.survey import COMPLETE, survey
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import ITERATION, History, Job, Saved, Training, wrong_content
+from mindresume.simulation.jobs import ITERATION, History, Job, Saved, Training, due, newer, wrong_content
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck, TooLong
 from mindresume.simulation.standins import standing_in
+from mindresume.store.storage import read_json
 
 UNKNOWN = "?"
 WRONG, LOST, STUCK, UNTIDY, TOLD, UNEQUAL = "wrong", "lost", "stuck", "untidy", "told", "unequal"
@@ -48,20 +50,12 @@ class Finding:
         return f"{self.kind}: {self.text}"
 
 
-def newer(saved: Saved) -> tuple[int, int]:
-    """Of two saves the one of the later run counts, then the later step."""
-    return run_sequence(saved[0]), saved[1]
-
-
-def due(history: History) -> Saved | None:
-    """The newest that all ranks were told is saved: nothing older may be taken from then on."""
-    return max(history.complete(), key=newer, default=None)
-
-
 def judge(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
     """``disks`` are changed: the next life of the job saves there. ``live`` False: there is none, people look, and no more."""
     least = due(history)
     findings = [Finding(WRONG, text) for text in history.wrong]
+    findings += [Finding(LOST, text) for text in history.older]
+    findings += [Finding(STUCK, text) for text in history.expelled]
     looked: Saved | None | str = UNKNOWN
     if not training.apart:
         looked, more = _look(disks, history, training)
@@ -103,7 +97,7 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
         try:
             ranks = None if training.converts else training.ranks
             choice = select(storage, training.root, Solo(), ranks, ranks=lambda candidate: list(candidate.files),
-                            poison_limit=training.settings.poison_limit)
+                            poison_limit=training.settings.poison_limit, sick=frozenset() if training.monitored else None)
             rows = survey(storage, training.root, nobody_knows, ranks)[1]
         except (MindResumeError, OSError) as error:
             findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
@@ -112,10 +106,12 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
         told.append((chosen.run or "", chosen.step or 0) if chosen is not None else None)
         if chosen is not None:
             findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(chosen.world_size))))
-            first = next((row for row in rows if row.state == COMPLETE), None)
+            rows = [row for row in rows if row.state == COMPLETE and not (training.monitored and row.candidate.health)]
+            first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != told[0]:
                 findings.append(Finding(UNEQUAL, f"which says {told[0]}, ls {first and first.candidate.name}"))
         findings.extend(_committed(storage, history, training))
+        findings.extend(_pointers(storage, training))
     cluster = _alone(disks, work)
     error = cluster.processes[0].error
     if error is not None:
@@ -132,6 +128,23 @@ def _committed(storage: Mount, history: History, training: Training) -> Iterator
                 yield Finding(TOLD, f"rank {rank} was told that {saved} failed, and it is committed: {text}")
 
 
+def _pointers(storage: Mount, training: Training) -> Iterator[Finding]:
+    """What mindformers without us goes by must lead to files that are there."""
+    root, files = training.root, []
+    if training.format == ITERATION:
+        step = tracked(storage, root)
+        if step is not None:
+            found = [c for c in scan_records(storage, root)[0] if c.base == iteration_name(step)]
+            files = [file.path for c in found for file in (*c.every_file, *c.small)] or [iteration_name(step)]
+    else:
+        meta = f"{root}/{folder_name(0)}/{META}"
+        if storage.status(meta) is not None:
+            files = [f"{folder_name(0)}/{read_json(storage, meta)['last_ckpt_file']}"]
+    for file in files:
+        if storage.status(f"{root}/{file}") is None:
+            yield Finding(LOST, f"{TRACKER if training.format == ITERATION else META} leads to {file}, which is not there")
+
+
 def _live(disks: Mapping[str, Disk], training: Training, least: Saved | None, looked: Saved | None | str, last: int,
           tidy: bool
           ) -> list[Finding]:
@@ -145,7 +158,7 @@ def _live(disks: Mapping[str, Disk], training: Training, least: Saved | None, lo
     # Of nodes that share no disk it is not known here where the next life begins.
     start = last if looked == UNKNOWN else looked[1] if looked is not None else 0
     again = replace(training, steps=(start // training.every + 1) * training.every, keep=1, fresh=False, async_save=False,
-                    rescue=False)
+                    rescue=False, sick=())
     with standing_in(cluster):
         hosts = [cluster.host(f"again{number}", number) for number in range(training.hosts)]
         job = Job(cluster, history, again, hosts, "again")

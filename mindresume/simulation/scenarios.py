@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mindresume.errors import MindResumeError
-from mindresume.simulation.cluster import SHARED, Cluster, Process, Struck, lose_power
+from mindresume.formats.iteration_files import iteration_name
+from mindresume.manifest import FOLDER, attempt_name, record_name
+from mindresume.simulation.cluster import SHARED, Cluster, Host, Process, Struck, lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.group import ExchangeError
 from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, shard_of
@@ -55,6 +57,7 @@ class Play:
         self.training = replace(scenario.training, format=fmt, async_save=way or False)
         disks, past = _past(scenario.past and replace(scenario.past, format=fmt), self.training.apart, self.training.hosts)
         self.history = past.copy()
+        self.history.sick = scenario.training.sick
         self.cluster = Cluster(schedule, {name: disk.copy() for name, disk in disks.items()}, most)
         self.jobs: list[Job] = []
         self.stuck = ""
@@ -105,8 +108,8 @@ class Play:
                                      f"worked on files") for job in self.jobs if job.communicator.longest > LONGEST_EXCHANGE]
         return found + judge(self.cluster.disks, self.history, self.training)
 
-    def job(self, training: Training) -> Job:
-        hosts = [self.cluster.host("", node) for node in range(training.hosts)]
+    def job(self, training: Training, hosts: list[Host] | None = None) -> Job:
+        hosts = hosts or [self.cluster.host("", node) for node in range(training.hosts)]
         made = Job(self.cluster, self.history, training, hosts, f"job{len(self.jobs)}")
         self.jobs.append(made)
         return made
@@ -175,11 +178,16 @@ def _one(play: Play) -> None:
     play.job(play.training).start()
 
 
-def _restarted(play: Play) -> None:
+def _exchanged(play: Play) -> None:
+    """The same on hosts that remember what they have seen, and change places."""
+    _restarted(play, [play.cluster.host("", node) for node in range(play.training.hosts)])
+
+
+def _restarted(play: Play, hosts: list[Host] | None = None) -> None:
     """A platform starts the same command again whenever it ends with an error."""
     def work() -> None:
-        for _ in range(3):
-            job = play.job(play.training)
+        for number in range(3):
+            job = play.job(play.training, hosts and (hosts[::-1] if number % 2 else hosts))
             job.start()
             while not job.launcher.dead or not job.over:
                 here().scheduler.sleep(1.0)
@@ -194,6 +202,25 @@ def _twice(play: Play) -> None:
     """Two jobs are started in one folder."""
     play.job(play.training).start()
     play.job(play.training).start()
+
+
+def _rare_beats(play: Play) -> None:
+    """A job gives signs of life more rarely than others; a second one is started beside it."""
+    play.job(replace(play.training, settings=replace(play.training.settings, heartbeat=60.0))).start()
+    play.job(play.training).start()
+
+
+def _orphan(play: Play) -> None:
+    """What versions before have left: a folder of records under the name of those in an iteration folder."""
+    root, disk = play.training.root, play.cluster.disks[SHARED]
+    (run, step), = play.history.reported
+    name = attempt_name(step, run)
+    inner = f"{iteration_name(step)}/{FOLDER}/{name}"
+    for path in ("", f"/{FOLDER}", f"/{FOLDER}/{name}"):
+        disk.make_folder(f"{root}/{FOLDER}/{name}{path}")
+    disk.create(f"{root}/{FOLDER}/{name}/{FOLDER}/{name}/{record_name(1)}", disk.find(f"{root}/{inner}/{record_name(1)}").data)
+    disk.lose_power(lambda: True, lambda data: data)
+    _one(play)
 
 
 def _afresh(play: Play) -> None:
@@ -238,7 +265,12 @@ def _read(play: Play) -> None:
             continue
         held = claim.hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
         if held is not None:
-            play.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
+            try:
+                play.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
+            except FileNotFoundError as error:
+                if not any(row.process == running().name and row.strike.kind in ("slow", "pause") for row in here().struck):
+                    play.history.wrong.append(f"{choice.chosen.name} is held and was removed: {error}")
+                raise
             held.leave()
 
 
@@ -249,6 +281,14 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("job", "a job goes on from a checkpoint, saves twice, keeps one", _one, Training(steps=6, keep=1)),
     Scenario("restarts", "a platform starts the job again and again", _restarted, Training(steps=8, keep=2)),
     Scenario("twice", "two jobs are started in one folder at the same time", _twice, Training(steps=6, keep=2)),
+    Scenario("rare beats", "beside a job that seldom gives a sign of life another one is started", _rare_beats,
+             Training(steps=6, keep=2, pace=25.0)),
+    Scenario("other hosts", "a job is started again on hosts that have changed places", _exchanged,
+             Training(hosts=2, steps=8, keep=2)),
+    Scenario("orphan", "records of versions before lie under a name that is in use", _orphan, Training(steps=6, keep=1),
+             formats=(ITERATION,)),
+    Scenario("health", "the last checkpoints of a job are not healthy", _restarted,
+             Training(steps=8, keep=1, monitored=True, sick=(6, 8)), Training(steps=2, monitored=True)),
     Scenario("two hosts", "a job on two hosts that share a disk", _one, Training(hosts=2, steps=6, keep=1)),
     Scenario("three ranks", "a job of three ranks goes on from a checkpoint of two", _one,
              Training(ranks=3, steps=6, keep=1, converts=True)),

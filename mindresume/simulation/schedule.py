@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mindresume.simulation.scheduler import Task
+from mindresume.simulation.scheduler import TICK, Task
 
 _FULL = ("write", "create", "flush", "rename", "make_folder")
 _EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder")
@@ -36,6 +36,8 @@ EXPLAINED = {
     "slow": "the operation takes so many seconds", "pause": "the process stands still for so many seconds, then goes on",
     "term": "SIGTERM to the process", "term all": "SIGTERM to all processes",
     "clock": "the clock of the host jumps by so many seconds"}
+_PICKS = 24                     # moments at which nobody has to be interrupted, of the first of which some are drawn
+_TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 
 
 @dataclass(frozen=True)
@@ -52,20 +54,22 @@ class Strike:
 class Schedule:
     """``switches``: (number of the operation, how many tasks further on in the list of those that can go on). ``picks``: the same
     for the moments at which the running task cannot go on, counted from 1. ``lag``: seconds for which hosts believe listings.
-    ``clocks``: by host, seconds by which its clock is wrong."""
+    ``clocks``: by host, seconds by which its clock is wrong. ``tick``: seconds that an operation takes: where it is long, those
+    who look again after a pause do so in the middle of what others do."""
     seed: int = 0
     switches: tuple[tuple[int, int], ...] = ()
     picks: tuple[tuple[int, int], ...] = ()
     strikes: tuple[Strike, ...] = ()
     lag: float = 0.0
     clocks: tuple[float, ...] = ()
+    tick: float = TICK
 
     def chooser(self) -> _Listed:
         return _Listed(dict(self.switches), dict(self.picks))
 
     @property
     def size(self) -> int:
-        return len(self.switches) + len(self.picks) + len(self.strikes) + bool(self.lag) + bool(self.clocks)
+        return len(self.switches) + len(self.picks) + len(self.strikes) + bool(self.lag) + bool(self.clocks) + (self.tick != TICK)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,7 +81,7 @@ class Schedule:
         pairs = {name: tuple((int(at), int(further)) for at, further in value.get(name, ())) for name in ("switches", "picks")}
         strikes = tuple(Strike(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("strikes", ()))
         return cls(int(value.get("seed", 0)), **pairs, strikes=strikes, lag=float(value.get("lag", 0.0)),
-                   clocks=tuple(map(float, value.get("clocks", ()))))
+                   clocks=tuple(map(float, value.get("clocks", ()))), tick=float(value.get("tick", TICK)))
 
     def simpler(self) -> list[Schedule]:
         """Schedules with less, the largest steps first."""
@@ -92,6 +96,8 @@ class Schedule:
             found.append(replace(self, lag=0.0))
         if self.clocks:
             found.append(replace(self, clocks=()))
+        if self.tick != TICK:
+            found.append(replace(self, tick=TICK))
         return found
 
 
@@ -116,11 +122,11 @@ class _Listed:
 def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, lags: Sequence[float] = (0.0, 0.0, 30.0, 60.0),
          hosts: int = 2, most_strikes: int = 3) -> Schedule:
     """A random one for a run of about ``operations``."""
-    def moments(count: int) -> list[int]:
-        return sorted(chance.randrange(1, operations + 1) for _ in range(count))
+    def moments(count: int, most: int = operations) -> list[int]:
+        return sorted(chance.randrange(1, most + 1) for _ in range(count))
     few = chance.random() < 0.5
     switches = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(5 if few else operations // 4)))))
-    picks = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(4)))))
+    picks = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(4), _PICKS))))
     count = chance.choice((0, 1, 1, 1, 2, 2, most_strikes))
     strikes = []
     for at in sorted(set(moments(count))):
@@ -131,4 +137,5 @@ def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, l
                   "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
         strikes.append(Strike(at, kind, amount))
     clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
-    return Schedule(chance.randrange(1 << 30), switches, picks, tuple(strikes), chance.choice(lags), clocks)
+    seed, lag, tick = chance.randrange(1 << 30), chance.choice(lags), chance.choice(_TICKS)
+    return Schedule(seed, switches, picks, tuple(strikes), lag, clocks, tick)

@@ -67,10 +67,10 @@ class Task:
 
 
 class Scheduler:
-    """``operations``: how many there were. ``most``: TooLong after so many."""
+    """``operations``: how many there were. ``most``: TooLong after so many. ``tick``: seconds that one takes."""
 
-    def __init__(self, chooser: Chooser, most: int = 20_000):
-        self.chooser, self.most = chooser, most
+    def __init__(self, chooser: Chooser, most: int = 20_000, tick: float = TICK):
+        self.chooser, self.most, self.tick = chooser, most, tick
         self.now = 0.0
         self.operations = 0
         self.tasks: list[Task] = []
@@ -91,7 +91,7 @@ class Scheduler:
         """A moment at which others may go on first. Returns the number of the operation, from 1."""
         number, me = self.operations + 1, self._me()
         self.operations = number
-        self.now += TICK
+        self.now += self.tick
         if me is None:                                      # the hub itself looks: nobody else runs
             return number
         if number > self.most:
