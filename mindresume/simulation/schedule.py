@@ -17,7 +17,8 @@ from typing import Any
 from mindresume.simulation.scheduler import Task
 
 _FULL = ("write", "create", "flush", "rename", "make_folder")
-_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder")
+_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")
+OF_A_STORE = ("list objects", "size", "get", "put", "upload", "download", "delete")      # operations on objects
 # kind -> (errno, operations that it can hit; (): all)
 ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
@@ -25,13 +26,14 @@ ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
 DEATHS = ("kill", "kill host", "kill all", "power")
 SIGNALS = ("slow", "pause", "term", "term all", "clock")
 KINDS = (*ERRORS, *DEATHS, *SIGNALS)
+OUTAGE = "outage"               # of an object store: no call succeeds
 
 
 @dataclass(frozen=True)
 class Strike:
     """``at``: number of the operation, counted over all processes from 1. ``amount``: of a slow operation, a pause or a clock the
-    seconds, of a full disk the operations for which it stays full, of a loss of power what is left (0: only what was flushed;
-    else a seed)."""
+    seconds, of a full disk and an outage the operations for which it lasts, of a loss of power what is left (0: only what was
+    flushed; else a seed)."""
     at: int
     kind: str
     amount: int = 0
@@ -114,6 +116,8 @@ def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, l
                   "clock": chance.choice((-3600, 3600, 10**7)),
                   "power": chance.choice((0, 0, chance.randrange(1, 10**6))),
                   "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
+        if kind == OUTAGE:
+            amount = chance.choice((3, 30, 300))
         strikes.append(Strike(at, kind, amount))
     clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
     return Schedule(chance.randrange(1 << 30), switches, picks, tuple(strikes), chance.choice(lags), clocks)
