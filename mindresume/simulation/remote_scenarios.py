@@ -14,6 +14,7 @@ from mindresume.simulation.standins import here
 
 URL = "obs://bucket/job/checkpoint"
 LIVES = 3
+LATER = (0.0, 1.5, 3.0, 4.5)    # seconds after the first that a second job is started
 PAUSE = 20.0                    # seconds until a platform has another pod: longer than listings of a bucket lag
 
 
@@ -39,10 +40,14 @@ def _pods(play: Play) -> None:
 
 
 def _two_pods(play: Play) -> None:
-    """Two jobs on different disks are given one url."""
+    """Two jobs on different disks are given one url; the second is started with the first, or while it saves and uploads."""
     play.cluster.disks["node1"] = Disk(local=True)
     play.job(play.training, 0).start()
-    play.job(play.training, 1).start()
+
+    def work() -> None:
+        here().scheduler.sleep(LATER[play.schedule.seed % len(LATER)])
+        play.job(play.training, 1).start()
+    play.cluster.process(play.cluster.host("platform"), "platform", work)
 
 
 def _afresh(play: Play) -> None:
@@ -54,8 +59,11 @@ def _afresh(play: Play) -> None:
 # ---- what must hold of a run -----------------------------------------------------------------------------------------
 
 def _checks(play: Play) -> list[Finding]:
-    """Of jobs in whose way nothing was: they end well, and the last of them uploads all it has saved."""
-    return [*_told(play), *_ended(play)] if not play.cluster.struck and not play.stuck else []
+    """Of jobs in whose way nothing was: they end well, and the last of them uploads all it has saved. Where one was killed, the
+    others know what they have to know."""
+    if play.stuck:
+        return []
+    return [*_told(play), *(_ended(play) if not play.cluster.struck else ())]
 
 
 def _ended(play: Play) -> Iterator[Finding]:
@@ -69,8 +77,11 @@ def _ended(play: Play) -> Iterator[Finding]:
 
 
 def _told(play: Play) -> Iterator[Finding]:
-    """If rank 0 was overtaken, every rank that has something left to upload was told."""
+    """If rank 0 was overtaken, every rank that has something left to upload was told. Of jobs that nothing struck."""
     for job in play.jobs:
+        if not all(struck.strike.kind in ("kill", "kill host") and not struck.process.startswith(f"{job.name}.")
+                   for struck in play.cluster.struck):
+            continue
         stopped = _stopped(job, 0)
         for rank in range(1, len(job.ranks)):
             mirror = getattr(job.ranks[rank].own, "mirror", None)
