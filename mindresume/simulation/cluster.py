@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.simulation.schedule import ERRORS, Schedule, Strike
+from mindresume.simulation.schedule import ERRORS, OF_A_STORE, OUTAGE, Schedule, Strike
 from mindresume.simulation.scheduler import Killed, Scheduler, Task
 
 SHARED = "shared"
@@ -125,7 +125,7 @@ class Cluster:
         self._pids = 100
         self._tokens = 0
         self._strikes = {strike.at: strike for strike in schedule.strikes}
-        self._full_until = 0
+        self._full_until = self._out_until = 0
         self.scheduler.ended.append(self._ended)
 
     # ---- hosts and processes ---------------------------------------------------------------------------------------
@@ -201,6 +201,8 @@ class Cluster:
         strike = self._strikes.get(number)
         if self._full_until >= number and name in ERRORS["ENOSPC"][1]:
             return errno.ENOSPC, False
+        if self._out_until >= number and name in OF_A_STORE:
+            return errno.ENETUNREACH, False
         if strike is None:
             return 0, False
         return self._strike(strike, number, process, name, path)
@@ -237,6 +239,8 @@ class Cluster:
         elif kind == "term all":
             for other in self.processes:
                 self.terminate(other)
+        elif kind == OUTAGE:
+            self._out_until = number + strike.amount
         elif kind == "clock":
             process.host.offset += strike.amount
         if process.dead:

@@ -21,8 +21,9 @@ import xxhash
 from mindresume.simulation.cluster import lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
-from mindresume.simulation.oracle import Finding, due, judge
-from mindresume.simulation.scenarios import FORMATS, SCENARIOS, WAYS, Play, Scenario
+from mindresume.simulation.oracle import Finding, due
+from mindresume.simulation.remote_scenarios import SCENARIOS
+from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
 
@@ -108,6 +109,7 @@ def died(disks: dict[str, Disk], kind: str, amount: int) -> None:
 def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
     least = due(history)
     text = f"{play.scenario.name} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
+    text += f" {sorted(history.uploaded)} "
     text += " ".join(f"{name} {disk.signature()}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 
@@ -139,7 +141,7 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
     counts.schedules += 1
     for state in states:
         counts.states += 1
-        findings = judge(state.disks, state.history, play.training, live=not state.signature % share)
+        findings = scenario.judges(state.disks, state.history, play.training, live=not state.signature % share)
         if findings:
             known.signatures.difference_update(other.signature for other in states)     # these are not known to be well
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
@@ -183,7 +185,7 @@ def search(wanted: Search, seen: set[tuple[str, str]] | None = None) -> tuple[Co
             scenario, fmt, way = plays[chance.randrange(len(plays))]
             size = _sizes.setdefault((scenario.name, fmt, way), 0) or operations_of(scenario, fmt, way)
             _sizes[scenario.name, fmt, way] = size
-            failure = run(scenario, fmt, way, draw(chance, size), _known, counts, share=wanted.share)
+            failure = run(scenario, fmt, way, draw(chance, size, scenario.kinds), _known, counts, share=wanted.share)
             if failure is not None and failure.kind not in seen:
                 seen.add(failure.kind)
                 found.append((seed, shrunk(failure)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
 from mindresume.manifest import run_sequence
 from mindresume.resume.choosing import Chooser, Request
+from mindresume.resume.restore import number_runs
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
+from mindresume.simulation.bucket import PodStore
 from mindresume.simulation.cluster import Cluster, Host, Process
 from mindresume.simulation.group import LIMIT, Communicator, ExchangeError
 from mindresume.simulation.mount import Mount
@@ -32,6 +34,7 @@ from mindresume.simulation.schedule import ERRORS
 from mindresume.simulation.standins import here, running
 from mindresume.state import TrainingState
 from mindresume.store.manager import CheckpointManager
+from mindresume.store.remote import Remote
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Outcome, Save
 from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
@@ -48,7 +51,8 @@ class Training:
     """One command. ``format``: "safetensors" or "ckpt" in rank folders, or "iteration". ``steps``: that it trains in all.
     ``every``: steps between two saves. ``keep``: checkpoints that stay, 0: all. ``fresh``: it is asked to begin anew.
     ``converts``: the number of ranks may differ from that of the checkpoint. ``apart``:
-    its hosts share no disk. ``rescue``: when ranks are lost the others save what they have (MindIO TTP)."""
+    its hosts share no disk. ``rescue``: when ranks are lost the others save what they have (MindIO TTP). ``url``: where
+    checkpoints are uploaded to, empty: nowhere."""
     ranks: int = 2
     hosts: int = 1
     format: str = "safetensors"
@@ -60,6 +64,7 @@ class Training:
     converts: bool = False
     root: str = "/out/checkpoint"
     output: str = "/out"
+    url: str = ""
     apart: bool = False
     rescue: bool = False
     settings: Settings = Settings(commit_timeout=20.0, leave_check=3.0)
@@ -74,7 +79,7 @@ class Training:
 class History:
     """What the jobs were told. ``reported``: ranks that were told that a step is saved; ``failed``: that it is not, with the
     reason; ``chosen``: of each run, the checkpoint that it went on from (None: a fresh start); ``wrong``: what no job may see.
-    ``ended``: runs that ended by themselves, with status 0."""
+    ``ended``: runs that ended by themselves, with status 0. ``uploaded``: rank 0 was told that all of it is at the url."""
     reported: dict[Saved, set[int]] = field(default_factory=dict)
     failed: dict[tuple[Saved, int], str] = field(default_factory=dict)
     chosen: dict[str, Saved | None] = field(default_factory=dict)
@@ -86,6 +91,7 @@ class History:
     sick: tuple[int, ...] = ()                                  # steps that are saved and not to be taken
     older: list[str] = field(default_factory=list)              # jobs that took something older than they had to
     expelled: list[str] = field(default_factory=list)           # jobs that lived, and lost their folder to another one
+    uploaded: set[Saved] = field(default_factory=set)
 
     def complete(self) -> list[Saved]:
         """All ranks were told that it is saved, and it can be taken."""
@@ -95,7 +101,7 @@ class History:
     def copy(self) -> History:
         return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
                        dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
-                       self.sick, list(self.older), list(self.expelled))
+                       self.sick, list(self.older), list(self.expelled), set(self.uploaded))
 
 
 def newer(saved: Saved) -> tuple[int, int]:
@@ -167,9 +173,23 @@ class _Step(Step):
         return shard_of(session.place, self.number, training.format, session.suffix, health)
 
 
-class _Manager(CheckpointManager):
-    """Tells the history of failed saves."""
+class _Remote(Remote):
+    """Tells the history of uploads."""
     history: History
+
+    def commit(self, place: Place, step: int, base: str) -> None:
+        super().commit(place, step, base)
+        self.history.uploaded.add((place.run, step))
+
+
+class _Manager(CheckpointManager):
+    """Tells the history of failed saves. ``mirror``: what uploads, also after its end."""
+    history: History
+    mirror: Any = None
+
+    def _start_mirror(self, remote: Remote) -> Any:
+        self.mirror = super()._start_mirror(remote)
+        return self.mirror
 
     def _failed(self, error: Any) -> None:
         self.failing = str(error)
@@ -251,8 +271,10 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     storage = Mount(job.cluster, process)
     choice, trial, hold = None, None, None
     islands: dict[str, Any] = {}
+    remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        found = Chooser(storage, group, training.settings, log, _no_complete_weights, islands=islands).choose(
+        found = Chooser(storage, group, training.settings, log, _no_complete_weights, remote=remote,
+                         saved_to=lambda: {training.root}, islands=islands).choose(
             Request(training.root, output=training.output, converts=training.converts,
                     health=training.output if training.monitored else None))
         choice, trial, hold = found.choice, found.trial, found.hold
@@ -263,15 +285,15 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
                           iterations=training.format == ITERATION)
     manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL, log,
                        pending=PendingTrial(trial))
-    manager.history = history
-    manager.open(islands, choice, claims={})
+    manager.history, process.own = history, manager
+    manager.open(islands, choice, partial(number_runs, remote, log), claims={})
     opened.append(manager.place.run)
     history.sizes[manager.place.run] = training.ranks
     if rank == 0:
         history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if hold is not None:
         hold.leave()
-    manager.begin(start, choice)
+    manager.begin(start, choice, remote)
     manager.meet()
     manager.listen()
     step = start
@@ -288,6 +310,12 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager.end(_Step(step, manager, training, history))
     if rank == 0:
         history.ended.append(manager.place.run)
+
+
+def _remote_of(job: Job, process: Process) -> Remote:
+    made = _Remote(PodStore(job.cluster, process), job.training.url)
+    made.history = job.history
+    return made
 
 
 def _no_complete_weights(storage: Any, path: str) -> Choice:

@@ -13,13 +13,14 @@ from functools import lru_cache
 from mindresume.errors import MindResumeError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.manifest import FOLDER, attempt_name, record_name
+from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.cluster import SHARED, Cluster, Host, Process, Struck, lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.group import ExchangeError
 from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, shard_of
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import STUCK, Finding, judge
-from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
 from mindresume.store import claim
@@ -39,7 +40,8 @@ LONGEST_EXCHANGE = 10.0         # seconds; the ranks of a job here wait up to 20
 @dataclass(frozen=True)
 class Scenario:
     """``attack(play)`` starts processes. ``past``: a training that has ended well before; None: an empty disk. ``training``: what
-    the attack runs, and what is started again afterwards. ``formats``: that it makes sense for."""
+    the attack runs, and what is started again afterwards. ``formats``: that it makes sense for. ``kinds``: of what may strike.
+    ``judges``: what must hold of the disks; ``checks(play)``: of the run besides."""
     name: str
     about: str
     attack: Callable[[Play], None]
@@ -47,6 +49,9 @@ class Scenario:
     past: Training | None = Training(steps=2)
     formats: tuple[str, ...] = FORMATS
     ways: tuple[str, ...] = WAYS
+    kinds: tuple[str, ...] = KINDS
+    judges: Callable[..., list[Finding]] = judge
+    checks: Callable[[Play], list[Finding]] = lambda play: []
 
 
 class Play:
@@ -55,10 +60,13 @@ class Play:
     def __init__(self, scenario: Scenario, fmt: str, schedule: Schedule, way: str = "", most: int = 20_000):
         self.scenario, self.format, self.way, self.schedule = scenario, fmt, way, schedule
         self.training = replace(scenario.training, format=fmt, async_save=way or False)
-        disks, past = _past(scenario.past and replace(scenario.past, format=fmt), self.training.apart, self.training.hosts)
+        disks, past = _past(scenario.past and replace(scenario.past, format=fmt), self.training.apart, self.training.hosts,
+                            bool(self.training.url))
         self.history = past.copy()
         self.history.sick = scenario.training.sick
         self.cluster = Cluster(schedule, {name: disk.copy() for name, disk in disks.items()}, most)
+        if self.training.url:
+            self.lose_pods()
         self.jobs: list[Job] = []
         self.stuck = ""
 
@@ -106,10 +114,18 @@ class Play:
         if not any(struck.strike.kind in ("slow", "pause") for struck in self.cluster.struck):
             found += [Finding(STUCK, f"{job.name}: a rank sat in an exchange for {job.communicator.longest:.0f} s, while others "
                                      f"worked on files") for job in self.jobs if job.communicator.longest > LONGEST_EXCHANGE]
-        return found + judge(self.cluster.disks, self.history, self.training)
+        return found + self.scenario.checks(self) + self.scenario.judges(self.cluster.disks, self.history, self.training)
 
-    def job(self, training: Training, hosts: list[Host] | None = None) -> Job:
-        hosts = hosts or [self.cluster.host("", node) for node in range(training.hosts)]
+    def lose_pods(self) -> None:
+        """What is on the disks of all nodes is gone; a bucket stays."""
+        self.history.reported.clear()
+        for name in self.cluster.disks:
+            if name != BUCKET:
+                self.cluster.disks[name] = Disk(local=True)
+
+    def job(self, training: Training, first: int = 0, hosts: list[Host] | None = None) -> Job:
+        """``first``: of the nodes that it runs on, where they share no disk. ``hosts``: default new ones."""
+        hosts = hosts or [self.cluster.host("", first + node) for node in range(training.hosts)]
         made = Job(self.cluster, self.history, training, hosts, f"job{len(self.jobs)}")
         self.jobs.append(made)
         return made
@@ -121,13 +137,16 @@ def _may_end_with(error: BaseException | None) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _past(training: Training | None, apart: bool, hosts: int) -> tuple[Mapping[str, Disk], History]:
+def _past(training: Training | None, apart: bool, hosts: int, remote: bool) -> tuple[Mapping[str, Disk], History]:
     """Disks on which ``training`` has run to its end; and what it was told."""
-    disks = {f"node{node}": Disk(local=True) for node in range(hosts)} if apart else {SHARED: Disk()}
+    disks = {f"node{node}": Disk(local=True) for node in range(hosts)} if apart or remote else {SHARED: Disk()}
+    if remote:
+        disks[BUCKET] = Bucket()
     history = History()
     if training is None:
         return disks, history
     cluster = Cluster(Schedule(), disks)
+    cluster._tokens = 250_000                                   # names that are never used again
     with standing_in(cluster):
         job = Job(cluster, history, training, [cluster.host("", node) for node in range(training.hosts)], "past")
         job.start()
@@ -187,7 +206,7 @@ def _restarted(play: Play, hosts: list[Host] | None = None) -> None:
     """A platform starts the same command again whenever it ends with an error."""
     def work() -> None:
         for number in range(3):
-            job = play.job(play.training, hosts and (hosts[::-1] if number % 2 else hosts))
+            job = play.job(play.training, hosts=hosts and (hosts[::-1] if number % 2 else hosts))
             job.start()
             while not job.launcher.dead or not job.over:
                 here().scheduler.sleep(1.0)
@@ -274,7 +293,7 @@ def _read(play: Play) -> None:
             held.leave()
 
 
-SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
+SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("save", "two ranks save one step", lambda play: _core(play, (4,))),
     Scenario("prune", "they save two steps, and only the newest is kept", lambda play: _core(play, (4, 6), keep=1)),
     Scenario("first", "a job in an empty folder", _one, past=None),

@@ -17,7 +17,8 @@ from typing import Any
 from mindresume.simulation.scheduler import TICK, Task
 
 _FULL = ("write", "create", "flush", "rename", "make_folder")
-_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder")
+_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")
+OF_A_STORE = ("list objects", "size", "get", "put", "upload", "download", "delete")      # operations on objects
 # kind -> (errno, operations that it can hit; (): all)
 ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
@@ -35,16 +36,18 @@ EXPLAINED = {
     "kill all": "all processes are killed", "power": "power fails: nothing that was not flushed is left, or any part of it",
     "slow": "the operation takes so many seconds", "pause": "the process stands still for so many seconds, then goes on",
     "term": "SIGTERM to the process", "term all": "SIGTERM to all processes",
-    "clock": "the clock of the host jumps by so many seconds"}
+    "clock": "the clock of the host jumps by so many seconds",
+    "outage": "no call to the object store succeeds for so many seconds"}
 _PICKS = 24                     # moments at which nobody has to be interrupted, of the first of which some are drawn
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
+OUTAGE = "outage"               # of an object store: no call succeeds
 
 
 @dataclass(frozen=True)
 class Strike:
     """``at``: number of the operation, counted over all processes from 1. ``amount``: of a slow operation, a pause or a clock the
-    seconds, of a full disk the operations for which it stays full, of a loss of power what is left (0: only what was flushed;
-    else a seed)."""
+    seconds, of a full disk and an outage the operations for which it lasts, of a loss of power what is left (0: only what was
+    flushed; else a seed)."""
     at: int
     kind: str
     amount: int = 0
@@ -135,6 +138,8 @@ def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, l
                   "clock": chance.choice((-3600, 3600, 10**7)),
                   "power": chance.choice((0, 0, chance.randrange(1, 10**6))),
                   "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
+        if kind == OUTAGE:
+            amount = chance.choice((3, 30, 300))
         strikes.append(Strike(at, kind, amount))
     clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
     seed, lag, tick = chance.randrange(1 << 30), chance.choice(lags), chance.choice(_TICKS)

@@ -119,12 +119,13 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, lo
     ``prefix``: of the names of files. ``heartbeat``: seconds between two signs of life, 0: none. ``iterations``: Checkpoint 2.0.
     ``islands``: which ranks see the same folder, by its path, as far as it is known; what is found out is added. ``origin``: the
     checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage, root)``: called on
-    each rank that claims the folder, just before it does, so that its run is numbered later than those at another place, too.
+    rank 0 before the run is numbered, so that its number is larger than those of runs at another place, too.
     ``claims``: of this process, by folder; None: those that this module remembers.
     Raises AgreementError on all ranks if one cannot save there (SaveError, FolderInUseError), ConfigError for Checkpoint 2.0
     where nodes share no disk."""
     decide(group, lambda: examine(storage, root))
     shared = _islands_of(storage, root, group, iterations, {} if islands is None else islands)
+    decide(group, lambda: number_runs(storage, root), Waiting("numbering the run"))
     run = next_common_run(storage, root, group) if shared.apart else ""
     own: list[Claim] = []
 
@@ -136,7 +137,6 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, lo
         memory = _CLAIMS if claims is None else claims
         if root in memory:                              # an earlier training of this process, which is over
             memory.pop(root).leave()
-        number_runs(storage, root)
         owner = replace(owner_of_this_process(SAVING, group.size), run=run)         # an empty run: the next one
         found = occupy(storage, root, owner, heartbeat, lambda text: log.info("mindresume: %s", text), traced=iterations)
         memory[root] = found.start()

@@ -3,12 +3,14 @@ import errno
 import logging
 from dataclasses import replace
 
-from folders import RUN, STORAGE, place_of
+from folders import RUN, STORAGE, Ranks, place_of
 
+from mindresume.manifest import run_sequence
+from mindresume.store.claim import leave_trace
 from mindresume.store.common import COMMON, note, spared
 from mindresume.store.exchange import Exchange
-from mindresume.store.islands import together
-from mindresume.store.save_session import SaveSession
+from mindresume.store.islands import Islands, together
+from mindresume.store.save_session import SaveSession, open_save_session
 from mindresume.store.storage import PosixStorage
 
 
@@ -29,3 +31,18 @@ def test_an_old_note_that_cannot_be_removed_ends_no_rank_alone(tmp_path):
         home.begin(None)
         assert [path.name for path in (tmp_path / ".mindresume").iterdir()] == there
     assert spared(STORAGE, str(tmp_path)) == {}
+
+
+def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(tmp_path):
+    """Both come back with empty disks. A run of the same number as the one before is taken for the older of two, half the time,
+    and then uploads nothing."""
+    roots = [str(tmp_path / "node0"), str(tmp_path / "node1")]
+
+    def opened(group):
+        root = roots[group.rank]
+        session = open_save_session(STORAGE, root, "sim", group, logging.getLogger("test"), 0.0, islands={root: Islands((0, 1))},
+                                    number_runs=lambda storage, root: leave_trace(storage, root, "0007-1111aaaa"), claims={})
+        session.leave()
+        return session.place.run
+    first, second = Ranks(2).run(opened)
+    assert first == second and run_sequence(first) == 8

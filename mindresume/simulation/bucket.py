@@ -1,0 +1,143 @@
+"""An object store in memory: what lies in it, and an ``ObjectStore`` as one process of a pod sees it.
+
+    cluster.disks[BUCKET] = Bucket()
+    store = PodStore(cluster, process)          # mindresume.store.remote.Remote(store, url)
+
+The contract is that of ``mindresume.store.objects``: a PUT is atomic and is found by its url at once; listings lag behind what
+was put or deleted, each name by as much as chance wants. Each call is an operation of the scheduler at which the schedule may
+strike (an upload or a download is two: its beginning and its end), and every error is a RemoteError, before or after the effect.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import xxhash
+
+from mindresume.errors import RemoteError
+from mindresume.simulation.cluster import Cluster, Process
+from mindresume.simulation.disk import Disk, File
+from mindresume.simulation.mount import Mount
+
+BUCKET = "bucket"
+LATE = 0.1                      # listings lag by at most this share of the seconds for which hosts believe those of a disk
+
+
+class Bucket(Disk):
+    """Stands among the disks of a cluster, and is copied and compared with them. What was put is durable: no loss of power, host
+    or pod changes anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, File] = {}
+        self._late: dict[str, tuple[float, bool]] = {}      # url: until when listings show whether it was there before
+
+    def put(self, url: str, data: bytes, until: float = 0.0) -> None:
+        """``until``: listings do not show it before, if it is new."""
+        if url not in self.objects:
+            self._late[url] = until, False
+        self.objects[url] = File(data, self.now, True)
+        self.changed += 1
+
+    def delete(self, url: str, until: float = 0.0) -> None:
+        """``until``: listings may still show it."""
+        if self.objects.pop(url, None) is not None:
+            self._late[url] = until, True
+            self.changed += 1
+
+    def list(self, prefix: str, now: float = float("inf")) -> list[str]:
+        """Names below ``prefix``/ as a listing shows them at ``now``, sorted."""
+        late = {url: shown for url, (until, shown) in self._late.items() if now < until}
+        urls = {url for url in self.objects if late.get(url, True)} | {url for url, shown in late.items() if shown}
+        return sorted(url[len(prefix) + 1:] for url in urls if url.startswith(f"{prefix}/"))
+
+    # ---- as a disk -------------------------------------------------------------------------------------------------
+
+    def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
+        return iter([(url, file) for url, file in self.objects.items() if url.startswith(path)])
+
+    def signature(self) -> int:
+        return xxhash.xxh3_64_intdigest("\n".join(f"{url}={file.key}" for url, file in sorted(self.objects.items())).encode())
+
+    def pending(self) -> bool:
+        return False
+
+    def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
+        """Nothing is lost."""
+
+    def copy(self) -> Bucket:
+        """With the same objects; listings of the copy lag behind nothing."""
+        made = Bucket()
+        made.now, made.changed, made.objects = self.now, self.changed, dict(self.objects)
+        return made
+
+
+class PodStore:
+    """An ``ObjectStore``: the bucket of the cluster; local files are those of the host of ``process``."""
+
+    def __init__(self, cluster: Cluster, process: Process):
+        self.cluster, self.process, self.disk = cluster, process, Mount(cluster, process)
+        self.bucket: Bucket = cluster.disks[BUCKET]         # type: ignore[assignment]
+
+    def list(self, prefix: str) -> list[str]:
+        return self._do("list objects", prefix, lambda: self.bucket.list(prefix, self.cluster.scheduler.now))
+
+    def size(self, url: str) -> int | None:
+        def act() -> int | None:
+            found = self.bucket.objects.get(url)
+            return None if found is None else len(found.data)
+        return self._do("size", url, act)
+
+    def read(self, url: str) -> bytes:
+        return self._do("get", url, lambda: self._get(url))
+
+    def put(self, url: str, data: bytes) -> None:
+        self._do("put", url, lambda: self.bucket.put(url, data, self._until()))
+
+    def upload(self, path: str, url: str) -> None:
+        with self.disk.open(path) as file:
+            data = file.read()
+        self._do("upload", url, lambda: None)
+        self.put(url, data)
+
+    def download(self, url: str, path: str) -> None:
+        self._do("download", url, lambda: self._get(url))
+        try:
+            file = self.disk.create(path, 0)
+            try:
+                data = self.read(url)
+                file.write_at(0, memoryview(data))
+                file.finish()
+            except BaseException:
+                file.abandon()
+                raise
+        except OSError as error:
+            with suppress(OSError):
+                self.disk.remove(path)
+            raise RemoteError(f"{url} could not be downloaded: {error}") from error
+
+    def delete(self, url: str) -> None:
+        self._do("delete", url, lambda: self.bucket.delete(url, self._until()))
+
+    def _get(self, url: str) -> bytes:
+        found = self.bucket.objects.get(url)
+        if found is None:
+            raise RemoteError(f"{url}: there is no such object")
+        return found.data
+
+    def _until(self) -> float:
+        lag = self.cluster.lag * LATE
+        return self.cluster.scheduler.now + lag * self.cluster.random.random() if lag else 0.0
+
+    def _do(self, name: str, url: str, act: Callable[[], Any]) -> Any:
+        code, after = self.cluster.operate(self.process, name, url)
+        self.bucket.now = self.cluster.server_time()
+        error = RemoteError(f"{url}: {name}: {os.strerror(code)}") if code else None
+        if error is not None and not after:
+            raise error
+        found = act()
+        if error is not None:
+            raise error
+        return found

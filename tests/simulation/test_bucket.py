@@ -1,0 +1,180 @@
+"""An object store as pods see it, and jobs that lose their disks beside it."""
+import pytest
+
+from mindresume.errors import RemoteError
+from mindresume.simulation import jobs
+from mindresume.simulation.bucket import BUCKET, Bucket, PodStore
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.explore import SCENARIOS, Search, search
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.remote_oracle import judge_bucket
+from mindresume.simulation.remote_scenarios import LATER
+from mindresume.simulation.scenarios import Play
+from mindresume.simulation.schedule import Schedule, Strike
+from mindresume.simulation.standins import here, standing_in
+from mindresume.store.mirror import Mirror
+from mindresume.store.remote import Remote
+
+NAMES = ("bucket", "bucket, nodes", "two pods", "bucket, afresh")
+
+
+def in_pod(work, schedule=None, bucket=None):
+    """Returns what ``work(store, disk)`` returned or raised, as the one process of a pod."""
+    cluster = Cluster(schedule or Schedule(), {"node0": Disk(local=True), BUCKET: bucket or Bucket()})
+    found = []
+    with standing_in(cluster):
+        host = cluster.host()
+
+        def run():
+            try:
+                found.append(work(PodStore(cluster, process), Mount(cluster, process)))
+            except Exception as error:
+                found.append(error)
+        process = cluster.process(host, "pod", run)
+        cluster.scheduler.run()
+    return found[0]
+
+
+def test_objects_come_and_go():
+    def work(store, disk):
+        disk.make_folder("/a")
+        disk.write("/a/x", [b"bytes"])
+        store.upload("/a/x", "obs://b/c/x")
+        store.put("obs://b/c/d/y", b"more")
+        store.put("obs://b/cc", b"not below c")
+        store.download("obs://b/c/x", "/a/z")
+        with disk.open("/a/z") as file:
+            found = [file.read(), store.list("obs://b/c"), store.size("obs://b/c/d/y"), store.read("obs://b/c/x")]
+        store.delete("obs://b/c/x")
+        store.delete("obs://b/c/x")
+        return [*found, store.list("obs://b/c"), store.size("obs://b/c/x")]
+    assert in_pod(work) == [b"bytes", ["d/y", "x"], 4, b"bytes", ["d/y"], None]
+
+
+def test_what_is_not_there_is_an_error_and_leaves_nothing():
+    def work(store, disk):
+        with pytest.raises(RemoteError):
+            store.read("obs://b/x")
+        with pytest.raises(FileNotFoundError):
+            store.upload("/missing", "obs://b/x")
+        with pytest.raises(RemoteError):
+            store.download("obs://b/x", "/x")
+        return disk.list("/")
+    assert in_pod(work) == []
+
+
+@pytest.mark.parametrize("kind, there", [("EIO", False), ("EIO after", True)])
+def test_an_error_before_or_after_the_effect(kind, there):
+    def work(store, disk):
+        with pytest.raises(RemoteError):
+            store.put("obs://b/x", b"bytes")
+        return store.size("obs://b/x") is not None
+    assert in_pod(work, Schedule(strikes=(Strike(1, kind),))) is there
+
+
+def test_a_download_that_fails_is_removed():
+    bucket = Bucket()
+    bucket.put("obs://b/x", b"bytes")
+
+    def work(store, disk):
+        with pytest.raises(RemoteError):
+            store.download("obs://b/x", "/x")
+        return disk.list("/")
+    for at in (1, 2, 3, 4):                             # its beginning, the new file, the bytes, the flush
+        assert in_pod(work, Schedule(strikes=(Strike(at, "EIO"),)), bucket.copy()) == []
+
+
+def test_an_outage_lasts():
+    def work(store, disk):
+        found = []
+        for _ in range(5):
+            try:
+                found.append(store.list("obs://b"))
+            except RemoteError:
+                found.append(None)
+        return found
+    assert in_pod(work, Schedule(strikes=(Strike(1, "outage", 2),))) == [[], None, None, [], []]
+
+
+def test_listings_lag_behind_and_urls_do_not():
+    def work(store, disk):
+        moments = []
+        for name in "abcd":
+            store.put(f"obs://b/{name}", b"bytes")
+            moments.append((store.size(f"obs://b/{name}"), store.list("obs://b")))
+        here().scheduler.sleep(6.0)
+        found = [store.list("obs://b")]
+        store.delete("obs://b/a")
+        found += [store.size("obs://b/a"), store.list("obs://b")]
+        here().scheduler.sleep(6.0)
+        return moments, [*found, store.list("obs://b")]
+    moments, found = in_pod(work, Schedule(lag=60.0))
+    assert moments == [(5, [])] * 4
+    assert found == [["a", "b", "c", "d"], None, ["a", "b", "c", "d"], ["b", "c", "d"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_nothing_strikes_the_last_step_is_uploaded(name):
+    scenario = SCENARIOS[name]
+    for fmt in scenario.formats:
+        for way in scenario.ways:
+            play = Play(scenario, fmt, Schedule(), way).run()
+            assert not play.findings()
+            assert max(step for _, step in play.history.uploaded) == scenario.training.steps
+
+
+@pytest.mark.parametrize("seed", range(len(LATER)))
+def test_of_two_pods_one_is_overtaken_and_both_end_well(seed):
+    play = Play(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
+    stopped = [[process.own.mirror._stopped or "" for process in job.ranks] for job in play.jobs]
+    assert sorted("taken over" in rows[0] for rows in stopped) == [False, True]
+    assert not play.findings() and not any(process.exit for job in play.jobs for process in job.ranks)
+
+
+@pytest.mark.parametrize("way", ["manifest", "weights", "changed", "debris"])
+def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
+    play = Play(SCENARIOS["bucket"], "ckpt", Schedule()).run()
+    bucket = play.cluster.disks[BUCKET]
+    weights = next(url for url in bucket.objects if url.endswith(".ckpt"))
+    if way == "manifest":
+        bucket.delete(next(url for url in bucket.objects if url.endswith("manifest.json")))
+    elif way == "weights":
+        bucket.delete(weights)
+    elif way == "changed":
+        bucket.put(weights, bucket.objects[weights].data[:-1] + b"?")
+    else:
+        monkeypatch.setattr(Remote, "prune", lambda *_: [])
+    kinds = {finding.kind for finding in judge_bucket(play.cluster.disks, play.history, play.training)}
+    assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "debris": "untidy"}[way]}
+
+
+def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
+    """The job that has overtaken it dies before it uploads anything, and so removes nothing."""
+    def findings(schedule):
+        play = Play(SCENARIOS["two pods"], "ckpt", schedule)
+        play.cluster.trace.wanted = True
+        return play.run().cluster.trace.rows, [finding.kind for finding in play.findings()]
+    rows, _ = findings(Schedule(seed=2))
+    at = next(number for number, process, name, path in rows if (process, name) == ("job1.0", "write") and "_4.ckpt" in path)
+    schedule = Schedule(seed=2, strikes=(Strike(at, "kill host"),))
+    assert findings(schedule)[1] == []
+    end = Mirror._end
+
+    def silent(mirror):
+        if mirror.place.rank == 0 and mirror._stopped:
+            mirror._over = True
+            return None
+        return end(mirror)
+    monkeypatch.setattr(Mirror, "_end", silent)
+    assert findings(schedule)[1] == ["told"]
+
+
+def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
+    monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
+    counts, found = search(Search((0, 6), ("bucket, nodes",)))
+    assert found
+
+
+def test_random_schedules():
+    assert search(Search((0, 4), NAMES))[1] == []
