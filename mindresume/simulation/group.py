@@ -30,7 +30,7 @@ class _Round:
 
 class Communicator:
     """What the ranks of one job share. ``limit``: seconds after which a call fails. ``longest``: that a rank waited in a call for
-    ranks that were alive."""
+    ranks that were alive, or had ended as if all were well."""
 
     def __init__(self, size: int, limit: float = LIMIT):
         self.size, self.limit = size, limit
@@ -74,7 +74,7 @@ class Member:
         while len(current.messages) < self.size:
             if scheduler.now - began >= shared.limit:
                 absent = [rank for rank in range(self.size) if rank not in current.messages]
-                if all(not shared.processes[rank].dead for rank in absent):
+                if all(not shared.processes[rank].dead or shared.processes[rank].exit == 0 for rank in absent):
                     shared.longest = max(shared.longest, scheduler.now - began)
                 raise ExchangeError(f"rank {self.rank}: {kind}: rank {absent} did not come within {shared.limit:.0f} s")
             shared.waiters.wait(shared.limit - (scheduler.now - began), f"in {kind} {self._number}")

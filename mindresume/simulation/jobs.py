@@ -73,6 +73,7 @@ class Training:
     pace: float = 1.0                       # seconds of a step
     monitored: bool = False                 # it is known of each checkpoint whether it is healthy
     sick: tuple[int, ...] = ()              # and these are not
+    pruned: bool = False                    # somebody else removes checkpoints, too, and knows nothing of meta.json
 
 
 @dataclass

@@ -6,12 +6,14 @@
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mindresume.errors import MindResumeError
+from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.formats.iteration_files import iteration_name
+from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, attempt_name, record_name
 from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.cluster import SHARED, Cluster, Host, Process, Struck, lose_power
@@ -189,6 +191,7 @@ def _save(play: Play, rank: int, steps: tuple[int, ...], keep: int) -> None:
         hear(saver.poll())
     hear(saver.wait(20.0))
     hear(saver.finish(20.0, 5.0))
+    here().scheduler.sleep(200.0)                               # the program goes on, and with it a thread that is late
 
 
 # ---- whole jobs ----------------------------------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ def _one(play: Play) -> None:
 
 
 def _exchanged(play: Play) -> None:
-    """The same on hosts that remember what they have seen, and change places."""
+    """The same on hosts that remember what they have seen, and later change places."""
     _restarted(play, [play.cluster.host("", node) for node in range(play.training.hosts)])
 
 
@@ -206,7 +209,7 @@ def _restarted(play: Play, hosts: list[Host] | None = None) -> None:
     """A platform starts the same command again whenever it ends with an error."""
     def work() -> None:
         for number in range(3):
-            job = play.job(play.training, hosts=hosts and (hosts[::-1] if number % 2 else hosts))
+            job = play.job(play.training, hosts=hosts and (hosts[::-1] if number == 2 else hosts))
             job.start()
             while not job.launcher.dead or not job.over:
                 here().scheduler.sleep(1.0)
@@ -256,31 +259,42 @@ def _with_reader(play: Play) -> None:
     play.cluster.process(host, "reader", lambda: _read(play))
 
 
-def _prune(play: Play) -> None:
-    """As ``mindresume prune --keep-last 1`` does."""
+def _readers(play: Play) -> None:
+    """One process prunes, another one reads, and nobody saves."""
+    play.cluster.process(play.cluster.host("desk"), "prune", lambda: _prune(play, (3, 2, 1), 0.0))
+    play.cluster.process(play.cluster.host("desk2"), "reader", lambda: _read(play, 0.0))
+
+
+def _prune(play: Play, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -> None:
+    """As ``mindresume prune --keep-last KEEP`` does."""
     storage, root = Mount(play.cluster, running()), play.training.root
-    for _ in range(3):
-        here().scheduler.sleep(1.5)
+    for keep in keeps:
+        here().scheduler.sleep(pause)
         known: list[Callable[[str], bool]] = []
 
         def ended(run: str, known: list[Callable[[str], bool]] = known) -> bool:
             if not known:
                 known.append(claim.ended(storage, root))
             return known[0](run)
-        made = plan(storage, root, KeepLast(1), claim.holds(storage, root), ended=ended)
+        made = plan(storage, root, KeepLast(keep), claim.holds(storage, root), ended=ended)
         carry_out(storage, root, made, Holds(storage, root))
 
 
-def _read(play: Play) -> None:
-    """Chooses and reads as a conversion does, with a hold on what it reads."""
+def _read(play: Play, pause: float = 0.8) -> None:
+    """Chooses and reads as a conversion does, with a hold on what it reads: the newest, and the oldest by its name."""
     from mindresume.agree import Solo
     from mindresume.resume.select import select
     from mindresume.simulation.jobs import wrong_content
     storage, training = Mount(play.cluster, running()), play.training
-    for _ in range(3):
-        here().scheduler.sleep(1.3)
-        choice = select(storage, training.root, Solo(), training.ranks, ranks=lambda candidate: list(candidate.files))
-        if choice.chosen is None:
+    for number in range(6):
+        here().scheduler.sleep(pause)
+        oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
+        named = oldest and oldest.first and (oldest.base or os.path.basename(oldest.first.path))
+        try:
+            choice = select(storage, training.root, Solo(), training.ranks, named, lambda candidate: list(candidate.files))
+        except MissingCheckpointError:
+            continue                                            # it was removed
+        if choice.chosen is None or choice.chosen.run is None:  # files of which this host does not list the records yet
             continue
         held = claim.hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
         if held is not None:
@@ -298,11 +312,12 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("prune", "they save two steps, and only the newest is kept", lambda play: _core(play, (4, 6), keep=1)),
     Scenario("first", "a job in an empty folder", _one, past=None),
     Scenario("job", "a job goes on from a checkpoint, saves twice, keeps one", _one, Training(steps=6, keep=1)),
+    Scenario("older", "a job may choose between two checkpoints", _one, Training(steps=8, keep=1), Training(steps=4)),
     Scenario("restarts", "a platform starts the job again and again", _restarted, Training(steps=8, keep=2)),
     Scenario("twice", "two jobs are started in one folder at the same time", _twice, Training(steps=6, keep=2)),
     Scenario("rare beats", "beside a job that seldom gives a sign of life another one is started", _rare_beats,
              Training(steps=6, keep=2, pace=25.0)),
-    Scenario("other hosts", "a job is started again on hosts that have changed places", _exchanged,
+    Scenario("same hosts", "a job is started again on its hosts, and once more when they have changed places", _exchanged,
              Training(hosts=2, steps=8, keep=2)),
     Scenario("orphan", "records of versions before lie under a name that is in use", _orphan, Training(steps=6, keep=1),
              formats=(ITERATION,)),
@@ -315,5 +330,8 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
              Training(hosts=2, steps=6, keep=1, apart=True), Training(hosts=2, steps=2, apart=True), FORMATS[:2]),
     Scenario("afresh", "a new training in the folder of another one", _afresh, Training(steps=4, keep=1, fresh=True)),
     Scenario("lost ranks", "ranks that are left save what they have", _one, Training(steps=6, keep=2, rescue=True)),
-    Scenario("readers", "beside a job one process prunes, another one reads", _with_reader, Training(steps=6, keep=2)),
+    Scenario("a reader", "one process prunes, another one reads", _readers, Training(steps=8, pruned=True), Training(steps=8),
+             ways=("",)),
+    Scenario("readers", "beside a job one process prunes, another one reads", _with_reader,
+             Training(steps=6, keep=2, pruned=True)),
 )}

@@ -142,5 +142,7 @@ def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, l
             amount = chance.choice((3, 30, 300))
         strikes.append(Strike(at, kind, amount))
     clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
+    if chance.random() < 0.5:                               # somebody else goes on before the struck one can react
+        switches = tuple(sorted({**{strike.at + 1: chance.randrange(1, 4) for strike in strikes}, **dict(switches)}.items()))
     seed, lag, tick = chance.randrange(1 << 30), chance.choice(lags), chance.choice(_TICKS)
     return Schedule(seed, switches, picks, tuple(strikes), lag, clocks, tick)

@@ -6,7 +6,6 @@
 A mutant is the product with some text of it replaced. It counts as found only if the product as it is passes with the same seeds.
 """
 from __future__ import annotations
-
 import __future__
 
 import inspect
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mindresume import agree, manifest
+from mindresume import manifest
 from mindresume.formats import iterations, records
 from mindresume.resume import choosing, select
 from mindresume.simulation.explore import SHARE, Counts, Failure, Known, operations_of, run
@@ -47,7 +46,6 @@ from mindresume.store import (
 )
 
 Patch = pytest.MonkeyPatch
-SLOW = ("slow",)
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,27 @@ MUTANTS = [
     # ---- defects of earlier versions -----------------------------------------------------------------------------------
     mutant("files are removed after the rename of their record was attempted", [
         Edit(shard, "write_shard", "return _settled(place, step, error)", "raise place.storage.remove(where) or error")],
-        ("prune", "safetensors", ""), LOST, deaths=False),
+        ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False),
     mutant("what was committed meanwhile is reported as failed", [
         Edit(shard, "_settled", "found = _recorded(place, step, place.bases(step))", "found = None"),
-        Edit(shard, "_settled", "may not be saved", "was not saved")], ("save", "iteration", ""), TOLD),
+        Edit(shard, "_settled", "may not be saved", "was not saved")],
+        ("save", "iteration", ""), TOLD, deaths=False),
     mutant("retention removes what is of another training", [
         Edit(commit.Committer, "prune", "self._is_over, self.place.lineage)", "self._is_over, None)")],
         ("afresh", "safetensors", ""), LOST),
+    mutant("trash has no name of its own, and one victim that fails stops the rest", [
+        Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(removal, "carry_out", "continue", "raise")],
+        ("orphan", "iteration", ""), UNTIDY, deaths=False),
+    mutant("nobody waits for what other ranks see", [
+        Edit(choosing.Chooser, "choose", "settled = settle(disk, path, group, islands)",
+             "from mindresume.resume.witness import Settled; settled = Settled()")], ("same hosts", "safetensors", ""), LOST,
+        deaths=False),
+    mutant("the signs of life of another job are expected as often as one's own", [
+        Edit(claim, "_watch", "owner.every if _is_told_by_beats(owner) else BEAT", "BEAT")], ("rare beats", "safetensors", ""),
+        STUCK, deaths=False),
+    mutant("retention removes the last healthy one", [
+        Edit(protection, "protected", "for rule in RULES:", "for rule in RULES[:1] + RULES[2:]:")],
+        ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False),
     mutant("a job counts against a checkpoint from the moment it was chosen", [
         Edit(manager.CheckpointManager, "begin", "self.session.begin(resumed)",
              "self.session.begin(resumed); self.meet(); self.begin_trial()")], ("restarts", "safetensors", ""), LOST),
@@ -121,22 +133,21 @@ MUTANTS = [
         Edit(iterations, "_from_tracker", " and (c.step in intended or parse_iteration(c.base) is not None)", "")],
         ("prune", "iteration", ""), LOST),
     mutant("memory that was given back is mapped anew", [
-        Edit(staging.Staging, "unpack", "if self.fd < 0:", "if False:")], ("save", "safetensors", "thread"), WRONG),
+        Edit(staging.Staging, "unpack", "if self.fd < 0:", "if False:")],
+        ("save", "safetensors", "thread"), WRONG, deaths=False),
     mutant("a note on trial stays while the training goes on from another", [
         Edit(trials.Trial, "_forget_others", "if self.limit else ()", "if False else ()")],
-        ("restarts", "safetensors", ""), UNTIDY),
+        ("older", "safetensors", ""), UNTIDY),
 
     # ---- committing ----------------------------------------------------------------------------------------------------
     mutant("no fence", [
         Edit(shard, "write_shard", "fence(place.storage, place.root, place.run)", "pass"),
         Edit(commit.Committer, "try_commit", "fence(self.place.storage, self.place.root, self.place.run)", "pass")],
-        ("twice", "iteration", ""), LOST),
-    mutant("sizes are not checked before a commit", [
-        Edit(commit.Committer, "_manifest", "if found is None or found.size != row.size:", "if False:")],
-        ("prune", "safetensors", ""), LOST),
+        ("twice", "iteration", ""), LOST, deaths=False),
     mutant("a manifest before all records are there", [
         Edit(commit.Committer, "try_commit", "if missing:", "if 0 in missing:"),
-        Edit(commit.Committer, "_manifest", "read, place.ranks)", "read, [r for r in place.ranks if r not in self._missing(step)])"),
+        Edit(commit.Committer, "_manifest", "read, place.ranks)",
+             "read, [r for r in place.ranks if r not in self._missing(step)])"),
         Edit(commit.Committer, "_manifest", "zip(place.ranks, records, strict=True)", "zip(place.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
@@ -151,8 +162,6 @@ MUTANTS = [
     mutant("earlier runs' complete saves are not adopted", [
         Edit(commit.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
         ("save", "iteration", ""), UNTIDY),
-    mutant("the oldest is adopted last", [
-        Edit(commit.Committer, "adopt", "reversed(found)", "found")], ("prune", "iteration", ""), LOST),
     mutant("what a dead job intended with the tracker is not settled", [
         Edit(commit.Committer, "adopt", "iteration.settle(storage, root, scan_records(storage, root)[0], self.place.run)",
              "pass")], ("save", "iteration", ""), UNTIDY),
@@ -160,48 +169,53 @@ MUTANTS = [
         Edit(iteration, "show", "point(storage, root, step, place.run)", "storage.remove(intent); point(storage, root, step, "
              "place.run)")], ("save", "iteration", ""), LOST),
     mutant("an iteration folder of that name is not made way", [
-        Edit(iteration, "show", "if storage.status(target) is not None:", "if False:")], ("restarts", "iteration", ""),
+        Edit(iteration, "show", "if storage.status(target) is not None:", "if False:")], ("afresh", "iteration", ""),
         f"{UNTIDY} {LOST}"),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
+    mutant("older ones are removed before the pointers are changed", [
+        Edit(commit.Committer, "_after", "self._point(self.place, manifest)", "self.prune(); self._point(self.place, manifest)")],
+        ("prune", "safetensors", ""), LOST),
     mutant("a hold is not looked for after the rename", [
-        Edit(removal, "_uncommit", "who = holds().get(candidate.name)", "who = None")], ("readers", "safetensors", ""), WRONG),
+        Edit(removal, "_uncommit", "who = holds().get(candidate.name)", "who = None")],
+        ("a reader", "safetensors", ""), WRONG, deaths=False),
     mutant("weights are removed before the rename un-commits them", [
         Edit(removal, "_uncommit", "storage.rename(candidate.box, os.path.join(records, name))",
              "_clear_weights(storage, root, candidate.attempt, ()); storage.rename(candidate.box, os.path.join(records, name))")],
-        ("readers", "safetensors", ""), WRONG),
+        ("a reader", "safetensors", ""), WRONG, deaths=False),
     mutant("a reader looks first, then holds", [
         Edit(claim, "hold", "claim.publish()", "there = storage.status(box); claim.publish()"),
-        Edit(claim, "hold", "if storage.status(box) is None:", "if there is None:")], ("readers", "safetensors", ""), WRONG),
-    mutant("policies count what is not committed", [
-        Edit(removal, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
-        ("prune", "safetensors", ""), f"{LOST} {STUCK}"),
+        Edit(claim, "hold", "if storage.status(box) is None:", "if there is None:")],
+        ("a reader", "safetensors", ""), WRONG, deaths=False),
     mutant("a run that lives counts as over", [
         Edit(claim, "ended", "return lambda run: run not in living", "return lambda run: True")], ("readers", "safetensors", ""),
-        LOST),
+        LOST, deaths=False),
     mutant("what all nodes have is not protected", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in RULES[:3] + RULES[4:]:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}"),
 
     # ---- starting and ending together ----------------------------------------------------------------------------------
     mutant("a claim that cannot be read is none", [
-        Edit(claim, "look", "unreadable[run] = str(error)", "pass")], ("twice", "safetensors", ""), STUCK),
+        Edit(claim, "look", "unreadable[run] = str(error)", "pass")],
+        ("twice", "safetensors", ""), STUCK, deaths=False),
     mutant("no look for a later claim after one's own", [
         Edit(claim, "occupy", "if run not in known and (run_sequence(run), run) > claim.owner.order]", "if False]")],
-        ("twice", "safetensors", ""), STUCK),
+        ("twice", "safetensors", ""), STUCK, deaths=False),
     mutant("the number of a run is used again", [
         Edit(claim, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
-        ("restarts", "safetensors", ""), f"{LOST} {UNEQUAL} {WRONG}"),
+        ("restarts", "safetensors", ""), f"{UNTIDY} {LOST} {UNEQUAL} {WRONG}"),
     mutant("ranks do not agree on a suffix", [
         Edit(save_session, "open_save_session", "[row[1] for row in rows if row] + suffixes)",
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{UNTIDY} {LOST}"),
     mutant("what rank 0 finds decides alone", [
         Edit(select, "proven_by_all", 'for row in rows if "refusal" in row]', 'for row in rows[:1] if "refusal" in row]')],
-        ("job", "safetensors", ""), WRONG),
+        ("job", "safetensors", ""), WRONG, deaths=False),
     mutant("a rank that is asked to leave leaves alone", [
-        Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")], ("job", "safetensors", ""), STUCK),
+        Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
+        ("job", "safetensors", ""), STUCK, deaths=False),
     mutant("the last step is saved again by one rank alone", [
-        Edit(manager.CheckpointManager, "_save_last", "step.collect()", "pass")], ("job", "safetensors", ""), STUCK),
+        Edit(manager.CheckpointManager, "_save_last", "step.collect()", "pass")],
+        ("job", "safetensors", ""), STUCK, deaths=False),
 ]
 
 
@@ -255,10 +269,11 @@ def test_a_mutant_is_found(one, table):
     assert hunt(one, range(one.first, seed + 1), changed=False)[1] is None
 
 
-def main(part: str, most: int, seconds: float) -> None:
+def main(part: str, most: int, seconds: float, share: str = "0/1") -> None:
     """From seed 0, at most so many seeds and seconds of CPU each."""
     print(HEAD, flush=True)
-    for one in [one for one in MUTANTS if part in one.name]:
+    first, of = map(int, share.split("/"))
+    for one in [one for one in MUTANTS if part in one.name][first::of]:
         began, first, counts = time.process_time(), 0, Counts()
         seed = failure = None
         while failure is None and first < most and time.process_time() - began < seconds:
@@ -278,4 +293,4 @@ def main(part: str, most: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:2] or [""]), int((sys.argv[2:3] or ["1000"])[0]), float((sys.argv[3:4] or ["60"])[0]))
+    main(*(sys.argv[1:2] or [""]), int((sys.argv[2:3] or ["1000"])[0]), float((sys.argv[3:4] or ["60"])[0]), *sys.argv[4:5])
