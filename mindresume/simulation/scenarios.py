@@ -37,6 +37,7 @@ FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # of saving: in the training, or behind it
 RUN = "0002-1111aaaa"
 LONGEST_EXCHANGE = 10.0         # seconds; the ranks of a job here wait up to 20 for records
+SHORT_WORK = 200                # operations that others may need meanwhile
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,10 @@ class Play:
         found += [Finding(STUCK, f"{job.name}: {job.communicator.mismatch}") for job in self.jobs if job.communicator.mismatch]
         found += [Finding(STUCK, f"{process.name}: {type(process.error).__name__}: {process.error}")
                   for process in self.cluster.processes if not _may_end_with(process.error)]
+        limit = LONGEST_EXCHANGE + SHORT_WORK * self.schedule.tick
         if not any(struck.strike.kind in ("slow", "pause") for struck in self.cluster.struck):
             found += [Finding(STUCK, f"{job.name}: a rank sat in an exchange for {job.communicator.longest:.0f} s, while others "
-                                     f"worked on files") for job in self.jobs if job.communicator.longest > LONGEST_EXCHANGE]
+                                     f"worked on files") for job in self.jobs if job.communicator.longest > limit]
         return found + self.scenario.checks(self) + self.scenario.judges(self.cluster.disks, self.history, self.training)
 
     def lose_pods(self) -> None:

@@ -23,9 +23,8 @@ import pytest
 from mindresume import manifest
 from mindresume.formats import iterations, records
 from mindresume.resume import choosing, select
-from mindresume.simulation.explore import SHARE, Counts, Failure, Known, operations_of, run
+from mindresume.simulation.explore import SCENARIOS, SHARE, Counts, Failure, Known, operations_of, run
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNEQUAL, UNTIDY, WRONG
-from mindresume.simulation.scenarios import SCENARIOS
 from mindresume.simulation.schedule import draw
 from mindresume.simulation.standins import replaced
 from mindresume.store import (
@@ -34,8 +33,10 @@ from mindresume.store import (
     commit,
     iteration,
     manager,
+    mirror,
     preemption,
     protection,
+    remote,
     removal,
     save_session,
     saver,
@@ -80,8 +81,7 @@ def mutate(patch: Patch, edits: Sequence[Edit]) -> None:
 @dataclass(frozen=True)
 class Mutant:
     """``kinds`` of finding of which one is expected in ``scenario``. ``first``: the seed with which the test begins; it is found
-    ``within`` so many. ``soon``: from seed 0 it was found within so many. ``deaths``: as of ``explore.run``. ``strikes``: only
-    these, empty: all kinds."""
+    ``within`` so many. ``soon``: from seed 0 it was found within so many. ``deaths``: as of ``explore.run``."""
     name: str
     edits: tuple[Edit, ...]
     scenario: str
@@ -91,7 +91,6 @@ class Mutant:
     first: int = 0
     within: int = 1
     deaths: bool = True
-    strikes: tuple[str, ...] = ()
 
 
 def mutant(name: str, edits: list[Edit], where: tuple[str, str, str], kinds: str, **how: Any) -> Mutant:
@@ -213,6 +212,15 @@ MUTANTS = [
     mutant("a rank that is asked to leave leaves alone", [
         Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False),
+    mutant("nodes that share no disk upload what each has", [
+        Edit(manager.CheckpointManager, "_start_mirror", "pledged=apart and self.settings.leave_check > 0", "pledged=False")],
+        ("bucket, nodes", "safetensors", ""), f"{LOST} {STUCK} {TOLD}", deaths=False),
+    mutant("rank 0 is overtaken at the url and tells nobody", [
+        Edit(mirror.Mirror, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
+        ("two pods", "safetensors", ""), TOLD, deaths=False),
+    mutant("of a checkpoint in the bucket the manifest is removed last", [
+        Edit(remote.Remote, "_delete", "[manifest, *others] if manifest", "[*others, manifest] if manifest")],
+        ("bucket", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("the last step is saved again by one rank alone", [
         Edit(manager.CheckpointManager, "_save_last", "step.collect()", "pass")],
         ("job", "safetensors", ""), STUCK, deaths=False),
@@ -237,8 +245,7 @@ def hunt(one: Mutant, seeds: range, changed: bool = True) -> tuple[int | None, F
         with mutated(one) if changed else pytest.MonkeyPatch.context():
             for seed in seeds:
                 chance = random.Random(seed)
-                schedule = draw(chance, size, one.strikes) if one.strikes else draw(chance, size)
-                failure = run(scenario, one.format, one.way, schedule, known, counts, one.deaths, SHARE)
+                failure = run(scenario, one.format, one.way, draw(chance, size, scenario.kinds), known, counts, one.deaths, SHARE)
                 if failure is not None:
                     return seed, failure, counts
     return None, None, counts
