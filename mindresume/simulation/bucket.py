@@ -27,11 +27,12 @@ LATE = 0.1                      # listings lag by at most this share of the seco
 
 class Bucket(Disk):
     """Stands among the disks of a cluster, and is copied and compared with them. What was put is durable: no loss of power, host
-    or pod changes anything."""
+    or pod changes anything. ``seconds``: that an upload takes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, File] = {}
+        self.seconds = 0.0
         self._late: dict[str, tuple[float, bool]] = {}      # url: until when listings show whether it was there before
 
     def put(self, url: str, data: bytes, until: float = 0.0) -> None:
@@ -100,6 +101,7 @@ class PodStore:
         with self.disk.open(path) as file:
             data = file.read()
         self._do("upload", url, lambda: None)
+        self.cluster.scheduler.sleep(self.bucket.seconds)
         self.put(url, data)
 
     def download(self, url: str, path: str) -> None:

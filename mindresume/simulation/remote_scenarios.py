@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import Job, Training
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, Finding
@@ -14,6 +15,7 @@ from mindresume.simulation.standins import here
 
 URL = "obs://bucket/job/checkpoint"
 LIVES = 3
+SLOW = 3.0                      # seconds of an upload, where it is slower than the saves
 LATER = (0.0, 1.5, 3.0, 4.5)    # seconds after the first that a second job is started
 PAUSE = 20.0                    # seconds until a platform has another pod: longer than listings of a bucket lag
 
@@ -37,6 +39,12 @@ def _pods(play: Play) -> None:
             if job.ranks and not any(process.exit for process in job.ranks):
                 return
     play.cluster.process(play.cluster.host("platform"), "platform", work)
+
+
+def _slow(play: Play) -> None:
+    """An upload takes longer than it takes to the next save."""
+    play.cluster.disks[BUCKET].seconds = SLOW               # type: ignore[attr-defined]
+    play.job(play.training).start()
 
 
 def _two_pods(play: Play) -> None:
@@ -74,6 +82,11 @@ def _ended(play: Play) -> Iterator[Finding]:
     runs = [run for run in play.history.ended if (run, play.training.steps) in play.history.uploaded]
     if not runs or max(runs) != max(play.history.ended):
         yield Finding(LOST, f"of the runs {play.history.ended} only {runs} have uploaded their last step")
+    for job in play.jobs:
+        for process in job.ranks:
+            mirror = getattr(process.own, "mirror", None)
+            if mirror is not None and mirror.failed and not _stopped(job, 0):
+                yield Finding(LOST, f"{process.name} has given up {mirror.failed} uploads that it had begun")
 
 
 def _told(play: Play) -> Iterator[Finding]:
@@ -104,6 +117,8 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
     _scenario("bucket", "a job in pods that lose their disks, and a bucket", _pods, Training(steps=6, keep=1, url=URL)),
     _scenario("bucket, nodes", "the same on two hosts that share no disk", _pods,
               Training(hosts=2, steps=6, keep=1, apart=True, url=URL), FORMATS[:2]),
+    _scenario("bucket, slow", "uploads are slower than saves, on two hosts that share no disk", _slow,
+              Training(hosts=2, steps=14, keep=1, apart=True, url=URL), FORMATS[:2]),
     _scenario("two pods", "two jobs on different disks are given one url", _two_pods, Training(steps=6, keep=1, url=URL)),
     _scenario("bucket, afresh", "a new training at the url of another one", _afresh,
               Training(steps=4, keep=1, fresh=True, url=URL)),

@@ -16,7 +16,7 @@ from mindresume.simulation.standins import here, standing_in
 from mindresume.store.mirror import Mirror
 from mindresume.store.remote import Remote
 
-NAMES = ("bucket", "bucket, nodes", "two pods", "bucket, afresh")
+NAMES = ("bucket", "bucket, nodes", "bucket, slow", "two pods", "bucket, afresh")
 
 
 def in_pod(work, schedule=None, bucket=None):
@@ -174,6 +174,19 @@ def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeyp
     monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
     counts, found = search(Search((0, 6), ("bucket, nodes",)))
     assert found
+
+
+@pytest.mark.parametrize("way", ["", "thread"])
+def test_uploads_of_what_the_nodes_do_not_keep_are_found(way, monkeypatch):
+    """As if none had been told what is uploaded next, and held it."""
+    start = Mirror.start
+
+    def unbound(mirror):
+        mirror.pledged = False
+        return start(mirror)
+    monkeypatch.setattr(Mirror, "start", unbound)
+    monkeypatch.setattr(Mirror, "pledge", lambda mirror, name: None)
+    assert "lost" in {finding.kind for finding in Play(SCENARIOS["bucket, slow"], "ckpt", Schedule(), way).run().findings()}
 
 
 def test_random_schedules():
