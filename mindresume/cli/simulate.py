@@ -47,7 +47,7 @@ def explained() -> dict[str, dict[str, str]]:
         needs_greenlet()
     except ConfigError as error:
         return {"--simulate": {"": str(error)}}
-    from mindresume.simulation.scenarios import SCENARIOS
+    from mindresume.simulation.remote_scenarios import SCENARIOS
     from mindresume.simulation.schedule import EXPLAINED
     return {"scenario (--simulate)": {name: it.about for name, it in SCENARIOS.items()},
             "strike at an operation (--simulate)": EXPLAINED}
@@ -87,7 +87,8 @@ def hunt(asked: Asked) -> int:
 
 def _search(asked: Asked) -> Search:
     from mindresume.simulation.explore import Search
-    from mindresume.simulation.scenarios import FORMATS, SCENARIOS, WAYS
+    from mindresume.simulation.remote_scenarios import SCENARIOS
+    from mindresume.simulation.scenarios import FORMATS, WAYS
     if asked.systematic is not None and not asked.scenarios:
         raise ConfigError("--systematic needs --scenario: of large ones there are too many schedules")
     ways = tuple("" if way == FOREGROUND else way for way in asked.ways)
@@ -148,7 +149,7 @@ def replay(text: str, json: bool = False) -> int:
 def _failure(text: str) -> Failure:
     from mindresume.documents import parse_json
     from mindresume.simulation.explore import Failure
-    from mindresume.simulation.schedule import KINDS
+    from mindresume.simulation.schedule import EXPLAINED
     try:
         if text.startswith("@"):
             with open(text[1:], "rb") as file:
@@ -156,11 +157,11 @@ def _failure(text: str) -> Failure:
         else:
             content = text.encode()
         failure = Failure.from_json(parse_json(content))
-        unknown = [strike.kind for strike in failure.schedule.strikes if strike.kind not in KINDS]
+        unknown = [strike.kind for strike in failure.schedule.strikes if strike.kind not in EXPLAINED]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--replay: this is no schedule: {type(error).__name__}: {error}") from error
     if unknown:
-        raise ConfigError(f"--replay: there is no strike {unknown[0]!r}; choose from: {', '.join(KINDS)}")
+        raise ConfigError(f"--replay: there is no strike {unknown[0]!r}; choose from: {', '.join(EXPLAINED)}")
     return failure
 
 

@@ -59,7 +59,7 @@ class Bucket(Disk):
     def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
         return iter([(url, file) for url, file in self.objects.items() if url.startswith(path)])
 
-    def signature(self) -> int:
+    def signature(self, power: bool = True) -> int:
         return xxhash.xxh3_64_intdigest("\n".join(f"{url}={file.key}" for url, file in sorted(self.objects.items())).encode())
 
     def pending(self) -> bool:

@@ -91,12 +91,12 @@ class Disk:
 
     def find(self, path: str) -> Node | None:
         node: Node = self.root
-        for name in path.split("/"):
-            if name:
-                found = node.entries.get(name) if isinstance(node, Folder) else None
-                if found is None:
-                    return None
-                node = found
+        try:
+            for name in path.split("/"):
+                if name:
+                    node = node.entries[name]
+        except (KeyError, AttributeError):              # no such name, or a name in a file
+            return None
         return node
 
     def folder(self, path: str) -> Folder:
@@ -131,9 +131,9 @@ class Disk:
                 else:
                     yield f"{where}/{name}", child
 
-    def signature(self) -> int:
-        """Equal only for disks with the same visible content and the same that could be left after a loss of power. Times of
-        files do not count: no decision about our own checkpoints may depend on them."""
+    def signature(self, power: bool = True) -> int:
+        """Equal only for disks with the same visible content and, with ``power``, the same that could be left after a loss of
+        power. Times of files do not count: no decision about our own checkpoints may depend on them."""
         rows: list[str] = []
         seen: dict[int, int] = {id(self.root): 0}
         changes: dict[Change, int] = {}
@@ -143,7 +143,7 @@ class Disk:
             if node is None:
                 return "-"
             if isinstance(node, File):
-                return f"{node.key}{'' if node.whole else '?'}"
+                return f"{node.key}{'' if node.whole or not power else '?'}"
             if id(node) not in seen:
                 seen[id(node)] = len(seen)
                 stack.append(node)              # also one that is seen no longer: it may come back
@@ -155,6 +155,8 @@ class Disk:
             folder = stack.pop()
             rows.append(f"[{seen[id(folder)]}")
             rows += [f"{name}={name_of(folder.entries[name])}" for name in sorted(folder.entries)]
+            if not power:
+                continue
             rows += [f"!{name}={name_of(folder.base[name])}" for name in sorted(folder.base)]
             rows += [f"?{name}={name_of(node)} {number(change)} {' '.join(map(number, change.after))}"
                      for change, name, node in folder.changes]

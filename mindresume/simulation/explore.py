@@ -97,42 +97,47 @@ class Known:
         return True
 
 
-def died(disks: dict[str, Disk], kind: str, amount: int) -> None:
-    """Changes ``disks`` to what is left by ``kind``."""
-    if kind == "power":
-        lose_power(disks, amount)
-    else:
-        for disk in disks.values():
-            disk.lose_power(lambda: True, lambda data: data)
+def _copied(disks: dict[str, Disk]) -> dict[str, Disk]:
+    return {name: disk.copy() for name, disk in disks.items()}
 
 
 def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
+    """Equal for what is judged equally, as long as the power does not fail."""
     least = due(history)
     text = f"{play.scenario.name} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
     text += f" {sorted(history.uploaded)} "
-    text += " ".join(f"{name} {disk.signature()}" for name, disk in sorted(disks.items()))
+    text += " ".join(f"{name} {disk.signature(power=False)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
         share: int = 1) -> Failure | None:
     """Runs it once. ``deaths``: judges the disks after each change, too. ``share``: the same command is started again on one of
-    so many of these; of the others only what people are told is looked at."""
+    so many of these; of the others only what people are told is looked at. Where that tells nothing, because hosts share no disk,
+    every second moment is judged, with a start."""
     states: list[_State] = []
 
     def collect(play: Play, at: int) -> None:
         struck = play.cluster.struck
         if struck and struck[-1].strike.kind in ("kill all", "power"):
             return
+        if share > 1 and play.training.apart and not play.training.url and (at + schedule.seed) % 2:
+            return                                      # only a start tells, which takes three times as long as a look
         pending = any(disk.pending() for disk in play.cluster.disks.values())
         for kind, amount in (("kill all", 0), ("power", 0), ("power", at)):
             counts.schedules += 1
             if kind == "power" and not pending:
                 continue                                # nothing that is not flushed: as if all had been killed
-            disks = {name: disk.copy() for name, disk in play.cluster.disks.items()}
-            died(disks, kind, amount)
+            disks = play.cluster.disks
+            if kind == "power":
+                disks = _copied(disks)
+                lose_power(disks, amount)
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
+                if kind == "kill all":                  # most are known already: only now a copy is needed
+                    disks = _copied(disks)
+                    for disk in disks.values():
+                        disk.lose_power(lambda: True, lambda data: data)
                 strikes = (*(strike for strike in schedule.strikes if strike.at < at), Strike(at, kind, amount))
                 states.append(_State(f"{kind} before operation {at}", replace(schedule, strikes=strikes), disks,
                                      play.history.copy(), signature))
@@ -145,8 +150,13 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
         if findings:
             known.signatures.difference_update(other.signature for other in states)     # these are not known to be well
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
-    counts.states += 1
-    findings = play.findings()
+    # Judged at the end with another life, whatever the share: to be told apart from the same disks after a death.
+    signature = ~signature_of(play, play.cluster.disks, play.history)
+    new = known.is_new(signature)
+    counts.states += new
+    findings = play.findings(again=new)
+    if findings:
+        known.signatures.discard(signature)
     return Failure(scenario, fmt, way, schedule, tuple(findings)) if findings else None
 
 

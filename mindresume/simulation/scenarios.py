@@ -108,8 +108,8 @@ class Play:
         return (sum(disk.changed for disk in self.cluster.disks.values()), sum(map(len, history.reported.values())),
                 len(history.failed))
 
-    def findings(self) -> list[Finding]:
-        """Of the end of it. The disks are changed."""
+    def findings(self, again: bool = True) -> list[Finding]:
+        """Of the end of it. ``again``: the disks are judged, which changes them."""
         found = [Finding(STUCK, self.stuck)] if self.stuck else []
         found += [Finding(STUCK, f"{job.name}: {job.communicator.mismatch}") for job in self.jobs if job.communicator.mismatch]
         found += [Finding(STUCK, f"{process.name}: {type(process.error).__name__}: {process.error}")
@@ -118,7 +118,8 @@ class Play:
         if not any(struck.strike.kind in ("slow", "pause") for struck in self.cluster.struck):
             found += [Finding(STUCK, f"{job.name}: a rank sat in an exchange for {job.communicator.longest:.0f} s, while others "
                                      f"worked on files") for job in self.jobs if job.communicator.longest > limit]
-        return found + self.scenario.checks(self) + self.scenario.judges(self.cluster.disks, self.history, self.training)
+        found += self.scenario.checks(self)
+        return found + (self.scenario.judges(self.cluster.disks, self.history, self.training) if again else [])
 
     def lose_pods(self) -> None:
         """What is on the disks of all nodes is gone; a bucket stays."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.drill import workers
-from mindresume.simulation import explore, portions
+from mindresume.simulation import explore, portions, schedule
 from mindresume.simulation.mount import Mount
 
 COMMAND = "drill"
@@ -58,8 +58,8 @@ def test_what_is_found_is_printed_and_replayed(call, unflushed, monkeypatch, tmp
     assert status == 1 and "1 finding(s)" in out
     head, text, line, command = out.splitlines()[:4]
     assert re.fullmatch(r"LOST: save, ckpt, foreground, seed \d+", head) and "all ranks were told" in text
-    schedule = json.loads(line)
-    assert [strike["kind"] for strike in schedule["schedule"]["strikes"]] == ["power"] and not schedule["schedule"]["switches"]
+    found = json.loads(line)["schedule"]
+    assert [strike["kind"] for strike in found["strikes"]] == ["power"] and not found["switches"]
     program, *arguments = shlex.split(command)
     assert program == "mindresume" and arguments[-1] == line.strip()
     status, out, err = call(*arguments[1:])
@@ -176,3 +176,27 @@ def test_a_signal_ends_it_with_what_was_found_so_far(number):
     out, err = program.communicate(timeout=PATIENCE)
     assert program.returncode == 128 + number and "Traceback" not in err
     assert "schedules a second" in out.splitlines()[-1] and "the simulation was stopped after" in err
+
+
+def test_every_strike_that_can_be_drawn_is_explained():
+    drawn = {kind for scenario in explore.SCENARIOS.values() for kind in scenario.kinds}
+    assert drawn == set(schedule.EXPLAINED)
+
+
+@pytest.mark.parametrize("name", ["save", "bucket"])
+def test_what_is_known_is_neither_copied_nor_judged_again(name, monkeypatch):
+    """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
+    known, first, again = explore.Known(), explore.Counts(), explore.Counts()
+    wanted = explore.SCENARIOS[name], "ckpt", "", schedule.Schedule(switches=((20, 1),))
+    assert explore.run(*wanted, known, first, share=32) is None and first.states > 10
+    assert explore.run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
+    for disk in explore.Play(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
+        copy = disk.copy()
+        copy.lose_power(lambda: True, lambda data: data)
+        assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
+
+
+def test_a_finding_makes_nothing_known(unflushed):
+    known, wanted = explore.Known(), (explore.SCENARIOS["save"], "ckpt", "", schedule.Schedule())
+    first, again = (explore.run(*wanted, known, explore.Counts()) for _ in range(2))
+    assert first is not None and first == again
