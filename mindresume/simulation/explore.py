@@ -114,6 +114,13 @@ def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
+def dying(schedule: Schedule, death: Strike, begun: int) -> Schedule:
+    """The same, until everything ends by ``death``, when ``begun`` operations had been. Strikes with higher numbers than its own
+    can be over by then: of two processes one may have waited before its operation while the other did many."""
+    before = (strike for strike in schedule.strikes if strike.at != death.at and strike.at <= begun)
+    return replace(schedule, strikes=(*before, death))
+
+
 def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
         share: int = 1) -> Failure | None:
     """Runs it once. ``deaths``: judges the disks after each change, too. ``share``: the same command is started again on one of
@@ -133,9 +140,8 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
             died(disks, kind, amount)
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
-                strikes = (*(strike for strike in schedule.strikes if strike.at < at), Strike(at, kind, amount))
-                states.append(_State(f"{kind} before operation {at}", replace(schedule, strikes=strikes), disks,
-                                     play.history.copy(), signature))
+                ends = dying(schedule, Strike(at, kind, amount), play.cluster.scheduler.operations)
+                states.append(_State(f"{kind} before operation {at}", ends, disks, play.history.copy(), signature))
     play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1
