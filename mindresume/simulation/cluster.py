@@ -117,6 +117,7 @@ class Cluster:
         self.lag = schedule.lag
         self.random = random.Random(schedule.seed)
         self.trace = Trace()
+        self.at = 0                                     # the operation that happens now; others with higher numbers may be over
         self.struck: list[Struck] = []
         self.one_machine = False                        # every host can tell of every process whether it lives
         self.observe: Callable[[Process, str, str], None] | None = None
@@ -191,7 +192,7 @@ class Cluster:
     def operate(self, process: Process, name: str, path: str, also: str = "") -> tuple[int, bool]:
         """Counts an operation of ``process``; others may go on before it. Returns (errno of an error that it is to report, 0:
         none; whether it takes effect all the same). Killed if it strikes the process dead."""
-        number = self.scheduler.operation()
+        number = self.at = self.scheduler.operation()
         if process.dead:
             raise Killed
         if self.trace.wanted:
@@ -199,10 +200,11 @@ class Cluster:
         if self.observe is not None:
             self.observe(process, name, path)
         strike = self._strikes.get(number)
-        if self._full_until >= number and name in ERRORS["ENOSPC"][1]:
-            return errno.ENOSPC, False
-        if self._out_until >= number and name in OF_A_STORE:
-            return errno.ENETUNREACH, False
+        if strike is None or strike.kind in ERRORS:         # anything else strikes also where nothing succeeds
+            if self._full_until >= number and name in ERRORS["ENOSPC"][1]:
+                return errno.ENOSPC, False
+            if self._out_until >= number and name in OF_A_STORE:
+                return errno.ENETUNREACH, False
         if strike is None:
             return 0, False
         return self._strike(strike, number, process, name, path)
@@ -268,10 +270,14 @@ class Cluster:
 
 
 def lose_power(disks: Mapping[str, Disk], seed: int) -> None:
-    """0: nothing that was not flushed is left; else any part of it."""
+    """0: nothing that was not flushed is left; else any part of it, of content perhaps with zeros for the rest of it."""
     chance = random.Random(seed)
+
+    def torn(data: bytes) -> bytes:
+        left = data[:chance.randrange(len(data) + 1)]
+        return left + bytes(len(data) - len(left)) if chance.random() < 0.5 else left
     for disk in disks.values():
         if seed:
-            disk.lose_power(lambda: chance.random() < 0.5, lambda data: data[:chance.randrange(len(data) + 1)])
+            disk.lose_power(lambda: chance.random() < 0.5, torn)
         else:
             disk.lose_power(lambda: False)

@@ -11,7 +11,7 @@ jobs, are not judged again (``Known``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, combinations, islice, product
 from typing import Any
@@ -101,6 +101,15 @@ def _copied(disks: dict[str, Disk]) -> dict[str, Disk]:
     return {name: disk.copy() for name, disk in disks.items()}
 
 
+def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
+    """Changes ``disks`` to what is left by ``kind``."""
+    if kind == "power":
+        lose_power(disks, amount)
+    else:
+        for disk in disks.values():
+            disk.lose_power(lambda: True, lambda data: data)
+
+
 def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
     """Equal for what is judged equally, as long as the power does not fail."""
     least = due(history)
@@ -108,6 +117,13 @@ def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
     text += f" {sorted(history.uploaded)} "
     text += " ".join(f"{name} {disk.signature(power=False)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def dying(schedule: Schedule, death: Strike, begun: int) -> Schedule:
+    """The same, until everything ends by ``death``, when ``begun`` operations had been. Strikes with higher numbers than its own
+    can be over by then: of two processes one may have waited before its operation while the other did many."""
+    before = (strike for strike in schedule.strikes if strike.at != death.at and strike.at <= begun)
+    return replace(schedule, strikes=(*before, death))
 
 
 def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
@@ -131,16 +147,14 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
             disks = play.cluster.disks
             if kind == "power":
                 disks = _copied(disks)
-                lose_power(disks, amount)
+                died(disks, kind, amount)
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
                 if kind == "kill all":                  # most are known already: only now a copy is needed
                     disks = _copied(disks)
-                    for disk in disks.values():
-                        disk.lose_power(lambda: True, lambda data: data)
-                strikes = (*(strike for strike in schedule.strikes if strike.at < at), Strike(at, kind, amount))
-                states.append(_State(f"{kind} before operation {at}", replace(schedule, strikes=strikes), disks,
-                                     play.history.copy(), signature))
+                    died(disks, kind, amount)
+                ends = dying(schedule, Strike(at, kind, amount), play.cluster.scheduler.operations)
+                states.append(_State(f"{kind} before operation {at}", ends, disks, play.history.copy(), signature))
     play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1

@@ -78,7 +78,7 @@ class Member:
                     shared.longest = max(shared.longest, scheduler.now - began)
                 raise ExchangeError(f"rank {self.rank}: {kind}: rank {absent} did not come within {shared.limit:.0f} s")
             shared.waiters.wait(shared.limit - (scheduler.now - began), f"in {kind} {self._number}")
-        if not any(process.dead for process in shared.processes.values()):
+        if not any(process.dead and process.exit for process in shared.processes.values()):         # all live, or ended well
             shared.longest = max(shared.longest, scheduler.now - began)
         current.left += 1
         found = current.messages

@@ -107,7 +107,7 @@ class History:
 
 def newer(saved: Saved) -> tuple[int, int]:
     """Of two saves the one of the later run counts, then the later step."""
-    return run_sequence(saved[0]), saved[1]
+    return run_sequence(saved[0]) if saved[0] else 0, saved[1]          # one without records is of no run
 
 
 def due(history: History) -> Saved | None:

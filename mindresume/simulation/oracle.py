@@ -26,6 +26,7 @@ from mindresume.formats.names import META, folder_name, folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
 from mindresume.resume.absent import nobody_knows
+from mindresume.resume.remarks import damaged_beside
 from mindresume.resume.select import select
 from mindresume.resume.survey import COMPLETE, survey
 from mindresume.simulation.cluster import Cluster
@@ -106,6 +107,8 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
         told.append((chosen.run or "", chosen.step or 0) if chosen is not None else None)
         if chosen is not None:
             findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(chosen.world_size))))
+            if chosen.run:                              # mindformers alone goes by what lies beside the weights
+                findings.extend(Finding(WRONG, refusal.reason) for refusal in damaged_beside(storage, training.root, chosen))
             rows = [row for row in rows if row.state == COMPLETE and not (training.monitored and row.candidate.health)]
             first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != told[0]:
@@ -228,7 +231,8 @@ def left_over(storage: Mount, training: Training, newest: Saved) -> list[str]:
                  if f"{base}/{name}" not in known and name != FOLDER]
         return left + [f"{base}/{FOLDER}/{name}" for name in storage.list(os.path.join(root, base, FOLDER))
                        if name != attempt_name(step, run)]
-    left = [f"{FOLDER}/{name}" for name in names if parse_attempt(name) is None]
+    left = [name for name in storage.list(root) if name != FOLDER and not is_rank_folder(name)]
+    left += [f"{FOLDER}/{name}" for name in names if parse_attempt(name) is None]
     left += [f"{FOLDER}/{name}" for name, found, _ in attempts(names) if found != step]
     for folder in filter(is_rank_folder, storage.list(root)):
         left += [f"{folder}/{name}" for name in storage.list(os.path.join(root, folder))

@@ -83,7 +83,7 @@ class Play:
             news = self._news()
             if news != seen[0]:
                 seen[0] = news
-                collect(self, cluster.scheduler.operations)
+                collect(self, cluster.at)
         cluster.observe = observe if collect is not None else None
         with standing_in(cluster):
             self.scenario.attack(self)

@@ -1,0 +1,225 @@
+"""What is found is found again, in any process, and is made simpler."""
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.explore import (
+    Counts,
+    Failure,
+    Known,
+    Search,
+    died,
+    dying,
+    operations_of,
+    replay,
+    run,
+    search,
+    shrunk,
+    signature_of,
+    systematic,
+)
+from mindresume.simulation.scenarios import SCENARIOS, Play
+from mindresume.simulation.schedule import Schedule, Strike, draw
+from mindresume.simulation.standins import replaced
+
+PLAYS = Search((0, 0)).plays()
+
+
+@pytest.fixture
+def no_folder_is_flushed(monkeypatch):
+    """A disk that loses names: so there is something to find."""
+    monkeypatch.setattr(Disk, "sync", lambda self, path: self.folder(path))
+
+
+def found(seeds, name="save", fmt="ckpt", way=""):
+    """Failures of random schedules, not simplified."""
+    scenario = SCENARIOS[name]
+    with replaced():
+        size = operations_of(scenario, fmt, way)
+        for seed in range(*seeds):
+            failure = run(scenario, fmt, way, draw(random.Random(seed), size), Known(), Counts())
+            if failure is not None:
+                yield failure
+
+
+# ---- replay ------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("name", "fmt", "way"), [("save", "ckpt", ""), ("prune", "iteration", "thread"),
+                                                  ("save", "safetensors", "process"), ("job", "iteration", "")])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_death_in_the_middle_is_the_end_of_a_schedule_that_leaves_the_same(name, fmt, way, seed):
+    """Also where a process was interrupted right before its operation while others went on, and where strikes came before."""
+    scenario, chance, moments = SCENARIOS[name], random.Random(seed), []
+    with replaced():
+        size = operations_of(scenario, fmt, way)
+        drawn = draw(chance, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), most_strikes=4)
+        switches = {at: 1 for at in chance.sample(range(1, size), min(size - 1, 12))}
+        schedule = Schedule(drawn.seed, tuple(sorted(switches.items())), drawn.picks, drawn.strikes, drawn.lag, drawn.clocks)
+
+        def collect(play, at):
+            begun = play.cluster.scheduler.operations
+            kind, amount = chance.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun:])
+            disks = {name: disk.copy() for name, disk in play.cluster.disks.items()}
+            died(disks, kind, amount)
+            moments.append((Strike(at, kind, amount), begun, signature_of(play, disks, play.history)))
+        Play(scenario, fmt, schedule, way).run(collect)
+        for death, begun, signature in chance.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]:
+            play = Play(scenario, fmt, dying(schedule, death, begun), way).run()
+            died(play.cluster.disks, "kill all", 0)
+            assert play.cluster.struck[-1].strike == death
+            assert signature_of(play, play.cluster.disks, play.history) == signature, death
+
+
+def test_a_death_while_the_disk_is_full_is_not_a_full_disk():
+    schedule = Schedule(strikes=(Strike(10, "ENOSPC", 200), *(Strike(at, "kill all") for at in range(11, 60))))
+    with replaced():
+        play = Play(SCENARIOS["job"], "ckpt", schedule).run()
+    assert play.cluster.struck[-1].strike.kind == "kill all" and all(process.dead for process in play.cluster.processes)
+
+
+def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
+    failures = [*found((0, 4)), *found((0, 2), "prune", "iteration", "thread"), *found((0, 1), "job", "safetensors", "process")]
+    assert len(failures) > 4
+    for failure in failures:
+        again = Failure(failure.scenario, failure.format, failure.way, Schedule.from_json(
+            json.loads(json.dumps(failure.schedule.to_json()))), ())
+        with replaced():
+            assert tuple(replay(again)) == failure.findings and failure.findings
+
+
+def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_out(no_folder_is_flushed):
+    for failure in list(found((0, 8)))[:3]:
+        with replaced():
+            simple = shrunk(failure)
+            kinds = {finding.kind for finding in failure.findings}
+            assert kinds & {finding.kind for finding in replay(simple)} and tuple(replay(simple)) == simple.findings
+            assert simple.schedule.size <= failure.schedule.size and simple.schedule.strikes
+            assert not any(kinds & {finding.kind for finding in replay(Failure(simple.scenario, simple.format, simple.way, less,
+                                                                               ()))} for less in simple.schedule.simpler())
+
+
+def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_is_flushed):
+    failure = max(found((0, 12)), key=lambda one: one.schedule.size)
+    with replaced():
+        assert shrunk(failure, tries=0) == failure
+        assert shrunk(failure, tries=3).schedule.size <= failure.schedule.size
+
+
+def test_a_failure_says_all_that_is_needed(no_folder_is_flushed):
+    failure = next(found((0, 6)))
+    told = json.loads(json.dumps(failure.to_json()))
+    assert (told["scenario"], told["format"], told["way"]) == ("save", "ckpt", "")
+    assert told["findings"] == [str(finding) for finding in failure.findings]
+    assert told["findings"][0].startswith(f"{failure.kind[1]}: ")
+
+
+# ---- search ------------------------------------------------------------------------------------------------------------------
+
+def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
+    wanted = Search((0, 6), scenarios=("save",), formats=("ckpt",), ways=("",))
+    counts, failures = search(wanted)
+    assert counts.runs == 6 and failures
+    assert len({failure.kind for _, failure in failures}) == len(failures) and all(0 <= seed < 6 for seed, _ in failures)
+
+
+def test_every_schedule_with_one_switch(no_folder_is_flushed):
+    counts = Counts()
+    failures = list(systematic(SCENARIOS["save"], "ckpt", switches=1, counts=counts, every=20))
+    size = operations_of(SCENARIOS["save"], "ckpt", "")
+    assert failures == [] and counts.runs == 1 + len(range(1, size + 1, 20))            # without a death nothing is lost
+    assert next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.strikes[0].kind == "power"
+
+
+def test_a_disk_is_judged_once():
+    known, counts = Known(), Counts()
+    with replaced():
+        for _ in range(2):
+            before = counts.states
+            run(SCENARIOS["save"], "ckpt", "", Schedule(), known, counts)
+    assert before > 10 and counts.states == before and counts.runs == 2
+
+
+def test_a_search_wants_what_it_is_asked_for():
+    assert {(scenario.name, fmt, way) for scenario, fmt, way in Search((0, 1), ("save",), ("ckpt",), ("", "thread")).plays()} == {
+        ("save", "ckpt", ""), ("save", "ckpt", "thread")}
+    assert {scenario.name for scenario, _, _ in PLAYS} == set(SCENARIOS)
+    assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in PLAYS)
+
+
+# ---- the same in every process ----------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+import gc, hashlib, sys
+from mindresume.simulation.explore import Counts, Known, Search, operations_of, run
+from mindresume.simulation.scenarios import Play
+from mindresume.simulation.schedule import draw
+from mindresume.simulation.standins import replaced
+import random
+if sys.argv[1] == "other":                              # memory addresses, and when garbage is collected
+    ballast = [object() for _ in range(100_000)]
+    gc.set_threshold(50)
+digest, counts = hashlib.sha256(), Counts()
+with replaced():
+    for number, (scenario, fmt, way) in enumerate(Search((0, 0)).plays()[int(sys.argv[2])::int(sys.argv[3])]):
+        size = operations_of(scenario, fmt, way)
+        play = Play(scenario, fmt, draw(random.Random(number), size), way)
+        play.cluster.trace.wanted = True
+        play.run()
+        digest.update(repr((size, play.cluster.trace.rows, play.cluster.scheduler.now, sorted(play.history.began),
+                            sorted(play.history.failed.items()), play.history.reported, play.history.chosen,
+                            [process.log for process in play.cluster.processes],
+                            [disk.signature() for disk in play.cluster.disks.values()])).encode())
+        if not number % 4:
+            run(scenario, fmt, way, draw(random.Random(number), size), Known(), counts, share=6)
+print(digest.hexdigest(), counts)
+"""
+
+
+def test_hashes_of_strings_and_memory_addresses_decide_nothing():
+    """The same schedules in two processes: every operation, line of the log and disk is the same."""
+    told = []
+    for seed, memory in (("0", "one"), ("1", "other")):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
+        told.append(subprocess.run([sys.executable, "-c", _PROGRAM, memory, "0", "11"], env=environment, check=True,
+                                   capture_output=True, text=True).stdout)
+    assert told[0] == told[1] and told[0].strip()
+
+
+def test_a_run_is_the_same_whatever_ran_before():
+    scenario, schedule = SCENARIOS["job"], draw(random.Random(3), 200)
+
+    def traced():
+        play = Play(scenario, "iteration", schedule, "thread")
+        play.cluster.trace.wanted = True
+        play.run()
+        return play.cluster.trace.rows, [process.log for process in play.cluster.processes]
+    with replaced():
+        first = traced()
+        for name in ("twice", "lost ranks", "save"):
+            Play(SCENARIOS[name], "ckpt", draw(random.Random(4), 100), "process").run()
+        assert traced() == first
+    assert traced() == first                                        # its own stand-ins, and not those of a search
+
+
+# ---- the search itself -------------------------------------------------------------------------------------------------------
+
+def check(seeds):
+    _, failures = search(Search(seeds))
+    assert not failures, "\n".join(f"seed {seed}: {json.dumps(failure.to_json())}" for seed, failure in failures)
+
+
+def test_nothing_is_found_in_schedules_that_are_always_the_same():
+    check((0, 6))
+
+
+def test_nothing_is_found_in_schedules_of_today():
+    """Others each time: as many, however long they take."""
+    first = time.time_ns() // 1000 % 10**9
+    print(f"seeds from {first}")                                    # shown when it fails
+    check((first, 6))

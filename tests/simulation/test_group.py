@@ -1,0 +1,101 @@
+"""The collectives of simulated jobs."""
+import pytest
+
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.group import LIMIT, Communicator, ExchangeError, MismatchError
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.standins import here, standing_in
+
+
+def ran(*works, limit=LIMIT, picks=()):
+    """Each ``work(member)`` as a rank. Returns (cluster, communicator, what each returned, in the order of the ranks)."""
+    cluster, shared, found = Cluster(Schedule(picks=picks)), Communicator(len(works), limit), {}
+    with standing_in(cluster):
+        host = cluster.host()
+        for rank, work in enumerate(works):
+            def life(rank=rank, work=work):
+                found[rank] = work(shared.member(rank, cluster.processes[rank]))
+            cluster.process(host, f"rank{rank}", life)
+        cluster.scheduler.run()
+    return cluster, shared, [found.get(rank) for rank in range(len(works))]
+
+
+@pytest.mark.parametrize("picks", [(), ((1, 2),), ((1, 1), (2, 1))])
+def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
+    def work(member):
+        own = f"m{member.rank}".encode()
+        return member.gather(own), member.broadcast(own), member.gather(own + b"'"), member.size
+    _, shared, found = ran(work, work, work, picks=picks)
+    assert found == [([b"m0", b"m1", b"m2"], b"m0", [b"m0'", b"m1'", b"m2'"], 3)] * 3
+    assert not shared.rounds and not shared.mismatch and shared.longest == 0.0
+
+
+def test_nobody_is_faster_than_the_slowest():
+    def work(member):
+        here().scheduler.sleep(10.0 * member.rank)
+        member.gather(b"")
+        return here().scheduler.now
+    _, shared, found = ran(work, work, work)
+    assert found == [20.0] * 3 and shared.longest == 20.0
+
+
+def test_a_job_of_one_rank():
+    assert ran(lambda member: (member.gather(b"a"), member.broadcast(b"b")))[2] == [([b"a"], b"b")]
+
+
+def test_a_rank_that_died_is_waited_for_until_the_limit():
+    cluster, shared, found = ran(lambda member: member.gather(b""), lambda member: here().kill(here().running), limit=30.0)
+    assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1] did not come within 30 s" in str(
+        cluster.processes[0].error)
+    assert cluster.scheduler.now == 30.0 and found[0] is None
+    assert shared.longest == 0.0                            # nobody who lives was waited for
+
+
+def test_the_message_of_a_rank_that_died_later_arrives():
+    def dies(member):
+        here().scheduler.start(here().running, lambda: (here().scheduler.sleep(1.0), here().kill(killed[0])), "kills")
+        killed.append(here().running)
+        member.gather(b"last")
+
+    def waits(member):
+        here().scheduler.sleep(5.0)
+        return member.gather(b"mine")
+    killed = []
+    cluster, _, found = ran(dies, waits)
+    assert found[1] == [b"last", b"mine"] and cluster.processes[0].exit == -9
+
+
+def test_a_rank_that_does_not_come_is_told_of():
+    def late(member):
+        here().scheduler.sleep(100.0)
+    cluster, shared, _ = ran(lambda member: member.gather(b""), late, limit=30.0)
+    assert isinstance(cluster.processes[0].error, ExchangeError) and shared.longest == 30.0
+
+
+@pytest.mark.parametrize("further", [0, 1])
+def test_two_ranks_that_make_different_calls(further):
+    def work(member):
+        for _ in range(further):
+            member.gather(b"")
+        return member.gather(b"") if member.rank == 0 else member.broadcast(b"")
+    cluster, shared, _ = ran(work, work, limit=30.0)
+    errors = [type(process.error) for process in cluster.processes]
+    assert sorted(error.__name__ for error in errors) == ["ExchangeError", "MismatchError"] and MismatchError in errors
+    assert shared.mismatch.startswith(f"call {further + 1}: ")
+
+
+def test_who_is_killed_says_nothing_any_more():
+    """Its except and finally clauses call the others as it dies."""
+    def dies(member):
+        try:
+            here().scheduler.sleep(100.0)
+        finally:
+            member.gather(b"from the dead")
+
+    def kills(member):
+        here().scheduler.sleep(1.0)
+        here().kill(here().processes[0])
+        here().scheduler.sleep(1.0)
+        return member.gather(b"")
+    cluster, shared, _ = ran(dies, kills, limit=30.0)
+    assert isinstance(cluster.processes[1].error, ExchangeError) and list(shared.rounds[1].messages) == [1]

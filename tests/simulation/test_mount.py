@@ -1,0 +1,256 @@
+"""A storage of the cluster: errors before and after the effect, halves of writes, listings that lag."""
+import errno
+
+import pytest
+
+from mindresume.simulation.cluster import SHARED, Cluster
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.schedule import Schedule, Strike
+from mindresume.simulation.scheduler import Killed
+from mindresume.simulation.standins import here, standing_in
+
+
+def disk_with_files():
+    disk = Disk()
+    disk.make_folder("/c")
+    disk.make_folder("/empty")
+    disk.create("/c/a", b"old")
+    for folder in ("/", "/c"):
+        disk.sync(folder)
+    return disk
+
+
+def run(*works, disk=None, **schedule):
+    """Each ``work(mount)`` in a process on a host of its own. Returns (cluster, what they returned or their OSError)."""
+    cluster, found = Cluster(Schedule(**schedule), {SHARED: disk or disk_with_files()}), {}
+    cluster.trace.wanted = True
+    with standing_in(cluster):
+        for number, work in enumerate(works):
+            def life(number=number, work=work):
+                try:
+                    found[number] = work(Mount(cluster, cluster.processes[number]))
+                except OSError as error:
+                    found[number] = error
+            cluster.process(cluster.host(), f"p{number}", life)
+        cluster.scheduler.run()
+    return cluster, [found.get(number) for number in range(len(works))]
+
+
+def files(cluster):
+    return {path: file.data for path, file in cluster.disks[SHARED].walk()}
+
+
+OPERATIONS = {
+    "write": lambda mount: mount.write("/c/b", [b"12", b"34"]),
+    "rename": lambda mount: mount.rename("/c/a", "/c/b"),
+    "remove": lambda mount: mount.remove("/c/a"),
+    "make_folder": lambda mount: mount.make_folder("/c/new"),
+    "sync": lambda mount: mount.sync("/c"),
+    "list": lambda mount: mount.list("/c"),
+    "status": lambda mount: mount.status("/c/a").size,
+    "open": lambda mount: mount.open("/c/a").read(),
+}
+AFTER = {"write": {"/c/a": b"old", "/c/b": b"1234"}, "rename": {"/c/b": b"old"}, "remove": {}}
+
+
+@pytest.mark.parametrize("kind", ["EIO", "ESTALE"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_error_before_the_effect_has_none(name, kind):
+    cluster, (found,) = run(OPERATIONS[name], strikes=(Strike(1, kind),))
+    assert found.errno == getattr(errno, kind) and files(cluster) == {"/c/a": b"old"}
+    assert cluster.disks[SHARED].find("/c/new") is None and [struck.name for struck in cluster.struck] == [name]
+
+
+@pytest.mark.parametrize("name", ["write", "rename", "remove", "make_folder", "sync"])
+def test_an_error_after_the_effect_is_reported_all_the_same(name):
+    cluster, (found,) = run(OPERATIONS[name], strikes=(Strike(1, "EIO after"),))
+    assert found.errno == errno.EIO
+    expected = {"/c/a": b"old", "/c/b": b""} if name == "write" else AFTER.get(name, {"/c/a": b"old"})
+    assert files(cluster) == expected and (cluster.disks[SHARED].find("/c/new") is not None) == (name == "make_folder")
+
+
+@pytest.mark.parametrize("name", ["list", "status", "open"])
+def test_who_only_looks_is_not_told_of_errors_after_the_effect(name):
+    cluster, (found,) = run(OPERATIONS[name], strikes=(Strike(1, "EIO after"),))
+    assert not isinstance(found, OSError) and cluster.struck == []
+
+
+@pytest.mark.parametrize("kind", ["EIO", "EIO after", "ENOSPC"])
+def test_a_write_whose_flush_fails_removes_the_file(kind):
+    cluster, (found,) = run(OPERATIONS["write"], strikes=(Strike(2, kind),))
+    assert found.errno in (errno.EIO, errno.ENOSPC) and files(cluster) == {"/c/a": b"old"}
+    assert [name for _, _, name, _ in cluster.trace.rows] == ["write", "flush", "remove"]
+
+
+def test_a_write_that_cannot_even_be_removed_tells_the_first_error():
+    cluster, (found,) = run(OPERATIONS["write"], strikes=(Strike(2, "EIO"), Strike(3, "ESTALE")))
+    assert found.errno == errno.EIO and files(cluster) == {"/c/a": b"old", "/c/b": b"12"}
+
+
+def test_an_error_of_whoever_gives_the_pieces_removes_the_file():
+    def pieces():
+        yield b"12"
+        raise ValueError
+
+    def work(mount):
+        with pytest.raises(ValueError):
+            mount.write("/c/b", pieces())
+    cluster, _ = run(work)
+    assert files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == 0
+
+
+@pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_who_is_killed_before_an_operation_has_not_done_it(name, kind):
+    cluster, found = run(OPERATIONS[name], strikes=(Strike(1, kind),))
+    assert found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
+    assert isinstance(cluster.processes[0].main.error, Killed)
+
+
+def test_between_the_two_operations_of_a_write_half_of_it_is_there():
+    seen = []
+
+    def other(mount):
+        seen.append((mount.list("/c"), mount.open("/c/b").read(), mount.status("/c/b").size))
+    cluster, found = run(OPERATIONS["write"], other, switches=((2, 1),))
+    assert seen == [(["a", "b"], b"12", 2)] and found[0] == 4 and files(cluster)["/c/b"] == b"1234"
+
+
+@pytest.mark.parametrize(("kind", "left"), [("kill", b"12"), ("power", None)])
+def test_a_write_of_a_killed_process_stays_as_it_is(kind, left):
+    cluster, _ = run(OPERATIONS["write"], strikes=(Strike(2, kind),))
+    assert files(cluster).get("/c/b") == left and len(cluster.trace.rows) == 2
+
+
+def test_content_is_durable_after_the_flush_and_not_before():
+    def work(mount):
+        made = mount.create("/c/b", 6)
+        disk = mount.host.disk
+        disk.sync("/c")
+        made.write_at(2, memoryview(b"cdef"))
+        left.append(after(disk))
+        made.write_at(0, memoryview(b"ab"))
+        made.finish()
+        left.append(after(disk))
+        made.abandon()                                      # of a finished file: nothing
+
+    def after(disk):
+        copy = disk.copy()
+        copy.lose_power(lambda: True)
+        return copy.find("/c/b").data
+    left = []
+    cluster, _ = run(work)
+    assert left == [b"", b"abcdef"] and files(cluster)["/c/b"] == b"abcdef"
+
+
+def test_an_abandoned_file_is_gone_once():
+    def work(mount):
+        made = mount.create("/c/b", 6)
+        made.write_at(0, memoryview(b"ab"))
+        made.abandon()
+        made.abandon()
+    cluster, _ = run(work)
+    assert files(cluster) == {"/c/a": b"old"} and [name for _, _, name, _ in cluster.trace.rows] == ["create", "remove"]
+
+
+# ---- a full disk -------------------------------------------------------------------------------------------------------------
+
+def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
+    def work(mount):
+        told = []
+        for _ in range(3):
+            for name in ("write", "list", "make_folder"):
+                try:
+                    OPERATIONS[name](mount)
+                    told.append("ok")
+                except OSError as error:
+                    told.append(error.errno)
+        return told
+    _, (found,) = run(work, strikes=(Strike(1, "ENOSPC", 5),))
+    full = errno.ENOSPC
+    assert found == [full, "ok", full, full, "ok", full, "ok", "ok", "ok"]
+
+
+def test_a_disk_without_room():
+    def work(mount):
+        with pytest.raises(OSError) as one:
+            mount.write("/c/b", [b"12345"], 5)
+        with pytest.raises(OSError) as two:
+            mount.write("/c/b", [b"1" * 50])                # nobody said how much would come
+        assert {one.value.errno, two.value.errno} == {errno.ENOSPC}
+        return mount.room("/c"), mount.write("/c/b", [b"1234"], 4), mount.room("/nowhere")
+    disk = Disk(room=7)
+    disk.make_folder("/c")
+    disk.create("/c/a", b"old")
+    cluster, (found,) = run(work, disk=disk)
+    assert found == (4, 4, 0) and files(cluster) == {"/c/a": b"old", "/c/b": b"1234"}
+
+
+# ---- what other hosts see ------------------------------------------------------------------------------------------------------
+
+def watched(seconds, change, look=lambda mount: mount.list("/c")):
+    """What a host sees before, right after and ``seconds`` after another one has made ``change``."""
+    def watcher(mount):
+        told = [look(mount)]
+        here().scheduler.sleep(2.0)
+        told.append(look(mount))
+        here().scheduler.sleep(seconds)
+        told.append(look(mount))
+        return told
+
+    def changer(mount):
+        here().scheduler.sleep(1.0)
+        change(mount)
+        return look(mount)
+    return run(watcher, changer, lag=30.0)[1]
+
+
+def test_a_host_believes_its_listing_for_a_while_but_not_after_changes_of_its_own():
+    seen, own = watched(40.0, OPERATIONS["write"])
+    assert seen == [["a"], ["a"], ["a", "b"]] and own == ["a", "b"]
+
+
+def test_a_name_that_was_removed_can_still_be_listed_but_not_opened():
+    def look(mount):
+        return mount.list("/c"), mount.status("/c/a") is not None
+    seen, own = watched(40.0, OPERATIONS["remove"], look)
+    assert seen == [(["a"], True), (["a"], False), ([], False)] and own == ([], False)
+
+
+def test_an_own_change_shows_what_others_have_done_meanwhile():
+    def watcher(mount):
+        told = [mount.list("/c")]
+        here().scheduler.sleep(2.0)
+        mount.write("/c/own", [b"1"])
+        return [*told, mount.list("/c"), mount.open("/c/b").read()]
+
+    def changer(mount):
+        here().scheduler.sleep(1.0)
+        mount.write("/c/b", [b"2"])
+    assert run(watcher, changer, lag=30.0)[1][0] == [["a"], ["a", "b", "own"], b"2"]
+
+
+def test_without_lag_and_on_a_local_disk_everything_is_seen_at_once():
+    disk = disk_with_files()
+    disk.local = True
+
+    def watcher(mount):
+        mount.list("/c")
+        mount.status("/c/b")
+        here().scheduler.sleep(2.0)
+        return mount.list("/c"), mount.status("/c/b").size
+
+    def changer(mount):
+        here().scheduler.sleep(1.0)
+        mount.write("/c/b", [b"2"])
+    for schedule in ({"lag": 0.0}, {"lag": 30.0, "disk": disk}):
+        assert run(watcher, changer, **schedule)[1][0] == (["a", "b"], 1)
+
+
+def test_times_of_files_are_those_of_the_server():
+    def work(mount):
+        here().scheduler.sleep(5.0)
+        mount.write("/c/b", [b"1"])
+        return mount.status("/c/b").mtime - here().server_time()
+    assert run(work, clocks=(86400.0,))[1][0] == pytest.approx(0.0, abs=0.1)

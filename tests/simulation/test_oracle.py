@@ -1,0 +1,300 @@
+"""The oracle has eyes: what is damaged by hand is reported, as what it is; what is well is not."""
+from functools import cache
+
+import pytest
+
+from mindresume.simulation import jobs, oracle
+from mindresume.simulation.cluster import SHARED, Cluster
+from mindresume.simulation.disk import Disk, Folder
+from mindresume.simulation.jobs import ITERATION, History, Job, Training
+from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNEQUAL, UNTIDY, WRONG, judge
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.standins import standing_in
+
+FORMATS = ("safetensors", "ckpt", ITERATION)
+ROOT = "/out/checkpoint"
+
+
+def training(fmt):
+    return Training(steps=6, format=fmt)
+
+
+def trained(fmt):
+    """(disk, history) after three saves."""
+    disk, history, cluster = Disk(), History(), None
+    cluster = Cluster(Schedule(), {SHARED: disk})
+    with standing_in(cluster):
+        Job(cluster, history, training(fmt), [cluster.host()], "past").start()
+        cluster.scheduler.run()
+    assert not any(process.exit for process in cluster.processes)
+    disk.lose_power(lambda: True)
+    return disk, history
+
+
+once = cache(trained)
+
+
+def judged(fmt, damage=lambda disk, fmt: None, live=True):
+    disk, history = once(fmt)
+    disk = disk.copy()
+    damage(disk, fmt)
+    return judge({SHARED: disk}, history.copy(), training(fmt), live)
+
+
+def kinds(findings):
+    return {finding.kind for finding in findings}
+
+
+# ---- damage ------------------------------------------------------------------------------------------------------------------
+
+def paths(disk, *parts, step=6):
+    """Of files of ``step`` whose paths have all ``parts``."""
+    names = (f"_{step}.", f"step-{step:010}-", f"iteration_{step:08}")
+    return sorted(path for path, _ in disk.walk(ROOT) if any(name in path for name in names)
+                  and all(part in path for part in parts))
+
+
+def weights(disk, fmt, rank, step=6):
+    if fmt == ITERATION:
+        return paths(disk, f"sim-model-{rank:07}", step=step)[0]
+    return paths(disk, f"/rank_{rank}/", step=step)[0]
+
+
+def put(disk, path, data):
+    disk.create(path, data)
+    disk.lose_power(lambda: True)
+
+
+def flip(disk, path, position=-1):
+    data = bytearray(disk.find(path).data)
+    data[position] ^= 4
+    put(disk, path, bytes(data))
+
+
+def take(disk, path):
+    node = disk.find(path)
+    if isinstance(node, Folder):
+        for name in list(node.entries):
+            take(disk, f"{path}/{name}")
+    disk.remove(path)
+    disk.lose_power(lambda: True)
+
+
+def a_bit_of_weights(disk, fmt):
+    flip(disk, weights(disk, fmt, 1))
+
+
+def a_bit_of_weights_of_rank_0(disk, fmt):
+    flip(disk, weights(disk, fmt, 0), 150)
+
+
+def a_bit_of_a_record(disk, fmt):
+    flip(disk, paths(disk, "rank_00001.json")[0], 100)
+
+
+def a_bit_of_the_manifest(disk, fmt):
+    flip(disk, paths(disk, "manifest.json")[0], 100)
+
+
+def a_bit_of_the_checksum_of_the_manifest(disk, fmt):
+    flip(disk, paths(disk, "manifest.json")[0], 0)
+
+
+def no_file_of_a_rank(disk, fmt):
+    take(disk, weights(disk, fmt, 1))
+
+
+def files_of_two_steps_swapped(disk, fmt):
+    one, two = weights(disk, fmt, 0), weights(disk, fmt, 0, step=4)
+    data = disk.find(one).data
+    put(disk, one, disk.find(two).data)
+    put(disk, two, data)
+
+
+def files_of_two_ranks_swapped(disk, fmt):
+    one, two = weights(disk, fmt, 0), weights(disk, fmt, 1)
+    data = disk.find(one).data
+    put(disk, one, disk.find(two).data)
+    put(disk, two, data)
+
+
+def no_manifest(disk, fmt):
+    take(disk, paths(disk, "manifest.json")[0])
+
+
+def no_record(disk, fmt):
+    take(disk, paths(disk, "rank_00001.json")[0])
+
+
+def no_folder_of_records(disk, fmt):
+    take(disk, paths(disk, "manifest.json")[0].removesuffix("/manifest.json"))
+
+
+def a_truncated_file(disk, fmt):
+    path = weights(disk, fmt, 1)
+    put(disk, path, disk.find(path).data[:-20])
+
+
+def an_empty_file(disk, fmt):
+    put(disk, weights(disk, fmt, 1), b"")
+
+
+def zeros(disk, fmt):
+    path = weights(disk, fmt, 1)
+    put(disk, path, bytes(len(disk.find(path).data)))
+
+
+def a_bit_of_common_json(disk, fmt):
+    flip(disk, paths(disk, "common.json")[0], 25)
+
+
+def a_bit_of_metadata_json(disk, fmt):
+    flip(disk, paths(disk, "metadata.json")[0], 25)
+
+
+def a_stray_file(disk, fmt):
+    put(disk, f"{ROOT}/iteration_00000006/notes.txt" if fmt == ITERATION else f"{ROOT}/rank_1/notes.txt", b"x")
+
+
+def a_stray_file_at_the_top(disk, fmt):
+    put(disk, f"{ROOT}/notes.txt", b"x")
+
+
+def a_stray_record(disk, fmt):
+    put(disk, f"{ROOT}/.mindresume/notes.json", b"{}")
+
+
+def old_temporary_file(disk, fmt):
+    path = weights(disk, fmt, 1)
+    folder, name = path.rsplit("/", 1)
+    put(disk, f"{folder}/.{name}.0001-78dde6c4.mindresume-tmp", b"x")
+
+
+def stale_pointer(disk, fmt):
+    if fmt == ITERATION:
+        put(disk, f"{ROOT}/latest_checkpointed_iteration.txt", b"4")
+    else:
+        path = f"{ROOT}/rank_0/meta.json"
+        put(disk, path, disk.find(path).data.replace(b"_6.", b"_4.").replace(b":6", b":4"))
+
+
+def no_pointer(disk, fmt):
+    take(disk, f"{ROOT}/latest_checkpointed_iteration.txt" if fmt == ITERATION else f"{ROOT}/rank_0/meta.json")
+
+
+def pointer_to_nothing(disk, fmt):
+    stale_pointer(disk, fmt)
+    take(disk, f"{ROOT}/iteration_00000004" if fmt == ITERATION else weights(disk, fmt, 0, step=4))
+
+
+def everything(disk, fmt):
+    take(disk, ROOT)
+
+
+def all_three_damaged(disk, fmt):
+    for step in (2, 4, 6):
+        flip(disk, weights(disk, fmt, 1, step))
+
+
+ALL, RANKS, FOLDERS = FORMATS, FORMATS[:2], FORMATS[2:]
+OLDER, ANOTHER = {LOST}, {LOST, UNEQUAL}                # people are told of damage that only a look into the files shows
+CASES = [(damage, fmt, expected) for damage, formats, expected in (
+    (a_bit_of_weights, ALL, ANOTHER), (a_bit_of_weights_of_rank_0, ALL, ANOTHER), (a_bit_of_a_record, ALL, ANOTHER),
+    (a_bit_of_the_manifest, ALL, {WRONG}), (a_bit_of_the_checksum_of_the_manifest, ALL, {WRONG}),
+    (no_file_of_a_rank, ALL, OLDER), (files_of_two_steps_swapped, ALL, ANOTHER), (files_of_two_ranks_swapped, ALL, ANOTHER),
+    (no_manifest, RANKS, set()),                        # the records of all ranks are the commit
+    (no_manifest, FOLDERS, {WRONG}), (no_record, ALL, OLDER), (no_folder_of_records, RANKS, OLDER),
+    (no_folder_of_records, FOLDERS, {WRONG, LOST, UNEQUAL}), (a_truncated_file, ALL, OLDER), (an_empty_file, ALL, OLDER),
+    (zeros, ALL, ANOTHER), (a_bit_of_common_json, FOLDERS, {WRONG}), (a_bit_of_metadata_json, FOLDERS, {WRONG}),
+    (stale_pointer, FOLDERS, OLDER), (pointer_to_nothing, FOLDERS, OLDER), (everything, ALL, OLDER),
+    (all_three_damaged, ALL, {STUCK, LOST})) for fmt in formats]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_disk_that_is_well(fmt):
+    assert judged(fmt) == [] and judged(fmt, live=False) == []
+
+
+@pytest.mark.parametrize(("damage", "fmt", "expected"), CASES)
+def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
+    looked = kinds(judged(fmt, damage, live=False))
+    assert looked == expected
+    lived = kinds(judged(fmt, damage))
+    assert lived == (expected if damage is not all_three_damaged else {STUCK})
+
+
+@pytest.mark.parametrize(("stray", "formats"), [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)])
+def test_what_is_left_over_after_the_next_life(stray, formats):
+    for fmt in formats:
+        (found,) = judged(fmt, stray)
+        assert found.kind == UNTIDY and "notes." in found.text and judged(fmt, stray, live=False) == []
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_the_next_life_clears_up_is_well(fmt):
+    assert judged(fmt, old_temporary_file) == [] and judged(fmt, no_pointer) == []
+
+
+def test_damage_to_what_nothing_depends_on_is_none():
+    for fmt in FORMATS:
+        assert judged(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
+
+
+# ---- what cannot be seen on the disk alone -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypatch):
+    """Both ranks save what rank 0 has, with all the right checksums."""
+    right = jobs.tensors
+    monkeypatch.setattr(jobs, "tensors", lambda run, step, rank: right(run, step, 0))
+    disk, history = trained(fmt)
+    monkeypatch.undo()
+    for live in (False, True):
+        found = judge({SHARED: disk.copy()}, history.copy(), training(fmt), live)
+        assert kinds(found) == {WRONG} and all("rank 1" in finding.text for finding in found)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_the_jobs_were_told(fmt):
+    disk, told = once(fmt)
+    (run,) = told.sizes
+
+    def found(**changed):
+        history = told.copy()
+        for name, value in changed.items():
+            getattr(history, name).update(value) if isinstance(value, dict) else getattr(history, name).extend(value)
+        return judge({SHARED: disk.copy()}, history, training(fmt))
+    assert kinds(found(failed={((run, 6), 1): "no room"})) == {TOLD}
+    assert kinds(found(failed={((run, 6), 1): "it may not be complete"})) == set()
+    assert kinds(found(reported={(run, 8): {0, 1}})) == {LOST} and found(reported={(run, 8): {0}}) == []
+    assert kinds(found(wrong=["two lives were mixed"])) == {WRONG}
+    assert kinds(found(protected=[("0001-00000000", 4)])) == {LOST} and found(protected=[(run, 6)]) == []
+    later = {(run.replace("0001", "0002"), 2): {0, 1}}
+    assert kinds(found(reported=later, sizes={run.replace("0001", "0002"): 2})) == {LOST}       # of a later run, though less far
+
+
+def test_people_and_the_job_are_given_different_answers(monkeypatch):
+    real = oracle.survey
+    monkeypatch.setattr(oracle, "survey", lambda *values: (None, real(*values)[1][1:]))
+    assert kinds(judged("ckpt")) == {UNEQUAL}
+
+
+def test_a_job_that_does_not_start_is_stuck(monkeypatch):
+    def fails(*_, **__):
+        raise ValueError("does not start")
+    monkeypatch.setattr(jobs.Chooser, "choose", fails)
+    (found,) = judged("ckpt")
+    assert found.kind == STUCK and "does not start" in found.text
+
+
+def test_a_job_that_waits_for_ever_is_stuck(monkeypatch):
+    monkeypatch.setattr(jobs, "_train", lambda group: jobs.here().scheduler.block(None, "for nothing"))
+    (found,) = judged("ckpt")
+    assert found.kind == STUCK and "the next life: TooLong" in found.text        # it goes on giving signs of life
+
+
+def test_an_older_one_is_one_of_an_earlier_run_or_step():
+    history = History(reported={("0001-00000000", 8): {0, 1}, ("0002-00000000", 2): {0, 1}, ("0002-00000000", 4): {0}},
+                      sizes={"0001-00000000": 2, "0002-00000000": 2})
+    assert oracle.due(history) == ("0002-00000000", 2) and oracle.due(History()) is None
+    assert oracle.newer(("", 9)) < oracle.newer(("0001-00000000", 1))

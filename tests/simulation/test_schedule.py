@@ -1,0 +1,71 @@
+"""Schedules: drawn, told, made simpler."""
+import json
+import random
+
+import pytest
+
+from mindresume.simulation.schedule import DEATHS, ERRORS, KINDS, Schedule, Strike, draw
+
+DRAWN = [draw(random.Random(seed), 150) for seed in range(200)]
+
+
+def test_the_same_seed_draws_the_same():
+    assert [draw(random.Random(seed), 150) for seed in range(200)] == DRAWN
+    assert len({schedule.seed for schedule in DRAWN}) == 200
+
+
+def test_everything_that_can_happen_is_drawn():
+    strikes = [strike for schedule in DRAWN for strike in schedule.strikes]
+    assert {strike.kind for strike in strikes} == set(KINDS) and {*ERRORS, *DEATHS} < set(KINDS)
+    assert {len(schedule.strikes) for schedule in DRAWN} == {0, 1, 2, 3}
+    assert {bool(schedule.lag) for schedule in DRAWN} == {bool(schedule.clocks) for schedule in DRAWN} == {True, False}
+    assert any(len(schedule.switches) > 20 for schedule in DRAWN) and any(not schedule.switches for schedule in DRAWN)
+    assert any(schedule.picks for schedule in DRAWN)
+    power = {strike.amount == 0 for strike in strikes if strike.kind == "power"}
+    assert power == {True, False}
+
+
+def test_all_moments_are_in_the_run_in_order_and_there_once():
+    for schedule in DRAWN:
+        for rows in (schedule.switches, [(strike.at, 0) for strike in schedule.strikes]):
+            moments = [at for at, _ in rows]
+            assert moments == sorted(set(moments)) and all(1 <= at <= 150 for at in moments)
+
+
+def test_only_what_is_asked_for_strikes():
+    drawn = [draw(random.Random(seed), 150, kinds=("kill",), lags=(5.0,)) for seed in range(50)]
+    assert {strike.kind for schedule in drawn for strike in schedule.strikes} == {"kill"}
+    assert {schedule.lag for schedule in drawn} == {5.0}
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), *DRAWN[:40]])
+def test_as_json_and_back(schedule):
+    again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
+    assert again == schedule and hash(again) == hash(schedule) and again.size == schedule.size
+
+
+def test_what_is_simpler_is_smaller_and_part_of_it():
+    for schedule in DRAWN:
+        for simpler in schedule.simpler():
+            assert simpler.size < schedule.size and simpler.seed == schedule.seed
+            for name in ("switches", "picks", "strikes"):
+                assert set(getattr(simpler, name)) <= set(getattr(schedule, name))
+            assert simpler.lag in (schedule.lag, 0.0) and simpler.clocks in (schedule.clocks, ())
+
+
+def test_everything_can_be_left_out_one_by_one():
+    for schedule in DRAWN:
+        assert len({simpler for simpler in schedule.simpler() if simpler.size == schedule.size - 1}) == schedule.size
+        while schedule.simpler():
+            schedule = schedule.simpler()[-1]
+        assert schedule.size == 0 and schedule == Schedule(schedule.seed)
+
+
+def test_large_steps_come_first():
+    schedule = Schedule(switches=tuple((at, 1) for at in range(1, 11)))
+    assert [simpler.size for simpler in schedule.simpler()] == [5, 5] + [9] * 10
+
+
+def test_the_size_counts_what_is_unusual():
+    assert Schedule(seed=5).size == 0 and Schedule(seed=5).simpler() == []
+    assert Schedule(1, ((1, 1), (2, 1)), ((1, 1),), (Strike(1, "kill"),), 30.0, (5.0,)).size == 6

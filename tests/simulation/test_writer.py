@@ -1,0 +1,173 @@
+"""The writer process of a simulated job keeps the contract of the real one."""
+import pytest
+
+from mindresume.simulation.cluster import SHARED, Cluster
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.jobs import shard_of
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.schedule import Schedule, Strike
+from mindresume.simulation.standins import here, running, standing_in
+from mindresume.simulation.writer import Writer
+from mindresume.store import background
+from mindresume.store.background import Background
+from mindresume.store.retention import KEEP_ALL
+from mindresume.store.saver import Save
+from mindresume.store.shard import Place
+
+ROOT, RUN, TIMEOUT = "/out/checkpoint", "0001-1111aaaa", 20.0
+WRITER = "rank0.writer"
+
+
+def run(work, *others, ranks=1, most=20_000, **schedule):
+    """``work(background, place)`` in a training of ``ranks``; ``others`` beside it. Returns (cluster, what it returned)."""
+    cluster, found = Cluster(Schedule(**schedule), {SHARED: Disk()}, most), []
+    cluster.trace.wanted = True
+
+    def training():
+        place = Place(Mount(cluster, running()), ROOT, RUN, 0, ranks, False, (), RUN)
+        found.append(work(Background(place, KEEP_ALL, "process", timeout=TIMEOUT), place))
+    with standing_in(cluster):
+        host = cluster.host()
+        cluster.process(host, "rank0", training)
+        for number, other in enumerate(others):
+            cluster.process(cluster.host(), f"other{number}", other)
+        cluster.scheduler.run()
+    return cluster, found[0] if found else None
+
+
+def writer_of(cluster):
+    return next(process for process in cluster.processes if process.name == WRITER)
+
+
+def save(saver, place, step=2):
+    saver.save(Save(shard_of(place, step, "ckpt", 1)))
+
+
+def committed(cluster):
+    return sorted(path for path, _ in cluster.disks[SHARED].walk(ROOT) if path.endswith("manifest.json"))
+
+
+def operations(cluster, process=WRITER):
+    return [number for number, name, _, _ in cluster.trace.rows if name == process]
+
+
+def complete(saver, place):
+    save(saver, place)
+    outcomes = saver.wait(TIMEOUT)
+    outcomes += saver.finish(TIMEOUT, 5.0)
+    return [(outcome.step, outcome.saved) for outcome in outcomes], running().cluster.scheduler.now
+
+
+def test_a_save_is_written_and_committed_by_a_process_of_its_own_which_ends_with_the_training():
+    cluster, (outcomes, _) = run(complete)
+    assert outcomes == [(2, True)] and len(committed(cluster)) == 1
+    assert writer_of(cluster).exit == 0 and writer_of(cluster).host is cluster.processes[0].host
+    assert not [name for number, process, name, path in cluster.trace.rows if process == "rank0" and name in ("write", "rename")]
+
+
+def test_it_is_deaf_to_sigterm():
+    undisturbed, _ = run(complete)
+    for number in operations(undisturbed):
+        cluster, (outcomes, _) = run(complete, strikes=(Strike(number, "term"),))
+        assert cluster.struck[0].process == WRITER
+        assert outcomes == [(2, True)] and len(committed(cluster)) == 1 and writer_of(cluster).exit == 0
+
+
+def dies(saver, place):
+    save(saver, place)
+    save(saver, place, 4)                               # waits for the first; then the training is gone
+    here().kill(running())
+    here().scheduler.sleep(1.0)
+
+
+@pytest.mark.parametrize("end", ["kill", "error"])
+def test_what_was_begun_is_finished_when_the_training_dies(end):
+    def fails(saver, place):
+        save(saver, place)
+        save(saver, place, 4)
+        raise ValueError
+    cluster, _ = run(dies if end == "kill" else fails)
+    assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
+    assert len(committed(cluster)) == 2 and writer_of(cluster).exit == 0
+    assert cluster.scheduler.now < TIMEOUT
+
+
+def test_it_ends_with_its_host():
+    undisturbed, _ = run(complete)
+    number = operations(undisturbed)[3]
+    cluster, _ = run(complete, strikes=(Strike(number, "kill host"),))
+    assert writer_of(cluster).exit == cluster.processes[0].exit == -9 and operations(cluster)[-1] == number
+
+
+def test_after_the_death_of_the_training_it_waits_for_others_no_longer_than_its_timeout():
+    """The second rank never writes its record."""
+    def work(saver, place):
+        save(saver, place)
+        saver.wait(TIMEOUT)
+        saver._send(("finish", 10_000.0), None)
+        here().scheduler.sleep(1.0)
+        here().kill(running())
+        here().scheduler.sleep(1.0)
+    cluster, _ = run(work, ranks=2)
+    assert committed(cluster) == [] and writer_of(cluster).dead
+    assert TIMEOUT <= cluster.scheduler.now <= TIMEOUT + 5.0
+
+
+def test_a_process_that_hangs_ends_after_its_timeout():
+    undisturbed, _ = run(dies)
+    number = operations(undisturbed)[-3]
+    cluster, _ = run(dies, strikes=(Strike(number, "slow", 10_000),))
+    assert cluster.struck[0].process == WRITER
+    assert writer_of(cluster).exit not in (0, None) and cluster.scheduler.now < TIMEOUT + 10.0
+
+
+def test_a_training_that_lives_is_served_however_long_it_takes():
+    def work(saver, place):
+        here().scheduler.sleep(10 * TIMEOUT)
+        save(saver, place)
+        first = saver.wait(TIMEOUT)
+        here().scheduler.sleep(10 * TIMEOUT)
+        save(saver, place, 4)
+        return [outcome.saved for outcome in first + saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)]
+    cluster, found = run(work)
+    assert found == [True, True] and len([process for process in cluster.processes if process.name == WRITER]) == 1
+
+
+def test_the_training_hears_of_its_death_and_takes_another_one():
+    undisturbed, _ = run(complete)
+    number = operations(undisturbed)[4]
+
+    def work(saver, place):
+        save(saver, place)
+        first = saver.wait(TIMEOUT)
+        save(saver, place, 4)
+        second = saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
+        return [(outcome.step, outcome.saved, str(outcome.error or "")) for outcome in first + second]
+    cluster, found = run(work, strikes=(Strike(number, "kill"),))
+    assert [row[:2] for row in found] == [(2, False), (4, True)] and "died (exit status -9)" in found[0][2]
+    assert [process.exit for process in cluster.processes if process.name == WRITER] == [-9, 0]
+
+
+def test_it_shares_no_object_with_the_training():
+    """What is sent is pickled, as on a pipe; what cannot be is an error here, too."""
+    def work(saver, place):
+        writer = Writer(place, KEEP_ALL, saver._staging, TIMEOUT)
+        message = ["poll", {"a": 1}]
+        with pytest.raises((AttributeError, TypeError)):
+            writer.send(("save", lambda: None))
+        writer.send(message)
+        message[1]["a"] = 2
+        taken = writer._inbox.get()
+        writer.close()
+        while writer.alive():
+            here().scheduler.sleep(1.0)
+        with pytest.raises(BrokenPipeError):
+            writer.send(None)
+        return taken, writer.end()
+    _, found = run(work)
+    assert found == (["poll", {"a": 1}], "exit status 0")
+
+
+def test_the_product_has_its_own_writer_again_afterwards():
+    run(complete)
+    assert background._WRITERS["process"] is background._Process
