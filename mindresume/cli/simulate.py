@@ -47,7 +47,7 @@ def explained() -> dict[str, dict[str, str]]:
         needs_greenlet()
     except ConfigError as error:
         return {"--simulate": {"": str(error)}}
-    from mindresume.simulation.remote_scenarios import SCENARIOS
+    from mindresume.simulation.explore import SCENARIOS
     from mindresume.simulation.schedule import EXPLAINED
     return {"scenario (--simulate)": {name: it.about for name, it in SCENARIOS.items()},
             "strike at an operation (--simulate)": EXPLAINED}
@@ -86,8 +86,7 @@ def hunt(asked: Asked) -> int:
 
 
 def _search(asked: Asked) -> Search:
-    from mindresume.simulation.explore import Search
-    from mindresume.simulation.remote_scenarios import SCENARIOS
+    from mindresume.simulation.explore import SCENARIOS, Search
     from mindresume.simulation.scenarios import FORMATS, WAYS
     if asked.systematic is not None and not asked.scenarios:
         raise ConfigError("--systematic needs --scenario: of large ones there are too many schedules")

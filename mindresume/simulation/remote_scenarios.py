@@ -115,12 +115,12 @@ def _scenario(name: str, about: str, attack: object, training: Training, formats
 
 SCENARIOS.update({scenario.name: scenario for scenario in (
     _scenario("bucket", "a job in pods that lose their disks, and a bucket", _pods, Training(steps=6, keep=1, url=URL)),
-    _scenario("bucket, nodes", "the same on two hosts that share no disk", _pods,
+    _scenario("bucket nodes", "the same on two hosts that share no disk", _pods,
               Training(hosts=2, steps=6, keep=1, apart=True, url=URL), FORMATS[:2]),
-    _scenario("bucket, slow", "uploads are slower than saves, on two hosts that share no disk", _slow,
+    _scenario("bucket slow", "uploads are slower than saves, on two hosts that share no disk", _slow,
               Training(hosts=2, steps=14, keep=1, apart=True, url=URL), FORMATS[:2]),
     _scenario("two pods", "two jobs on different disks are given one url", _two_pods, Training(steps=6, keep=1, url=URL)),
-    _scenario("bucket, afresh", "a new training at the url of another one", _afresh,
+    _scenario("bucket afresh", "a new training at the url of another one", _afresh,
               Training(steps=4, keep=1, fresh=True, url=URL)),
 )})
 

@@ -37,7 +37,7 @@ EXPLAINED = {
     "slow": "the operation takes so many seconds", "pause": "the process stands still for so many seconds, then goes on",
     "term": "SIGTERM to the process", "term all": "SIGTERM to all processes",
     "clock": "the clock of the host jumps by so many seconds",
-    "outage": "no call to the object store succeeds for so many seconds"}
+    "outage": "no call to the object store succeeds, for this and some later operations"}
 _PICKS = 24                     # moments at which nobody has to be interrupted, of the first of which some are drawn
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 OUTAGE = "outage"               # of an object store: no call succeeds

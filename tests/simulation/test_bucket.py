@@ -16,7 +16,7 @@ from mindresume.simulation.standins import here, standing_in
 from mindresume.store.mirror import Mirror
 from mindresume.store.remote import Remote
 
-NAMES = ("bucket", "bucket, nodes", "bucket, slow", "two pods", "bucket, afresh")
+NAMES = ("bucket", "bucket nodes", "bucket slow", "two pods", "bucket afresh")
 
 
 def in_pod(work, schedule=None, bucket=None):
@@ -172,7 +172,7 @@ def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
 
 def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
     monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
-    counts, found = search(Search((0, 6), ("bucket, nodes",)))
+    counts, found = search(Search((0, 6), ("bucket nodes",)))
     assert found
 
 
@@ -186,7 +186,7 @@ def test_uploads_of_what_the_nodes_do_not_keep_are_found(way, monkeypatch):
         return start(mirror)
     monkeypatch.setattr(Mirror, "start", unbound)
     monkeypatch.setattr(Mirror, "pledge", lambda mirror, name: None)
-    assert "lost" in {finding.kind for finding in Play(SCENARIOS["bucket, slow"], "ckpt", Schedule(), way).run().findings()}
+    assert "lost" in {finding.kind for finding in Play(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
 
 
 def test_random_schedules():
