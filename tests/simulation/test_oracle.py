@@ -288,7 +288,7 @@ def test_a_job_that_does_not_start_is_stuck(monkeypatch):
 
 
 def test_a_job_that_waits_for_ever_is_stuck(monkeypatch):
-    monkeypatch.setattr(jobs, "_train", lambda group: jobs.here().scheduler.block(None, "for nothing"))
+    monkeypatch.setattr(jobs, "_train", lambda *_: jobs.here().scheduler.block(None, "for nothing"))
     (found,) = judged("ckpt")
     assert found.kind == STUCK and "the next life: TooLong" in found.text        # it goes on giving signs of life
 
