@@ -9,12 +9,11 @@ from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import Job, Training
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, Finding
 from mindresume.simulation.remote_oracle import judge_bucket
-from mindresume.simulation.scenarios import FORMATS, SCENARIOS, Play, Scenario
+from mindresume.simulation.scenarios import FORMATS, SCENARIOS, Play, Scenario, restarted
 from mindresume.simulation.schedule import KINDS, OUTAGE
 from mindresume.simulation.standins import here
 
 URL = "obs://bucket/job/checkpoint"
-LIVES = 3
 SLOW = 3.0                      # seconds of an upload, where it is slower than the saves
 LATER = (0.0, 1.5, 3.0, 4.5)    # seconds after the first that a second job is started
 PAUSE = 20.0                    # seconds until a platform has another pod: longer than listings of a bucket lag
@@ -22,23 +21,15 @@ PAUSE = 20.0                    # seconds until a platform has another pod: long
 
 def _pods(play: Play) -> None:
     """A platform starts the same command again whenever it ends with an error, on other nodes with empty disks."""
-    def work() -> None:
-        for life in range(LIVES):
-            first = life * play.training.hosts
-            if life:
-                here().scheduler.sleep(PAUSE)
-                play.history.reported.clear()                           # their disks are gone
-                for node in range(play.training.hosts):
-                    play.cluster.disks[f"node{first + node}"] = Disk(local=True)
-            job = play.job(play.training, first)
-            job.start()
-            while not job.launcher.dead or not job.over:
-                here().scheduler.sleep(1.0)
-                if job.launcher.dead and not job.ranks:                 # killed before it had started any
-                    break
-            if job.ranks and not any(process.exit for process in job.ranks):
-                return
-    play.cluster.process(play.cluster.host("platform"), "platform", work)
+    def job_of(life: int) -> Job:
+        first = life * play.training.hosts
+        if life:
+            here().scheduler.sleep(PAUSE)
+            play.history.reported.clear()                               # their disks are gone
+            for node in range(play.training.hosts):
+                play.cluster.disks[f"node{first + node}"] = Disk(local=True)
+        return play.job(play.training, first)
+    restarted(play, job_of)
 
 
 def _slow(play: Play) -> None:

@@ -36,6 +36,7 @@ from mindresume.store.shard import Place
 FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # of saving: in the training, or behind it
 RUN = "0002-1111aaaa"
+LIVES = 3                       # times that a platform starts a job
 LONGEST_EXCHANGE = 10.0         # seconds; the ranks of a job here wait up to 20 for records
 SHORT_WORK = 200                # operations that others may need meanwhile
 
@@ -210,9 +211,14 @@ def _exchanged(play: Play) -> None:
 
 def _restarted(play: Play, hosts: list[Host] | None = None) -> None:
     """A platform starts the same command again whenever it ends with an error."""
+    restarted(play, lambda life: play.job(play.training, hosts=hosts and (hosts[::-1] if life == 2 else hosts)))
+
+
+def restarted(play: Play, job_of: Callable[[int], Job]) -> None:
+    """A platform starts ``job_of(life)``, from life 0 on, until one of them ends without an error; at most ``LIVES``."""
     def work() -> None:
-        for number in range(3):
-            job = play.job(play.training, hosts=hosts and (hosts[::-1] if number == 2 else hosts))
+        for life in range(LIVES):
+            job = job_of(life)
             job.start()
             while not job.launcher.dead or not job.over:
                 here().scheduler.sleep(1.0)

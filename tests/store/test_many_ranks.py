@@ -197,8 +197,8 @@ def test_the_clean_up_of_a_save_without_records_reads_the_headers_of_its_own_fil
     assert f"{ROOT}/rank_471/{name_of(5, 471)}" in disk.files and disk.folders[f"{ROOT}/{FOLDER}"] == set()
 
 
-def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
-    """Nothing loops over the ranks with operations of the disk, one after the other."""
+def counted_together(monkeypatch, *modules):
+    """Returns a list that will have, of each call of ``parallel`` in ``modules``, its operations of the disk."""
     plain, together = storage.parallel, []
 
     def parallel(disk, function, items):
@@ -206,8 +206,14 @@ def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
         found = plain(disk, function, items)
         together.append(sum(disk.done.values()) - before)
         return found
-    for module in (commit, removal, storage, rank_folders, records):
+    for module in modules:
         monkeypatch.setattr(module, "parallel", parallel)
+    return together
+
+
+def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
+    """Nothing loops over the ranks with operations of the disk, one after the other."""
+    together = counted_together(monkeypatch, commit, removal, storage, rank_folders, records)
     for step in (5, 6, 7):
         write_all(disk, step, 64)
     committer = committer_of(disk, 64, keep=1, log=lambda text: None)
@@ -223,15 +229,7 @@ def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
 
 
 def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_side(disk, monkeypatch):
-    plain, together = storage.parallel, []
-
-    def parallel(disk, function, items):
-        before = sum(disk.done.values())
-        found = plain(disk, function, items)
-        together.append(sum(disk.done.values()) - before)
-        return found
-    for module in (rank_folders, records):
-        monkeypatch.setattr(module, "parallel", parallel)
+    together = counted_together(monkeypatch, rank_folders, records)
     state = {"step_num": np.array(5, np.int64), "epoch_num": np.array(1, np.int64)}
     data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))
     for rank in range(64):
