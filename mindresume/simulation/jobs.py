@@ -91,6 +91,7 @@ class History:
     protected: list[Saved] = field(default_factory=list)        # of another training: to be there at any time
     sick: tuple[int, ...] = ()                                  # steps that are saved and not to be taken
     older: list[str] = field(default_factory=list)              # jobs that took something older than they had to
+    opened: dict[str, float] = field(default_factory=dict)      # when each run had acquired its folder
     expelled: list[str] = field(default_factory=list)           # jobs that lived, and lost their folder to another one
     uploaded: set[Saved] = field(default_factory=set)
 
@@ -102,7 +103,7 @@ class History:
     def copy(self) -> History:
         return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
                        dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
-                       self.sick, list(self.older), list(self.expelled), set(self.uploaded))
+                       self.sick, list(self.older), dict(self.opened), list(self.expelled), set(self.uploaded))
 
 
 def newer(saved: Saved) -> tuple[int, int]:
@@ -259,7 +260,10 @@ def _life(job: Job, rank: int) -> None:
     try:
         _live(job, rank, opened)
     except FolderInUseError as error:
-        if opened and not job.struck(("ENOSPC", "EDQUOT")) and not job.cluster.lag:
+        times = job.history.opened
+        # Of two that begin at the same moment either may stay, and the other one learns of it when it saves.
+        late = opened and max(times.values()) - times[opened[0]] > 1.5 + 300 * job.cluster.scheduler.tick
+        if late and not job.struck(("ENOSPC", "EDQUOT")) and not job.cluster.lag:
             job.history.expelled.append(f"{job.name}, which nothing has struck, has lost its folder: {error}")
         raise
 
@@ -289,6 +293,7 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager.history, process.own = history, manager
     manager.open(islands, choice, partial(number_runs, remote, log), claims={})
     opened.append(manager.place.run)
+    history.opened.setdefault(manager.place.run, here().scheduler.now)
     history.sizes[manager.place.run] = training.ranks
     if rank == 0:
         history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None

@@ -38,6 +38,7 @@ WAYS = ("", "thread", "process")            # of saving: in the training, or beh
 RUN = "0002-1111aaaa"
 LIVES = 3                       # times that a platform starts a job
 LONGEST_EXCHANGE = 10.0         # seconds; the ranks of a job here wait up to 20 for records
+LATER = (0.0, 0.0, 2.5)         # seconds after a first job that a second one is started
 SHORT_WORK = 200                # operations that others may need meanwhile
 
 
@@ -230,9 +231,13 @@ def restarted(play: Play, job_of: Callable[[int], Job]) -> None:
 
 
 def _twice(play: Play) -> None:
-    """Two jobs are started in one folder."""
+    """Two jobs are started in one folder, at the same moment or while the first one trains."""
     play.job(play.training).start()
-    play.job(play.training).start()
+
+    def work() -> None:
+        here().scheduler.sleep(LATER[play.schedule.seed % len(LATER)])
+        play.job(play.training).start()
+    play.cluster.process(play.cluster.host("platform"), "platform", work)
 
 
 def _rare_beats(play: Play) -> None:
@@ -323,9 +328,10 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("job", "a job goes on from a checkpoint, saves twice, keeps one", _one, Training(steps=6, keep=1)),
     Scenario("older", "a job may choose between two checkpoints", _one, Training(steps=8, keep=1), Training(steps=4)),
     Scenario("restarts", "a platform starts the job again and again", _restarted, Training(steps=8, keep=2)),
-    Scenario("twice", "two jobs are started in one folder at the same time", _twice, Training(steps=6, keep=2)),
+    Scenario("twice", "two jobs are started in one folder at the same time", _twice,
+             Training(steps=6, keep=2, pruned=True)),
     Scenario("rare beats", "beside a job that seldom gives a sign of life another one is started", _rare_beats,
-             Training(steps=6, keep=2, pace=25.0)),
+             Training(steps=6, keep=2, pace=25.0, pruned=True)),
     Scenario("same hosts", "a job is started again on its hosts, and once more when they have changed places", _exchanged,
              Training(hosts=2, steps=8, keep=2)),
     Scenario("orphan", "records of versions before lie under a name that is in use", _orphan, Training(steps=6, keep=1),
