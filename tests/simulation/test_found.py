@@ -1,0 +1,20 @@
+"""Schedules that once broke a promise: one JSON file each in ``found/``, as ``mindresume drill --simulate --replay`` takes them.
+
+``about`` says what was wrong. A schedule names operations by their number, so a later version of the product may do something
+else at them: what matters has a test of its module as well.
+"""
+import json
+from pathlib import Path
+
+import pytest
+
+from mindresume.simulation.explore import Failure, replay
+
+FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_it_holds_now(path):
+    row = json.loads(path.read_text())
+    assert row["about"]
+    assert replay(Failure.from_json(row)) == []
