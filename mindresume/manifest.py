@@ -219,7 +219,7 @@ class Details:
 class Record:
     """What one rank wrote for one step of one run. ``saved_at``: seconds since 1970, for people only. ``deduplicated``: of the
     pieces that several ranks hold, it wrote its share (``remove_redundancy``). ``lineage``: the run that began this training;
-    empty: not known."""
+    empty: not known. ``part``: where nodes share no disk, the ranks that see the folder of this one; else empty."""
     run: str
     rank: int
     world_size: int
@@ -228,6 +228,7 @@ class Record:
     files: tuple[FileRecord, ...]
     deduplicated: bool = False
     lineage: str = ""
+    part: tuple[int, ...] = ()
 
     @property
     def step(self) -> int:
@@ -237,7 +238,7 @@ class Record:
         tail = _dump(details.to_json(), DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
                 "state": self.state.to_json(), "saved_at": self.saved_at, "files": [file.to_json() for file in self.files],
-                "deduplicated": self.deduplicated, **_named("lineage", self.lineage),
+                "deduplicated": self.deduplicated, **_named("lineage", self.lineage), **_named("part", list(self.part)),
                 "details": xxhash.xxh3_128_hexdigest(tail)}
         return seal(head) + tail + b"\n"
 
@@ -246,9 +247,11 @@ class Record:
         with field_errors("record"):
             run_sequence(head["run"])
             world_size = _counted(head, "world_size", 1, MAX_RANKS)
-            rank = _counted(head, "rank", 0, world_size - 1)
+            rank, part = _counted(head, "rank", 0, world_size - 1), _part(head.get("part"), world_size)
+            if part and rank not in part:
+                raise RecordError(f"part is {part!r}"[:200] + f", and this is the record of rank {rank}")
             return cls(head["run"], rank, world_size, TrainingState.from_json(head["state"]), _time(head["saved_at"]),
-                       _files(head["files"], rank), _flag(head, "deduplicated"), _lineage(head))
+                       _files(head["files"], rank), _flag(head, "deduplicated"), _lineage(head), part)
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import BinaryIO, NamedTuple
@@ -177,7 +177,8 @@ def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candida
 
 
 def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = False) -> Candidate:
-    """A save without (readable) manifest: complete if the records of all its ranks are there and agree."""
+    """A save without (readable) manifest: complete if the records of all its ranks are there and agree, or where nodes share no
+    disk those of all ranks that saved here."""
     step, run, content = attempt.step, attempt.run, attempt.content
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
@@ -197,12 +198,16 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in named]
     gap = _gap(storage, path, records, world) if last and problem is None and missing and records else None
+    part = _part(records.values(), world) if gap != "" else ()
+    if part:
+        missing = [rank for rank in part if rank not in named]
     complete = bool(records) and problem is None and (not missing or gap == "")
     # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
     # absent one makes it certain that the save never completed.
     certain = not named or bool(missing) and (not last or bool(gap))
     if problem is None and not complete:
-        done = f"{world - len(missing)} of {world} ranks" if records else "no rank"
+        expected = len(part) or world
+        done = f"{expected - len(missing)} of {expected} ranks" if records else "no rank"
         problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
                           + (f", missing: rank {listed(missing)}" if missing else "")
                           + (f"; {gap}" if gap else ""),
@@ -214,7 +219,16 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
                      deduplicated=any(record.deduplicated for record in records.values()),
-                     absent=tuple(missing) if complete else (), lineage=first.lineage if first else "")
+                     absent=tuple(missing) if complete else (), part=part if complete else (),
+                     lineage=first.lineage if first else "")
+
+
+def _part(records: Collection[Record], world: int) -> tuple[int, ...]:
+    """Where nodes share no disk, the ranks whose records belong into one folder, by those of them that are there: of one node, or
+    of several whose folders were brought together. Empty: all."""
+    parts = {record.part for record in records}
+    found = tuple(sorted(set().union(*parts)))
+    return found if () not in parts and len(found) < world else ()
 
 
 def _heads(storage: Storage, path: str, ranks: list[int], every: bool
@@ -232,7 +246,7 @@ def _heads(storage: Storage, path: str, ranks: list[int], every: bool
         found = read(rank)
         yield rank, found
         if not isinstance(found, Exception):
-            if not every and len(ranks) < found[0].world_size:
+            if not every and len(ranks) < (len(found[0].part) or found[0].world_size):
                 return
             break
     rest = list(left)

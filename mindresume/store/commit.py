@@ -201,7 +201,7 @@ class Committer:
             making = candidate.base.startswith(FOLDER)
             if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
                 continue
-            place = Place(storage, root, candidate.run or "", 0, candidate.world_size, making, lineage=candidate.lineage)
+            place = Place(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.part, candidate.lineage)
             step = candidate.step or 0
             try:
                 if not candidate.committed:

@@ -159,7 +159,7 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
                         raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", where)
                 rows.append(FileRecord(file.path, file.format, size, into.file))
             record = Record(place.run, place.rank, place.world_size, shard.state, clock(), tuple(rows), shard.deduplicated,
-                            place.lineage)
+                            place.lineage, place.part)
             where = os.path.join(attempt, record_name(place.rank))
             try:
                 publish(place.storage, where, [record.encode(_details(shard, sums))], place.run)

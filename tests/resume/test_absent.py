@@ -59,9 +59,9 @@ def save(root, step, iterations=False):
     Committer(Place(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
 
 
-def last_save(root, step, ranks, iterations=False, mark=True):
+def last_save(root, step, ranks, iterations=False, mark=True, part=()):
     for rank in ranks:
-        place = Place(STORAGE, str(root), RUN, rank, WORLD, iterations)
+        place = Place(STORAGE, str(root), RUN, rank, WORLD, iterations, part)
         if mark:
             mark_emergency(place, step)
         write_shard(place, shard_of(rank, step, place if iterations else None))
@@ -98,6 +98,20 @@ def test_a_part_that_lacks_something_is_not(tmp_path, iterations):
     reason = next(c.problem.reason for c in scan(STORAGE, str(tmp_path)).candidates if c.step == 7)
     assert "4 of 8 ranks recorded what they wrote, missing: rank 1, 3, 5, 7; a part of " in reason
     assert "was held by rank 1, 3, 5, 7 alone" in reason or "was held by rank 1, 5 alone" in reason
+
+
+@pytest.mark.parametrize(("part", "saved", "found"), [
+    (COVERING, COVERING, ((), (1, 4, 6, 7))),                       # as where all share a disk
+    (LACKING, LACKING, (LACKING, ())),                              # all of this node have saved
+    ((0, 1, 2, 3), (0, 2, 3), None)])
+def test_what_one_of_several_nodes_that_share_no_disk_has_of_it(tmp_path, part, saved, found):
+    last_save(tmp_path, 7, saved, part=part)
+    candidate, = scan(STORAGE, str(tmp_path)).candidates
+    if found is not None:
+        assert (candidate.part, candidate.absent, candidate.problem, candidate.existed) == (*found, None, True)
+    else:
+        assert "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of" in candidate.problem.reason
+        assert not candidate.existed
 
 
 def test_without_the_mark_it_is_a_save_that_never_completed(tmp_path):

@@ -44,11 +44,12 @@ def test_the_newest_that_both_have(tmp_path):
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
 
 
-def test_one_that_a_node_had_not_committed_is_not_taken(tmp_path):
+def test_one_that_a_node_had_saved_and_not_committed_is_taken_where_its_records_say_that_they_are_all(tmp_path):
     both(tmp_path, 5)
-    save_part(tmp_path / "a", 10, (0, 1))
-    save_part(tmp_path / "b", 10, (2, 3), commit=False)
-    assert step_of(choose(tmp_path)) == 5
+    for step, told in ((10, True), (15, False)):
+        save_part(tmp_path / "a", step, (0, 1), told=told)
+        save_part(tmp_path / "b", step, (2, 3), told=told, commit=False)
+    assert step_of(choose(tmp_path)) == 10
 
 
 def test_damage_on_one_node_is_refused_by_all(tmp_path):

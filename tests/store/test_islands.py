@@ -1,4 +1,5 @@
 """Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders, ranks are threads."""
+import io
 import os
 import threading
 from dataclasses import replace
@@ -8,9 +9,12 @@ from folders import STORAGE, Ranks, place_of, save, write_rank
 
 from mindresume.agree import Solo
 from mindresume.errors import AgreementError, FolderInUseError, RecordError
+from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, Manifest, attempt_name, run_name
+from mindresume.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name, seal, unseal
+from mindresume.resume.absent import nobody_knows
 from mindresume.resume.prove import quick
+from mindresume.resume.survey import PART, survey
 from mindresume.store import claim, islands
 from mindresume.store.commit import Committer
 from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
@@ -202,9 +206,10 @@ def test_two_leaders_of_one_folder_find_each_other(tmp_path):
 
 # ---- a node commits its part ---------------------------------------------------------------------------------------------
 
-def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True):
+def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, told=True):
+    """``told``: the records say which ranks share the folder, as those of versions before do not."""
     for rank in ranks:
-        write_rank(root, step, rank, world, run)
+        write_rank(root, step, rank, world, run, part=ranks if told else ())
     place = Place(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
     committer = Committer(place, policy or KeepLast(99), holds=claim.Holds(STORAGE, str(root)))
     if commit:
@@ -235,9 +240,64 @@ def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
     assert scan(STORAGE, str(tmp_path)).candidates[0].committed
 
 
+def test_the_records_of_a_node_are_its_commit(tmp_path):
+    """It died before its manifest; the next run writes that."""
+    save_part(tmp_path, 5, commit=False)
+    found, = scan(STORAGE, str(tmp_path)).candidates
+    assert (found.part, found.existed, found.committed, found.problem) == ((2, 3), True, False, None)
+    assert [seen.state for seen in survey(STORAGE, str(tmp_path), nobody_knows)[1]] == [PART]
+    made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
+    assert made.debris == made.victims == ()
+    assert Committer(place_of(tmp_path, 2, 4, LATER, (2, 3))).adopt() == [5]
+    again, = scan(STORAGE, str(tmp_path)).candidates
+    assert again.committed and replace(again, committed=False) == found
+    assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
+
+
+def test_a_node_of_which_a_rank_has_not_recorded_has_no_part_of_it(tmp_path):
+    write_rank(tmp_path, 5, 2, 4, part=(2, 3))
+    for brief in (False, True):
+        found, = scan_records(STORAGE, str(tmp_path), brief=brief)[0]
+        assert found.problem.reason == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
+        assert (found.part, found.existed) == ((), False)
+
+
+def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
+    """It may have been whole, so nothing of it goes."""
+    save_part(tmp_path, 5, commit=False)
+    (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
+    found, = scan(STORAGE, str(tmp_path)).candidates
+    assert found.existed and "the record of rank 3 cannot be read" in found.problem.reason
+
+
+def test_records_of_versions_before_do_not_say_who_shares_the_folder(tmp_path):
+    save_part(tmp_path, 5, commit=False, told=False)
+    found, = scan(STORAGE, str(tmp_path)).candidates
+    assert not found.existed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
+
+
+def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path):
+    for ranks in ((4, 5), (0, 1), (2, 3)):
+        found = scan(STORAGE, str(tmp_path)).candidates
+        save_part(tmp_path, 5, ranks, world=6, commit=False)
+        assert len(found) == (ranks != (4, 5))
+    assert [c.part for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
+    whole, = scan(STORAGE, str(tmp_path)).candidates
+    assert whole.part == () and quick(STORAGE, str(tmp_path), whole, 6) is None
+
+
+@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3]])
+def test_a_record_of_an_impossible_part(tmp_path, part):
+    save_part(tmp_path, 5)
+    with open(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2), "rb") as file:
+        head, _ = unseal(file, "record")
+    assert head["part"] == [2, 3]
+    with pytest.raises(RecordError, match="part"):
+        read_record(io.BytesIO(seal({**head, "part": part})))
+
+
 @pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]])
 def test_a_manifest_of_an_impossible_part(tmp_path, part):
-    from mindresume.manifest import seal, unseal
     save_part(tmp_path, 5)
     path = tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json"
     with open(path, "rb") as file:
