@@ -12,6 +12,7 @@ file is still there), and one that all ranks have finished but rank 0 has not co
 """
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import replace
@@ -35,7 +36,7 @@ from mindresume.formats.iteration_files import (
 )
 from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
 from mindresume.formats.records import listed, state_of_counters, status_of
-from mindresume.manifest import FOLDER, FileRecord
+from mindresume.manifest import FOLDER, FileRecord, attempts
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
@@ -145,7 +146,8 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
         status = storage.status(os.path.join(root, name))
         if FOLDER in names:                                     # no records are known: because there are none?
             place = f"{name}/{FOLDER}"
-            storage.list(os.path.join(root, place))
+            if any(attempts(storage.list(os.path.join(root, place)))):
+                raise OSError(errno.EAGAIN, "it holds records, and a moment ago it could not be")
     except OSError as error:
         return unseen(error, place, step=step, base=name)
     if status is None or not status.is_folder:

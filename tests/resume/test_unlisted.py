@@ -11,7 +11,9 @@ from reshard.plans import foreign as foreign_of_plan
 
 from mindresume.agree import Solo
 from mindresume.errors import AgreementError, NoUsableCheckpointError
+from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.iterations import intent_name
+from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import select
@@ -147,6 +149,22 @@ def test_records_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
     storage = Closed(iterations.folder_of(tmp_path, 10) / FOLDER)
     choice = choose(storage, tmp_path)
     assert choice.chosen.step == 5 and choice.chosen.committed
+
+
+def test_records_that_could_not_be_listed_a_moment_ago_are_not_taken_for_none(tmp_path):
+    iterations.save(tmp_path, 5, 10)
+    records, calls = str(iterations.folder_of(tmp_path, 10) / FOLDER), []
+
+    class ClosedOnce(PosixStorage):
+        def list(self, folder):
+            if folder == records and not calls:
+                calls.append(folder)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
+            return super().list(folder)
+    found = scan(ClosedOnce(), str(tmp_path)).candidates
+    assert calls and [(c.step, c.origin, c.unseen) for c in found] == [
+        (10, MINDFORMERS, f"iteration_00000010/{FOLDER} cannot be listed: it holds records, and a moment ago it could not be"),
+        (5, OURS, "")]
 
 
 def test_files_of_ours_are_not_taken_for_those_of_mindformers_where_the_records_are_closed(tmp_path):
