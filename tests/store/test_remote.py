@@ -762,6 +762,18 @@ def test_during_the_training_they_hear_it_too(world):
     assert [len(one.poll()) for one in mirrors] == [1, 1] and all(one.turn() is None for one in mirrors)
 
 
+def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_stopped(world):
+    mirrors = world.mirror(5)
+    world.remote.announce(LATER, Mark())
+    saved(world, mirrors, 10)
+    for one in mirrors * 2:
+        one.turn()
+    saved(world, mirrors, 15)
+    for rank, one in enumerate(mirrors):
+        one.poll()
+        assert f"step 15 is not in {URL}, not whole: rank {rank} " in str(one.finish(600)[-1])
+
+
 def test_overtaken_before_the_first_word(world):
     mirrors = world.mirrors()
     world.remote.announce(LATER, Mark())
