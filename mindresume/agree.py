@@ -90,6 +90,23 @@ def agreed(group: Group, work: Callable[[], Result], waiting: Waiting | None = N
     return found[0]
 
 
+def followed(group: Group, work: Callable[[], object], waiting: Waiting) -> None:
+    """Every rank does ``work``, which must not raise, and all of them are done when this returns. If an exchange fails, that is
+    raised as soon as this rank is done, or after the patience of ``waiting``: what others do not hear of is finished too."""
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            done.set()
+    try:
+        report(group, run, waiting)
+    except Exception:
+        waiting.pause(done, waiting.patience)
+        raise
+
+
 def _nothing() -> None:
     return None
 

@@ -44,11 +44,12 @@ from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import quick
 from mindresume.resume.select import Choice
 from mindresume.store import iteration
-from mindresume.store.claim import leave_trace
+from mindresume.store.claim import holds, leave_trace, see_dead
 from mindresume.store.common import order_of
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote, records_of
+from mindresume.store.removal import free_names
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage, publish, read_bytes, temporary_name
 from mindresume.store.trials import deaths_by_key, suspicion
@@ -234,7 +235,7 @@ class _Share:
 
     def __init__(self, restore: Restore, attempt: str, manifest: Manifest):
         self.storage, self.remote, self.attempt, self.manifest = restore.storage, restore.remote, attempt, manifest
-        self.root, self.rank = restore.root, restore.group.rank
+        self.root, self.rank, self.log = restore.root, restore.group.rank, restore.log
         self.ranks = range(restore.group.rank, manifest.world_size, restore.group.size)
         visible = os.path.join(self.root, iteration_name(manifest.step))
         if not _is_iteration(manifest):
@@ -249,7 +250,11 @@ class _Share:
         self._new: list[str] = []
 
     def prepare(self) -> None:
-        """So that weights without a record are known to be of a save that never completed."""
+        """So that weights without a record are known to be of a save that never completed. Those of earlier ones go if they have
+        the names of files that are to be fetched."""
+        paths = {os.path.join(self.base, file.path) for files in self.manifest.files for file in files}
+        free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, self.log),
+                   lambda: holds(self.storage, self.root), self.log)
         self.storage.make_folder(self.records)
 
     def needed(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mindresume.agree import Group
+from mindresume.agree import Group, report
 from mindresume.errors import FolderInUseError, MindResumeError
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import FileName
@@ -302,7 +302,7 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager.begin(start, choice, remote)
     manager.meet()
     manager.listen()
-    step = start
+    step, left = start, ""
     manager.begin_trial()
     for step in range(start + 1, training.steps + 1):
         try:
@@ -311,9 +311,12 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
             if training.rescue and step > start + 1:
                 manager.rescue(_Step(step - 1, manager, training, history))
             raise
-        if manager.step_end(_Step(step, manager, training, history)):
+        left = manager.step_end(_Step(step, manager, training, history))
+        if left:
             break
     manager.end(_Step(step, manager, training, history))
+    if left:
+        report(group, lambda: None)             # as mindresume.plugin.hooks does: who ends first would end the others
     if rank == 0:
         history.ended.append(manager.place.run)
 

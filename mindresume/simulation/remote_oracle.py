@@ -3,7 +3,7 @@
     judge_bucket(disks, history, training)      # findings, of the kinds of ``oracle``
 
 The same command starts again, undisturbed, on empty disks beside the same bucket; and, where the schedule had one set of nodes
-only and no other training, on their disks as they are. It takes nothing older than what rank 0 was told is uploaded, and than the
+only, on their disks as they are. It takes nothing older than what rank 0 was told is uploaded, and than the
 newest manifest in the bucket, bit for bit; uploads its last step; and leaves nothing else behind but checkpoints of other
 trainings.
 """
@@ -37,9 +37,7 @@ def judge_bucket(disks: Mapping[str, Disk], history: History, training: Training
     nodes = [name for name in disks if name != BUCKET]
     empty = {f"node{node}": Disk(local=True) for node in range(training.hosts)}
     findings += _again({**empty, BUCKET: disks[BUCKET].copy()}, history, training, newest, "on empty disks")
-    # A new training that died in its first save leaves names on its disk that the older one's files have in the bucket: those are
-    # not overwritten, and a person is asked to move them away.
-    if len(nodes) == training.hosts and not training.fresh:
+    if len(nodes) == training.hosts:
         least = max((saved for saved in (newest, due(history)) if saved), key=newer, default=None)
         findings += _again(disks, history, training, least, "on the same disks")
     return findings

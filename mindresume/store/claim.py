@@ -311,6 +311,12 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     return claim
 
 
+def see_dead(storage: Storage, root: str, log: Text = lambda text: None, clock: Callable[[], float] = time.monotonic,
+             sleep: Callable[[float], None] = time.sleep) -> None:
+    """Waits as ``occupy`` does, and claims nothing. FolderInUseError if a job that saves into ``root`` lives, or may live."""
+    _watch(storage, root, owner_of_this_process(SAVING), log, clock, sleep)
+
+
 def _in_iterations(storage: Storage, root: str) -> list[str]:
     """Names of the folders of records in iteration folders, also in those that were copied from elsewhere."""
     found: list[str] = []

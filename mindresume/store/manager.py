@@ -19,9 +19,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from mindresume.agree import Group, Waiting, report, watched
+from mindresume.agree import Group, Solo, Waiting, followed, report, watched
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.records import listed
@@ -76,6 +77,7 @@ class CheckpointManager:
         self._skipped = 0
         self._seen = 0
         self._seconds_since = time.monotonic() if since is None else since
+        self._errors: list[Exception] = []                  # of the end: the first is raised when all of it is done
 
     @property
     def place(self) -> Place:
@@ -281,38 +283,63 @@ class CheckpointManager:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, step: Step, closing: Callable[[], None] = _nothing) -> None:
-        """Saves the last step, waits until everything is committed and uploaded, and gives the folder back. ``closing()`` is
-        called when nothing can be saved any more."""
+        """Saves the last step, waits until everything is committed and uploaded, and gives the folder back; no rank is done much
+        before the others. ``closing()`` is called when nothing can be saved any more. Errors from then on, and that of the last
+        save, are raised when all of this is done."""
         deadline = self.settings.commit_timeout
         if self._saver is not None:
             self._save_last(step)
             saver, self._saver = self._saver, None
             closing()
             atexit.unregister(self.settle)
-            self._learn(saver.finish(deadline))
+            outcomes: list[Outcome] = []
+            self._together("committing the last step", lambda: outcomes.extend(saver.finish(deadline)))
+            for outcome in outcomes:
+                self._keep_error(partial(self._learn, [outcome]))
         mirror, self._mirror = self._mirror, None
-        errors = mirror.finish(deadline) if mirror is not None else []
-        self._listen_no_more()
+        errors: list[RemoteError] = []
+        if mirror is not None:
+            self._together("uploading the last step", lambda: errors.extend(mirror.finish(deadline)))
         if self.session is not None:
-            self.session.leave()
-        self._heed(errors)
+            self._together("giving the folder back", self.session.leave)
+        self._listen_no_more()
+        for error in errors:
+            self._keep_error(partial(self._heed, [error]))
+        if self._errors:
+            raise self._errors[0]
+
+    def _keep_error(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:          # whatever it is, the other parts of the end are done before it is raised
+            self._errors.append(error)
+
+    def _together(self, what: str, work: Callable[[], None]) -> None:
+        """Does ``work`` on all ranks, which follow it with short exchanges: rank 0 may commit and upload for minutes when the
+        others are done. Errors are kept. After a failed exchange, because another rank is lost, no other one follows."""
+        waiting = Waiting(what, patience=max(Waiting.patience, 3 * self.settings.commit_timeout))
+        try:
+            followed(self.group, lambda: self._keep_error(work), waiting)
+        except Exception as error:          # of the exchange: the work keeps its own
+            self._errors.append(error)
+            self.group = Solo(self.group.rank)
 
     def _save_last(self, step: Step) -> None:
         """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
         parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
-        error, nobody begins, and all end: the next exchange would wait for the one that is gone."""
+        error, nobody begins, and all end: the next exchange would wait for the one that is gone. An error of this last save is
+        kept until the next exchange has told it."""
         number, deadline = step.number, self.settings.commit_timeout
-        errors: list[SaveError] = []
 
         def written() -> list[bool]:
             try:
                 self._learn(self._saver.wait(deadline))
             except SaveError as error:
-                errors.append(error)
-            return [number in self._saved, bool(errors)]
+                self._errors.append(error)
+            return [number in self._saved, bool(self._errors)]
         rows = report(self.group, written, Waiting(f"writing what was begun before step {number}", watched))
-        if errors:
-            raise errors[0]
+        if self._errors:
+            raise self._errors[0]
         failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
         if failing:
             raise SaveError(f"the training ends at step {number}, because rank {listed(failing)} ends with an error of a save, "
@@ -322,7 +349,10 @@ class CheckpointManager:
         if number in self._saved:
             step.collect()
         else:
-            step.save(self, True)
+            try:
+                step.save(self, True)
+            except SaveError as error:
+                self._errors.append(error)
 
     def settle(self) -> None:
         """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records

@@ -73,10 +73,9 @@ class Mirror:
 
     def saved(self, step: int) -> None:
         with self._changed:
-            if self._stopped is None:
-                self._pending.append(step)
-                self._last = max(self._last, step)
-                self._changed.notify_all()
+            self._pending.append(step)              # also when nothing is uploaded any more: the end names what is not there
+            self._last = max(self._last, step)
+            self._changed.notify_all()
 
     def ready(self) -> bool:
         """Whether rank 0 can begin with another step."""

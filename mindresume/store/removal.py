@@ -37,7 +37,7 @@ from mindresume.manifest import (
     untrashed,
 )
 from mindresume.store.protection import NEWEST_WHOLE, not_counted, protected
-from mindresume.store.retention import KeepAny, Policy, surplus
+from mindresume.store.retention import KEEP_ALL, KeepAny, Policy, surplus
 from mindresume.store.storage import TEMPORARY, Storage, parallel, remove_tree, temporary_name
 
 Holds = Callable[[], Mapping[str, str]]                # name of an attempt folder -> who holds it, asked anew each time
@@ -160,6 +160,24 @@ def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict,
             trash[name] = candidate
     empty_trash(storage, root, holds, trash, log)
     return list(trash.values())
+
+
+def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object], holds: Holds = dict,
+               log: Callable[[str], None] = lambda text: None) -> None:
+    """Removes saves that never completed and whose weights lie under one of ``paths``, which ``run`` needs: a training that
+    began afresh on a disk without the checkpoint of that run has given the same names. ``dead()`` raises FolderInUseError if a
+    job that has claimed ``root`` lives."""
+    folder = os.path.join(root, FOLDER)
+
+    def in_the_way() -> set[str]:
+        found = [c for c in scan_records(storage, root)[0] if not c.existed and not c.base and c.run != run]
+        return {c.name for c in found if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, c.name)))}
+    names = in_the_way()
+    if names:
+        dead()
+        runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
+        made = plan(storage, root, KEEP_ALL, holds(), ended=runs.__contains__)
+        carry_out(storage, root, Plan(debris=tuple(c for c in made.debris if c.name in names)), holds, log)
 
 
 def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> str:

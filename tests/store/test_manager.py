@@ -1,11 +1,13 @@
 """The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
 import json
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
 from folders import PER_EPOCH, STORAGE, Ranks, state_of, tensors_of
 
+from mindresume import agree
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.iteration_files import iteration_name
@@ -342,7 +344,7 @@ def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_pa
     job = Job(tmp_path).steps(5)
     job.manager.group = Peer(UNSAVED, busy=1)
     job.end()
-    assert job.collected == [5, 5] and job.manager.group.busy == -1 and job.manager.group.told == [SAVED]
+    assert job.collected == [5, 5] and job.manager.group.busy == -3 and job.manager.group.told == [SAVED, None, None]
 
 
 def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
@@ -351,3 +353,96 @@ def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
     assert job.collected == [5] and committed(tmp_path) == [5]
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------------
+
+class Uploads:
+    """In the place of a Mirror."""
+
+    def __init__(self, work=lambda: []):
+        self.work, self.done = work, []
+
+    def poll(self):
+        return []
+
+    def saved(self, step):
+        self.done.append(step)
+
+    def finish(self, deadline):
+        self.done.append("finished")
+        return self.work()
+
+
+@pytest.mark.parametrize("error", [FolderInUseError("taken over"), SaveError("no room"), ValueError("a defect")])
+def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, error):
+    job = Job(tmp_path).steps(5)
+    uploads = job.manager._mirror = Uploads(lambda: [RemoteError("no such bucket")])
+
+    def finish(deadline):
+        raise error
+    job.manager._saver.finish = finish
+    with pytest.raises(type(error), match=str(error)):
+        job.end()
+    assert uploads.done[-1] == "finished" and list((tmp_path / FOLDER).glob("claim-*")) == []
+
+
+def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
+    """Only this rank has it, so the others go on with the end."""
+    job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
+    job.manager.group = Peer(SAVED)
+    uploads = job.manager._mirror = Uploads()
+    job.step += 1
+    (tmp_path / "rank_0").rename(tmp_path / "aside")
+    (tmp_path / "rank_0").write_text("in the way")
+    with pytest.raises(SaveError, match="step 6"):
+        job.end()
+    assert job.manager.group.told == [UNSAVED, None, None, None] and uploads.done == ["finished"]
+
+
+@pytest.mark.parametrize("part", ["commits", "uploads"])
+def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, part):
+    """Its work is done only after ten exchanges: if another rank waited for it in one of them, it never would be."""
+    job, enough = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5), threading.Event()
+
+    class Counting(Peer):
+        exchanges = 0
+
+        def gather(self, message):
+            self.exchanges += 1
+            if self.exchanges == 10:
+                enough.set()
+            return super().gather(message)
+    job.manager.group = Counting(SAVED)
+    monkeypatch.setattr(agree, "LONGEST_PAUSE", agree.FIRST_PAUSE)
+
+    def work(*deadline):
+        return [] if enough.wait(60) else [RemoteError("nobody followed")]
+    if part == "commits":
+        job.manager._saver.finish = work
+    else:
+        job.manager._mirror = Uploads(work)
+    job.end()
+    assert job.manager.group.exchanges > 10
+
+
+def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
+    job, done = Job(tmp_path).steps(5), []
+
+    class Leaving(Peer):
+        def gather(self, message):
+            if self.told:                                               # it has told that its step is saved
+                raise RuntimeError("the other rank is gone")
+            return super().gather(message)
+    job.manager.group = Leaving(SAVED)
+    left = threading.Event()
+
+    def finish(deadline):
+        left.wait(0.1)
+        done.append("committed")
+        return []
+    job.manager._saver.finish = finish
+    job.manager._mirror = Uploads()
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        job.end()
+    assert done == ["committed"] and list((tmp_path / FOLDER).glob("claim-*")) == []

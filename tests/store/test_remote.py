@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +19,13 @@ from folders import STORAGE, Ranks
 from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine
 from mindresume.drill.ranks import Turns
-from mindresume.errors import NoUsableCheckpointError, RemoteError
+from mindresume.errors import AgreementError, NoUsableCheckpointError, RemoteError
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
+from mindresume.resume import restore
 from mindresume.resume.restore import Restore, trace
 from mindresume.resume.select import select
-from mindresume.store.claim import Holds, next_run, occupy, owner_of_this_process
+from mindresume.store.claim import Holds, next_run, occupy, owner_of_this_process, see_dead
 from mindresume.store.commit import Committer
 from mindresume.store.mirror import AGAIN, Mirror
 from mindresume.store.objects import MoxingStore
@@ -261,6 +263,43 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
     choice = world.restore_all()
     assert (choice.chosen.step, choice.chosen.run) == (10, RUN) and content(world.disk) == before
     assert any("is of run 0001-0000aaaa, step 10, and is not overwritten" in line for line in world.log)
+
+
+def unfinished_afresh(world, ranks):
+    """A training that began afresh on an empty disk has died in its first save; ``ranks`` have written their part."""
+    folders.save(world.disk, 5, 2)
+    for one in reversed(world.mirrors()):
+        one.saved(5)
+    world.first.work()
+    world.empty_disk()
+    for rank in ranks:
+        folders.write_rank(world.disk, 5, rank, 2, LATER)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, monkeypatch, recorded):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    if not recorded:
+        next(world.disk.rglob("rank_00001.json")).unlink()
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
+    assert not [path for path in content(world.disk) if LATER in path]
+
+
+def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    claim = occupy(STORAGE, str(world.disk), replace(owner_of_this_process("saving"), run=LATER), 0)
+    before = content(world.disk)
+    times = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(restore, "see_dead", partial(see_dead, clock=lambda: next(times), sleep=lambda seconds: None))
+    with pytest.raises(AgreementError, match="is saving there"):
+        world.restore_all()
+    assert content(world.disk) == before
+    claim.leave()
 
 
 def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path):
@@ -721,6 +760,18 @@ def test_during_the_training_they_hear_it_too(world):
     for one in mirrors * 2:
         one.turn()
     assert [len(one.poll()) for one in mirrors] == [1, 1] and all(one.turn() is None for one in mirrors)
+
+
+def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_stopped(world):
+    mirrors = world.mirror(5)
+    world.remote.announce(LATER, Mark())
+    saved(world, mirrors, 10)
+    for one in mirrors * 2:
+        one.turn()
+    saved(world, mirrors, 15)
+    for rank, one in enumerate(mirrors):
+        one.poll()
+        assert f"step 15 is not in {URL}, not whole: rank {rank} " in str(one.finish(600)[-1])
 
 
 def test_overtaken_before_the_first_word(world):
