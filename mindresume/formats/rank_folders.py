@@ -18,9 +18,9 @@ from mindresume.errors import DamagedFileError
 from mindresume.files import FORMATS
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
 from mindresume.formats.names import META, FileName, folder_name, folder_rank, parse_label, parse_name
-from mindresume.formats.records import header_of, no_step, scalars_of, status_of
+from mindresume.formats.records import Attempt, header_of, no_step, read_attempts, scalars_of, status_of
 from mindresume.layout import MAX_RANKS
-from mindresume.manifest import FOLDER, FileRecord, attempts, run_sequence, untrashed
+from mindresume.manifest import FOLDER, FileRecord, attempt_name, attempts, run_sequence, untrashed
 from mindresume.state import is_count
 from mindresume.store.storage import Storage, parallel, read_json
 
@@ -38,6 +38,7 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
     candidates that matter. Where something is committed, the rank folders are listed only if the first of them holds files
     without records: what mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
     ranks, tried = ranks_of(top), None if attempted is None else _attempted(attempted)
+    late: dict[tuple[str, int], Attempt] = {}
     hidden: dict[int, Candidate] = {}
 
     def names_of(rank: int) -> list[str]:
@@ -48,11 +49,14 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
             return []
 
     def look(ranks: list[int]) -> tuple[list[Candidate], list[str]]:
-        return _scan_names(storage, root, dict(zip(ranks, parallel(storage, names_of, ranks), strict=True)), known, tried)
+        return _scan_names(storage, root, dict(zip(ranks, parallel(storage, names_of, ranks), strict=True)), known, tried, late)
     committed = any(candidate.committed for candidate in ours)
     foreign, notes = look(ranks[:1] if committed else ranks)
     if committed and (foreign or hidden):
         foreign, notes = look(ranks)
+    if late:
+        seen, _, said = read_attempts(storage, root, list(late.values()), brief=True)
+        ours, notes = ours + seen, notes + said
     placed, more = _order_foreign(storage, root, ours, foreign)
     found = sorted(ours + placed, key=lambda c: c.order, reverse=True)
     return [hidden[rank] for rank in sorted(hidden)] + found, notes + more
@@ -97,8 +101,9 @@ class _Group:
 
 
 def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], known: set[str],
-                attempted: set[tuple[str, int]] | None) -> tuple[list[Candidate], list[str]]:
-    """Candidates among files that no record names, and notes."""
+                attempted: set[tuple[str, int]] | None, late: dict[tuple[str, int], Attempt]
+                ) -> tuple[list[Candidate], list[str]]:
+    """Candidates among files that no record names, and notes. ``late``: as of ``_from_group``."""
     groups: dict[tuple[str, str], _Group] = {}
     hinted = [rank for rank, names in listings.items() if META in names]
     notes = sum(parallel(storage, lambda rank: _check_meta(storage, root, folder_name(rank), listings[rank]), hinted), [])
@@ -122,7 +127,7 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
             group.files[rank] = path
     candidates = []
     for group in groups.values():
-        candidate = _from_group(storage, root, group, attempted)
+        candidate = _from_group(storage, root, group, attempted, late)
         if candidate is not None:
             candidates.append(candidate)
     return candidates, notes
@@ -149,8 +154,9 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
     return []
 
 
-def _from_group(storage: Storage, root: str, group: _Group,
-                attempted: set[tuple[str, int]] | None) -> Candidate | None:
+def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple[str, int]] | None,
+                late: dict[tuple[str, int], Attempt]) -> Candidate | None:
+    """``late``: is told the folders of records that are there and are not listed yet: another host has made them."""
     files = {rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())}
     base = Candidate(None, MINDFORMERS, group.format, files, len(files), (0.0,), epoch=group.epoch)
     header, problem, scalars = None, None, {}
@@ -170,6 +176,8 @@ def _from_group(storage: Storage, root: str, group: _Group,
         return replace(base, step=written[1], origin=OURS, run=written[0], order=(run_sequence(written[0]), written[1], 0.0),
                        problem=Refusal(written[1], f"its records cannot be looked at, as {FOLDER} cannot be listed",
                                        base.first.path))
+    if written is not None and written not in attempted and (written in late or _is_late(storage, root, written, late)):
+        return None
     # A run that keeps no records here at all was copied without them; "never completed" can be said of the others only.
     if written is not None and any(run == written[0] for run, _ in attempted):
         if written in attempted:
@@ -184,6 +192,20 @@ def _from_group(storage: Storage, root: str, group: _Group,
     samples, epoch = scalars.get("global_batch_size"), scalars.get("epoch_num")
     position = float(step * samples) if is_count(samples) else float(step)
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)
+
+
+def _is_late(storage: Storage, root: str, written: tuple[str, int], late: dict[tuple[str, int], Attempt]) -> bool:
+    """Whether there is a folder of records of ``written`` (run, step), which is not listed; then ``late`` is told."""
+    run, step = written
+    name = attempt_name(step, run)
+    path = os.path.join(root, FOLDER, name)
+    try:
+        if storage.status(path) is None:
+            return False
+        late[written] = Attempt(name, step, run, "", storage.list(path))
+    except OSError as error:
+        late[written] = Attempt(name, step, run, "", [], error)
+    return True
 
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate]

@@ -73,7 +73,6 @@ class Training:
     pace: float = 1.0                       # seconds of a step
     monitored: bool = False                 # it is known of each checkpoint whether it is healthy
     sick: tuple[int, ...] = ()              # and these are not
-    pruned: bool = False                    # somebody else removes checkpoints, too, and knows nothing of meta.json
 
 
 @dataclass
@@ -260,10 +259,7 @@ def _life(job: Job, rank: int) -> None:
     try:
         _live(job, rank, opened)
     except FolderInUseError as error:
-        times = job.history.opened
-        # Of two that begin at the same moment either may stay, and the other one learns of it when it saves.
-        late = opened and max(times.values()) - times[opened[0]] > 1.5 + 300 * job.cluster.scheduler.tick
-        if late and not job.struck(("ENOSPC", "EDQUOT")) and not job.cluster.lag:
+        if opened and not job.struck(("ENOSPC", "EDQUOT")):
             job.history.expelled.append(f"{job.name}, which nothing has struck, has lost its folder: {error}")
         raise
 

@@ -114,7 +114,7 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
             if first is None or (first.candidate.run, first.candidate.step) != told[0]:
                 findings.append(Finding(UNEQUAL, f"which says {told[0]}, ls {first and first.candidate.name}"))
         findings.extend(_committed(storage, history, training))
-        findings.extend(_pointers(storage, training) if not training.pruned else ())
+        findings.extend(_pointers(storage, training))
     cluster = _alone(disks, work)
     error = cluster.processes[0].error
     if error is not None:

@@ -308,7 +308,10 @@ def _read(play: Play, pause: float = 0.8) -> None:
             choice = select(storage, training.root, Solo(), training.ranks, named, lambda candidate: list(candidate.files))
         except MissingCheckpointError:
             continue                                            # it was removed
-        if choice.chosen is None or choice.chosen.run is None:  # files of which this host does not list the records yet
+        if choice.chosen is None:
+            continue
+        if choice.chosen.run is None:
+            play.history.wrong.append(f"{choice.chosen.first} is taken for files without records")
             continue
         held = claim.hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
         if held is not None:
@@ -329,9 +332,9 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("older", "a job may choose between two checkpoints", _one, Training(steps=8, keep=1), Training(steps=4)),
     Scenario("restarts", "a platform starts the job again and again", _restarted, Training(steps=8, keep=2)),
     Scenario("twice", "two jobs are started in one folder at the same time", _twice,
-             Training(steps=6, keep=2, pruned=True)),
+             Training(steps=6, keep=2)),
     Scenario("rare beats", "beside a job that seldom gives a sign of life another one is started", _rare_beats,
-             Training(steps=6, keep=2, pace=25.0, pruned=True)),
+             Training(steps=6, keep=2, pace=25.0)),
     Scenario("same hosts", "a job is started again on its hosts, and once more when they have changed places", _exchanged,
              Training(hosts=2, steps=8, keep=2)),
     Scenario("orphan", "records of versions before lie under a name that is in use", _orphan, Training(steps=6, keep=1),
@@ -345,8 +348,8 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
              Training(hosts=2, steps=6, keep=1, apart=True), Training(hosts=2, steps=2, apart=True), FORMATS[:2]),
     Scenario("afresh", "a new training in the folder of another one", _afresh, Training(steps=4, keep=1, fresh=True)),
     Scenario("lost ranks", "ranks that are left save what they have", _one, Training(steps=6, keep=2, rescue=True)),
-    Scenario("a reader", "one process prunes, another one reads", _readers, Training(steps=8, pruned=True), Training(steps=8),
+    Scenario("a reader", "one process prunes, another one reads", _readers, Training(steps=8), Training(steps=8),
              ways=("",)),
     Scenario("readers", "beside a job one process prunes, another one reads", _with_reader,
-             Training(steps=6, keep=2, pruned=True)),
+             Training(steps=6, keep=2)),
 )}

@@ -10,6 +10,10 @@ Whether an owner lives is never guessed from age: on the same machine its proces
 watched for some of its own beats. What cannot be known (a claim that cannot be read, an owner elsewhere that does not beat) is
 taken for alive, and a person decides. A job that was taken for dead and wakes up again finds the claim of its successor and stops
 saving.
+
+Of jobs that start at the same moment one stays: each publishes its claim and then looks. Whoever sees no claim beside its own has
+acquired the folder, and says so with its first beat: of any two the one that published later sees the other. Who sees an earlier
+name (number, run) gives way; who sees later names only waits until those have given way, or one of them has acquired the folder.
 """
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -190,10 +194,14 @@ def users_of(storage: Storage, root: str) -> list[Owner]:
 def next_run(names: Iterable[str]) -> str:
     """The name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
-    used = [run for _, _, run in attempts(list(map(untrashed, names)))]
-    used += _claimed(names) + _claimed(names, _ENDED)
+    used = _past(names) + _claimed(names)
     used += [run for _, run in _half_written(names)]        # it died while it claimed the folder; only a later run removes that
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
+
+
+def _past(names: list[str]) -> list[str]:
+    """Runs of which folders of records are among ``names``, and those that have left their number alone."""
+    return [run for _, _, run in attempts(list(map(untrashed, names)))] + _claimed(names, _ENDED)
 
 
 def leave_trace(storage: Storage, root: str, run: str) -> None:
@@ -203,10 +211,15 @@ def leave_trace(storage: Storage, root: str, run: str) -> None:
 
 
 def fence(storage: Storage, root: str, run: str) -> None:
-    """FolderInUseError if a later run has claimed this folder or saved into it: then this one was taken for dead."""
+    """FolderInUseError if a later run has acquired this folder or saved into it: then this one was taken for dead. One that has
+    published its claim and not said yet that it stays gives way."""
     names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
-    later = [other for other in _claimed(names) + _claimed(names, _ENDED) if (run_sequence(other), other) > mine]
-    later += [other for _, _, other in attempts(names) if run_sequence(other) > mine[0]]
+    later = [other for other in _claimed(names, _ENDED) + [other for _, _, other in attempts(names)]
+             if (run_sequence(other), other) > mine]
+    if any((run_sequence(other), other) > mine for other in _claimed(names)):
+        found, unreadable = look(storage, root, names)
+        later += [other for other in (*unreadable, *(owner.run for owner in found if owner.beat))
+                  if (run_sequence(other), other) > mine]
     if later:
         newest = max(later, key=lambda other: (run_sequence(other), other))
         who = next((str(owner) for owner in claims(storage, root, names) if owner.run == newest), f"run {newest}")
@@ -235,7 +248,7 @@ class Claim:
         publish(self.storage, _path(self.root, self.run), [self.owner.encode()], self.run)
 
     def beat(self) -> None:
-        """Counts up once. OSError if it cannot be written."""
+        """Counts up once; the first time says that the folder is acquired. OSError if it cannot be written."""
         with self._lock:
             if not self._stop.is_set():
                 self.owner = replace(self.owner, beat=self.owner.beat + 1, step=self.step)
@@ -253,13 +266,21 @@ class Claim:
     def leave(self) -> None:
         """Removes the claim. Does nothing the second time, and nothing in a child of the process that made it. A beat that hangs
         in the file system does not hang the end of the job: the claim stays then, and the next job finds its owner dead."""
+        self._end(self.traced)
+
+    def withdraw(self) -> None:
+        """Removes the claim of a job that has not acquired the folder: it leaves no trace, which would tell others that a later
+        run was there."""
+        self._end(False)
+
+    def _end(self, traced: bool) -> None:
         if self._stop.is_set() or os.getpid() != self._process:
             return
         self._stop.set()
         if self._lock.acquire(timeout=BEAT):
             try:
                 path = _path(self.root, self.run)
-                if self.traced:
+                if traced:
                     self.storage.rename(path, os.path.join(os.path.dirname(path), f"{_ENDED}{self.run}{_SUFFIX}"))
                 else:
                     self.storage.remove(path)
@@ -278,25 +299,26 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     Waits only if another claim is there whose owner was not seen dead: ``PATIENCE`` beats of that owner, at most ``LONGEST``."""
     folder = os.path.join(root, FOLDER)
     storage.make_folder(folder)
-    dead = _watch(storage, root, owner, log, clock, sleep)
+
+    def watch(*besides: str) -> list[Owner]:
+        return _watch(storage, root, owner, log, clock, sleep, besides)
+    dead = watch()
     names = storage.list(folder)
     run = owner.run or next_run([*names, *_in_iterations(storage, root)])
     claim = Claim(storage, root, replace(owner, run=run, every=beat), traced)
-    failed: OSError | None = None
     try:
-        claim.publish()
-    except OSError as error:                        # a job that starts at the same moment may have removed it half-written
-        failed = error
-    known = {other.run for other in dead}
-    later = [run for run in _claimed(storage.list(folder))     # two jobs that start at the same moment: the later name stays
-             if run not in known and (run_sequence(run), run) > claim.owner.order]
-    if later or failed is not None:
-        claim.leave()                               # an error is not an undo: it may be there
-    if later:
-        found = [other for other in claims(storage, root) if other.run in later]
-        raise FolderInUseError(_in_use(root, str(found[0]) if found else f"run {later[0]}", owner)) from failed
-    if failed is not None:
-        raise failed
+        dead = _acquire(claim, dead, watch)
+        used = [other for other in _past(storage.list(folder)) if run_sequence(other) >= run_sequence(run) and other != run]
+        if not used:
+            claim.beat()
+    except BaseException:                           # an error is not an undo: it may be there
+        claim.withdraw()
+        raise
+    if used:                                        # names were listed late, or another job has come and gone meanwhile
+        claim.withdraw()
+        if owner.run:
+            raise FolderInUseError(_in_use(root, f"run {used[0]}", owner))
+        return occupy(storage, root, owner, beat, log, clock, sleep, traced)
     for other in dead:
         log(f"{other} ended without a word")
     half = _half_written(names)
@@ -315,6 +337,28 @@ def see_dead(storage: Storage, root: str, log: Text = lambda text: None, clock: 
              sleep: Callable[[float], None] = time.sleep) -> None:
     """Waits as ``occupy`` does, and claims nothing. FolderInUseError if a job that saves into ``root`` lives, or may live."""
     _watch(storage, root, owner_of_this_process(SAVING), log, clock, sleep)
+
+
+def _acquire(claim: Claim, dead: list[Owner], watch: Callable[..., list[Owner]]) -> list[Owner]:
+    """Publishes ``claim``, and looks until no other job that saves has one, besides those of ``dead``. Returns all that were seen
+    dead. FolderInUseError if it is for this job to give way."""
+    failed: OSError | None = None
+    try:
+        claim.publish()
+    except OSError as error:                        # a job that starts at the same moment may have removed it half-written
+        failed = error
+    while True:
+        known = [claim.run, *(owner.run for owner in dead)]
+        found, unreadable = look(claim.storage, claim.root)
+        others = {owner.run: str(owner) for owner in found} | {run: f"run {run}" for run in unreadable}
+        rivals = sorted((run_sequence(run), run) for run in others if _saves(run) and run not in known)
+        if rivals and (failed is not None or rivals[0] < claim.owner.order):
+            raise FolderInUseError(_in_use(claim.root, others[rivals[0][1]], claim.owner)) from failed
+        if failed is not None:
+            raise failed
+        if not rivals:
+            return dead
+        dead = dead + watch(*known)
 
 
 def _in_iterations(storage: Storage, root: str) -> list[str]:
@@ -344,18 +388,18 @@ def _is_told_by_beats(owner: Owner) -> bool:
     return 0 < owner.every * PATIENCE <= LONGEST
 
 
-def _watch(storage: Storage, root: str, me: Owner, log: Text, clock: Callable[[], float], sleep: Callable[[float], None]
-           ) -> list[Owner]:
-    """Those that saved into ``root`` and are dead. Of an owner elsewhere every beat is a sign of life, and silence for
-    ``PATIENCE`` of its own beats is none; a process of this machine may use that time to end, and a claim that cannot be read to
-    become readable. FolderInUseError if one lives, or may live."""
+def _watch(storage: Storage, root: str, me: Owner, log: Text, clock: Callable[[], float], sleep: Callable[[float], None],
+           besides: Collection[str] = ()) -> list[Owner]:
+    """Those that saved into ``root`` and are dead, but for the runs ``besides``. Of an owner elsewhere every beat is a sign of
+    life, and silence for ``PATIENCE`` of its own beats is none; a process of this machine may use that time to end, and a claim
+    that cannot be read to become readable. FolderInUseError if one lives, or may live."""
     beats: dict[str, int] = {}                      # of each claim when it was first read
     since: dict[tuple[str, bool], float] = {}       # when each was first read (True), or could first not be read (False)
     said = False
     while True:
         now, (found, unreadable) = clock(), look(storage, root)
-        owners = [owner for owner in found if owner.purpose == SAVING]
-        unreadable = {run: why for run, why in unreadable.items() if _saves(run)}
+        owners = [owner for owner in found if owner.purpose == SAVING and owner.run not in besides]
+        unreadable = {run: why for run, why in unreadable.items() if _saves(run) and run not in besides}
         states = {owner.run: lives(owner) for owner in owners}
         beating = [owner for owner in owners if states[owner.run] is None and
                    beats.setdefault(owner.run, owner.beat) != owner.beat]

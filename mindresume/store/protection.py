@@ -10,15 +10,17 @@ note that a rule cannot understand protects whatever it may be about: better one
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.iterations import tracked
+from mindresume.formats.names import META, folder_name
 from mindresume.formats.records import whole
 from mindresume.store.common import spared
 from mindresume.store.lineage import others
-from mindresume.store.storage import Storage
+from mindresume.store.storage import Storage, read_json
 from mindresume.store.trials import trials
 
 Reasons = Mapping[str, list[str]]
@@ -67,6 +69,21 @@ def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) ->
             yield candidate, f"{TRACKER} names it"
 
 
+def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """mindformers without us goes by it. The job that has just committed a newer one changes it last."""
+    committed = [c for c in found if c.committed and c.files and not c.base]
+    for rank in sorted({min(c.files) for c in committed}):
+        folder = folder_name(rank)
+        try:
+            path = f"{folder}/{read_json(storage, os.path.join(root, folder, META))['last_ckpt_file']}"
+        except (FileNotFoundError, ValueError, KeyError, TypeError):        # it leads nowhere
+            continue
+        # A name can have been used twice. The newest of all stays anyway.
+        candidate = next((c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None)
+        if candidate not in (None, committed[0]):
+            yield candidate, f"{folder}/{META} names it"
+
+
 def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
     names = spared(storage, root)
     for candidate in found:
@@ -89,7 +106,8 @@ def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> 
             yield candidate, candidate.unseen
 
 
-RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, common_to_all_nodes, on_trial, not_looked_into)
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named_by_meta, common_to_all_nodes, on_trial,
+                           not_looked_into)
 
 
 def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Reasons:

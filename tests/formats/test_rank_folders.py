@@ -14,6 +14,7 @@ from mindresume.formats.names import FileName, folder_name, folder_rank, free_su
 from mindresume.formats.records import listed
 from mindresume.formats.scan import is_root, scan
 from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
+from mindresume.store.storage import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
 
@@ -304,3 +305,31 @@ def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_
 def test_an_absent_record_does(tmp_path):
     write_rank(tmp_path, 5, 0, 2)
     assert [c.existed for c in found(tmp_path).candidates] == [False]
+
+
+class Late(PosixStorage):
+    """Lists in one folder only what was there when it was made: other hosts have created the rest."""
+
+    def __init__(self, folder, *but):
+        self.folder, self.names = str(folder), [name for name in os.listdir(folder) if name not in but]
+
+    def list(self, folder):
+        return self.names if folder == self.folder else super().list(folder)
+
+
+@pytest.mark.parametrize("missing", ["newest", "all", "trouble"])
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_records_that_are_listed_late_are_looked_up(tmp_path, fmt, missing):
+    """The files were taken for a checkpoint without records: unproven, and held by nobody."""
+    for step, run, suffix in ((5, RUN, 0), (10, NEXT_RUN, 1)):
+        save(tmp_path, step, world=2, fmt=fmt, run=run, suffix=suffix)
+    late = attempt_name(10, NEXT_RUN)
+    storage = Late(tmp_path / FOLDER, late, *([attempt_name(5, RUN)] if missing == "all" else []))
+    if missing == "trouble":
+        def fail(path, status=storage.status):
+            if path.endswith(late):
+                raise OSError(5, "Input/output error", path)
+            return status(path)
+        storage.status = fail
+    rows = [(c.origin, c.step, c.run, c.committed) for c in scan(storage, str(tmp_path)).candidates]
+    assert rows == [(OURS, 10, NEXT_RUN, missing != "trouble"), (OURS, 5, RUN, True)]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -208,25 +209,119 @@ def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):
     assert time.now < 30
 
 
-@pytest.mark.parametrize("token, stays", [("00000000", True), ("ffffffff", False)])
-def test_of_two_that_start_at_once_one_stays(tmp_path, token, stays):
-    """The other's claim appears between our look and our own claim; the later name wins, on both sides."""
-    rival = Claim(STORAGE, str(tmp_path), replace(ME, run=run_name(1, token)))
+class During(PosixStorage):
+    """Right before its operation number ``at`` something else happens."""
 
-    class Late(PosixStorage):
-        def rename(self, old, new):
-            rival.publish()
-            super().rename(old, new)
-    if stays:
-        claim = occupy(Late(), str(tmp_path), ME)
+    def __init__(self, at, act):
+        self.left, self.act = at, act
+
+    def _count(self):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+    def list(self, folder):
+        self._count()
+        return super().list(folder)
+
+    def open(self, path):
+        self._count()
+        return super().open(path)
+
+    def write(self, path, pieces, size=0):
+        self._count()
+        return super().write(path, pieces, size)
+
+    def rename(self, old, new):
+        self._count()
+        super().rename(old, new)
+
+    def remove(self, path):
+        self._count()
+        super().remove(path)
+
+
+@pytest.mark.parametrize("other", [ME, ELSEWHERE])
+@pytest.mark.parametrize("token", ["00000000", "ffffffff"])
+@pytest.mark.parametrize("at", range(1, 14))
+def test_of_two_that_start_at_once_one_acquires_the_folder_and_is_never_thrown_out(tmp_path, token, other, at):
+    """The later of the two threw out one that had acquired the folder already."""
+    acquired = []
+
+    def begin(owner, storage):
+        time = Time(lambda now: [claim.beat() for claim in acquired])
+        with suppress(FolderInUseError):
+            acquired.append(occupy(storage, str(tmp_path), owner, clock=time.clock, sleep=time.sleep))
+        for claim in acquired:
+            fence(STORAGE, str(tmp_path), claim.run)
+    mine = replace(ME, run=run_name(1, "88888888"))
+    begin(mine, During(at, lambda: begin(replace(other, run=run_name(1, token)), STORAGE)))
+    claim, = acquired
+    fence(STORAGE, str(tmp_path), claim.run)
+
+
+def rival_of(root, token, owner=ELSEWHERE):
+    return Claim(STORAGE, str(root), replace(owner, run=run_name(1, token)))
+
+
+def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(tmp_path):
+    rival = rival_of(tmp_path, "ffffffff")
+    time = Time(lambda now: rival.withdraw())
+    owner = replace(ME, run=run_name(1, "88888888"))
+    storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
+    claim = occupy(storage, str(tmp_path), owner, clock=time.clock, sleep=time.sleep)
+    assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
+
+
+def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
+    rival = rival_of(tmp_path, "ffffffff")
+    time, owner = Time(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
+    with pytest.raises(FolderInUseError, match="run 0001-ffffffff on host node7"):
+        occupy(During(4, lambda: rival.publish()), str(tmp_path), owner, clock=time.clock, sleep=time.sleep)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_who_gives_way_leaves_no_trace(tmp_path, traced):
+    """A number that seemed to be of a later run, which has ended, threw out the one that stayed."""
+    rival = rival_of(tmp_path, "00000000")
+    owner = replace(ME, run=run_name(1, "88888888"))
+    with pytest.raises(FolderInUseError, match="run 0001-00000000"):
+        occupy(During(4, lambda: rival.publish()), str(tmp_path), owner, traced=traced)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
+
+
+@pytest.mark.parametrize("token", ["00000000", "ffffffff"])
+def test_a_number_that_another_job_has_taken_meanwhile_is_not_used_again(tmp_path, token):
+    """It began, saved and ended between the listing from which the number came and the claim: two runs had one number."""
+    storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
+    assert run_sequence(occupy(storage, str(tmp_path), ME).run) == 2
+
+
+def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tmp_path):
+    save(tmp_path, 5, 1, run=run_name(1, "00000000"))
+    with pytest.raises(FolderInUseError, match="run 0001-00000000"):
+        start(tmp_path, replace(ME, run=run_name(1, "88888888")))
+    assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, run_name(1, "00000000"))]
+
+
+def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_the_folder(tmp_path):
+    claim = start(tmp_path)
+    rival = left_by(tmp_path, ELSEWHERE, 2)
+    fence(STORAGE, str(tmp_path), claim.run)
+    rival.beat()
+    with pytest.raises(FolderInUseError, match="node7"):
         fence(STORAGE, str(tmp_path), claim.run)
+
+
+@pytest.mark.parametrize("token, stops", [("00000000", False), ("ffffffff", True)])
+def test_of_two_runs_with_one_number_the_later_name_counts(tmp_path, token, stops):
+    save(tmp_path, 5, 1, run=run_name(1, token))
+    if stops:
         with pytest.raises(FolderInUseError):
-            fence(STORAGE, str(tmp_path), rival.run)
+            fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
     else:
-        with pytest.raises(FolderInUseError):
-            occupy(Late(), str(tmp_path), ME)
-        fence(STORAGE, str(tmp_path), rival.run)
-        assert [owner.run for owner in claims(STORAGE, str(tmp_path))] == [rival.run]
+        fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
 
 
 def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writing(tmp_path):
@@ -333,8 +428,10 @@ def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
             rival.publish()
             self.left = 99
             super().rename(old, new)
-    with pytest.raises(FolderInUseError, match="run 0001-ffffffff is saving"):
-        occupy(Late(0), str(tmp_path), ME)
+    time = Time()
+    with pytest.raises(FolderInUseError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
+        occupy(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
 # ---- how long an owner elsewhere is watched ------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import folders
 import pytest
-from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
+from folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
 
 from mindresume.agree import Solo
+from mindresume.formats.names import meta_json
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, trash_name, untrashed
 from mindresume.resume.select import select
@@ -149,6 +150,28 @@ def test_without_a_whole_one_no_checkpoint_goes(saved):
     made = planned(saved, KeepLast(1), ended=over)
     assert steps(made.kept) == [20, 15, 10, 5] and made.victims == () and steps(made.debris) == [25]
     assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
+
+
+def test_what_meta_json_names_stays(saved):
+    """A job has committed a newer one and has not pointed to it yet; beside it somebody prunes the folder."""
+    meta = saved / "rank_0" / "meta.json"
+    older, gone = (json.dumps(meta_json(name_of(0, step))) for step in (10, 11))
+    for text, kept in ((older, [20, 10]), (gone, [20]), ("[1]", [20]), ("", [20]), (None, [20])):
+        meta.unlink() if text is None else meta.write_text(text)
+        made = planned(saved, KeepLast(1), ended=over)
+        assert steps(made.kept) == kept, text
+        if len(kept) > 1:
+            assert why(made)[attempt_name(10, RUN)] == "rank_0/meta.json names it"
+
+
+def test_nothing_goes_while_what_meta_json_names_is_not_known(saved):
+    class Trouble(PosixStorage):
+        def open(self, path):
+            if path.endswith("meta.json"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return super().open(path)
+    with pytest.raises(OSError, match="Input/output"):
+        plan(Trouble(), str(saved), KeepLast(1))
 
 
 def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
