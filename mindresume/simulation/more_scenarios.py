@@ -8,11 +8,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mindresume.simulation import desk
 from mindresume.simulation.cluster import SHARED
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.simulation.jobs import History, Job, Training
+from mindresume.simulation.jobs import ITERATION, History, Job, Training
 from mindresume.simulation.oracle import STUCK, Finding
-from mindresume.simulation.remote_scenarios import SCENARIOS
+from mindresume.simulation.remote_decay import SCENARIOS
 from mindresume.simulation.scenarios import LIVES, Play, Scenario, restarted
 from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, QUOTA, QUOTA_OF_HOST
 from mindresume.simulation.standins import here
@@ -48,6 +49,18 @@ def _relaunched(play: Play) -> None:
             if launcher.exit == 0 and not any(process.exit for process in job.ranks):
                 return
     play.cluster.process(play.cluster.host("platform"), "platform", work)
+
+
+def _with_converter(play: Play) -> None:
+    """Beside a job that keeps one checkpoint somebody converts the newest."""
+    play.job(play.training).start()
+    play.cluster.process(play.cluster.host("desk"), "convert", lambda: desk.convert(play))
+
+
+def _with_verifier(play: Play) -> None:
+    """Beside a job that keeps one checkpoint somebody verifies all that are there."""
+    play.job(play.training).start()
+    play.cluster.process(play.cluster.host("desk"), "verify", lambda: desk.verify(play))
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
@@ -104,7 +117,7 @@ def cloned(disk: Disk, source: str, target: str) -> None:
 # ---- what must hold of a run -----------------------------------------------------------------------------------------
 
 def _well(play: Play) -> list[Finding]:
-    """Where nothing struck, everybody ends well."""
+    """Where nothing struck, everybody ends well. A writer that a training has left behind has its limit."""
     if play.stuck or play.cluster.struck:
         return []
     return list(_ends(play))
@@ -112,7 +125,7 @@ def _well(play: Play) -> list[Finding]:
 
 def _ends(play: Play) -> Iterator[Finding]:
     for process in play.cluster.processes:
-        if process.exit or process.error is not None:
+        if (process.exit or process.error is not None) and not process.name.endswith(".writer"):
             yield Finding(STUCK, f"{process.name} ended with {process.exit}: {type(process.error).__name__}: {process.error}")
 
 
@@ -127,6 +140,12 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
              Training(steps=12, keep=2), Training(steps=8), checks=_well),
     Scenario("snapshot", "a job goes on from a snapshot of the folder of another one, which goes on as well", _snapshot,
              Training(steps=8, keep=2), None, checks=_well),
+    Scenario("conversion", "beside a job that keeps one checkpoint the newest is converted", _with_converter,
+             Training(steps=8, keep=1), formats=(ITERATION,), judges=desk.judge_conversions, checks=_well),
+    Scenario("conversion of files", "the same, of a job of one rank", _with_converter, Training(ranks=1, steps=8, keep=1),
+             Training(ranks=1, steps=2), judges=desk.judge_conversions, checks=_well),
+    Scenario("verify", "beside a job that keeps one checkpoint all that are there are verified", _with_verifier,
+             Training(steps=8, keep=1), checks=_well),
 )})
 
 __all__ = ["SCENARIOS", "cloned"]
