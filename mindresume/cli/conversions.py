@@ -4,7 +4,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +17,7 @@ from mindresume.reshard.conversion import Conversion, Job
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
-from mindresume.reshard.source import Source, open_source
+from mindresume.reshard.source import Source, open_source, reading
 from mindresume.store.storage import PosixStorage
 from mindresume.words import size_text
 
@@ -56,8 +58,16 @@ def checked_engine(engine: str) -> str:
     return engine
 
 
-def opened(path: str, step: int | None, strategy: str | None) -> Source:
-    return open_source(PosixStorage(), locate(path), step, strategy)
+@contextmanager
+def opened(path: str, step: int | None, strategy: str | None, dry_run: bool) -> Iterator[Source]:
+    """Returns the source; unless in a dry run, which writes nothing, it is held until the end of the block."""
+    storage, where = PosixStorage(), locate(path)
+    if dry_run:
+        yield open_source(storage, where, step, strategy)
+        return
+    notes: list[str] = []
+    with reading(storage, where, step, strategy, notes.append) as source:
+        yield replace(source, notes=(*source.notes, *notes))
 
 
 def run(job: Job, target: str, fmt: str, engine: str, workers: int, memory: str | None, dry_run: bool, json: bool) -> None:

@@ -43,13 +43,13 @@ def convert(src: Src, dst: Dst,
     A plan takes from SRC which dimension of each tensor tensor parallelism cuts, and spreads layers evenly over pp; where that is
     not what the model does, give strategy files. Tensors are copied bit for bit. The result has records and layouts of its own.
     """
-    source = opened(src, step, strategy)
-    fmt = fmt or (ITERATION if source.is_iteration else source.weights.format)
-    if fmt not in CHOICES:
-        raise ConfigError(f"--format is {fmt!r}; choose one of {', '.join(CHOICES)}")
-    target = target_of(to, source)
-    job = to_iteration(source, target) if fmt == ITERATION else to_ranks(source, target, fmt)
-    run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)
+    with opened(src, step, strategy, dry_run) as source:
+        fmt = fmt or (ITERATION if source.is_iteration else source.weights.format)
+        if fmt not in CHOICES:
+            raise ConfigError(f"--format is {fmt!r}; choose one of {', '.join(CHOICES)}")
+        target = target_of(to, source)
+        job = to_iteration(source, target) if fmt == ITERATION else to_ranks(source, target, fmt)
+        run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)
 
 
 def target_of(to: str, source: Source) -> Strategy | None:

@@ -50,18 +50,19 @@ def export_hf(src: Src, dst: Dst,
     storage = PosixStorage()
     document, path = read_config(storage, config)
     model = model_of(document, path, *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
-    source = opened(src, step, strategy)
-    job = to_huggingface(source, model, dtype, bytes_of(part, "--max-shard-size"), document)
-    notes = list(source.notes)
-    conversion = Export(storage, job, dst, notes.append, config=document)
-    tile = tile_for(bytes_of(memory, "--memory-limit") * BUFFERS // (BUFFERS + WOVEN) if memory is not None else None, workers)
-    finished, traffic, plan = conversion.finished(), Traffic(), numbers(job)
     done = {"bytes_read": 0, "bytes_written": 0, "bytes_verified": 0, "seconds": 0.0}
-    if not dry_run and not finished:
-        check_copies(source.weights, read=True)
-        done = carry_out(conversion, "exporting", json, traffic,
-                         lambda: conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append)),
-                         check=lambda: verify_woven(job, traffic))
+    with opened(src, step, strategy, dry_run) as source:
+        job = to_huggingface(source, model, dtype, bytes_of(part, "--max-shard-size"), document)
+        notes = list(source.notes)
+        conversion = Export(storage, job, dst, notes.append, config=document)
+        limit = None if memory is None else bytes_of(memory, "--memory-limit") * BUFFERS // (BUFFERS + WOVEN)
+        tile = tile_for(limit, workers)
+        finished, traffic, plan = conversion.finished(), Traffic(), numbers(job)
+        if not dry_run and not finished:
+            check_copies(source.weights, read=True)
+            done = carry_out(conversion, "exporting", json, traffic,
+                             lambda: conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append)),
+                             check=lambda: verify_woven(job, traffic))
     value = {"source": source.what, "target": os.path.abspath(dst), "model_type": model.kind, "files": len(job.files),
              "tensors": plan["tensors"], "dtypes": sorted({t.dtype for t in job.source.weights.tensors.values()}),
              "bytes_to_write": plan["bytes_to_write"], "memory_bytes": (BUFFERS + WOVEN) * workers * tile, "notes": notes,

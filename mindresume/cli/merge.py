@@ -31,6 +31,6 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
     Files: part0.safetensors ..., hyper_param.safetensors with the counters, param_name_map.json. A training resumes from them
     with load_checkpoint: DST, resume_training: True, auto_trans_ckpt: True.
     """
-    source = opened(src, step, strategy)
-    job = to_complete(source, HUGGINGFACE if hf else MINDSPORE, bytes_of(part, "--part-size"), tuple(drop or ()))
-    run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)
+    with opened(src, step, strategy, dry_run) as source:
+        job = to_complete(source, HUGGINGFACE if hf else MINDSPORE, bytes_of(part, "--part-size"), tuple(drop or ()))
+        run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)

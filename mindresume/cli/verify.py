@@ -27,11 +27,10 @@ from mindresume.formats.complete import is_complete
 from mindresume.formats.records import absent_text, listed, offered, ranks_count
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
-from mindresume.resume.prove import prove, read_size
-from mindresume.resume.remarks import damaged_beside, stand_in_text
+from mindresume.resume.prove import read_size
 from mindresume.resume.select import assumption
 from mindresume.resume.survey import survey
-from mindresume.resume.understood import Layouts
+from mindresume.resume.verified import verified
 from mindresume.store.storage import PosixStorage
 from mindresume.words import size_text
 
@@ -65,16 +64,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             if complete:
                 results.append(merged.verify(storage, path, progress))
                 continue
-            candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
-            layouts = Layouts(storage, found.root, candidate)
-            proofs = [] if candidate.problem else [prove(storage, found.root, candidate, rank, progress, layouts=layouts)
-                                                   for rank in candidate.files]
-            bad = [proof for proof in proofs if isinstance(proof, Refusal)]
-            lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.lost(candidate)]
-            bad += [candidate.refuse(stand_in_text([(rank, path)])[0], path, rank) for rank, path in lost]
-            bad += damaged_beside(storage, found.root, candidate)
-            bad = list(dict.fromkeys(bad))                      # of metadata.json every rank says the same
-            results.append((candidate, bad or ([problem] if problem else [])))
+            results.append((row.candidate, verified(storage, found.root, row, progress)))
     seconds = time.monotonic() - started
     damaged = any(bad for candidate, bad in results if candidate.existed)
     if json:

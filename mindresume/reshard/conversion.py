@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -357,7 +358,8 @@ class Conversion:
     def abandon(self) -> None:
         """Nothing of it stays, unless it is somebody else's. No error."""
         if self._mine:
-            gone = f"{self.work}-{os.getpid()}"     # first away from its name: the same conversion may begin anew at once
+            # first away from its name: the same conversion may begin anew at once
+            gone = f"{self.work}-{secrets.token_hex(4)}"
             with suppress(OSError):
                 self.storage.rename(self.work, gone)
                 remove_tree(self.storage, gone)

@@ -2,11 +2,14 @@
 
     source = open_source(storage, "output/checkpoint", step=200)
     source.weights.tensors, source.state, source.identity
+
+    with reading(storage, "output/checkpoint") as source: ...       # a job that saves there does not remove it meanwhile
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +35,11 @@ from mindresume.resume.prove import prove
 from mindresume.resume.select import candidates_for
 from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState, is_count, is_number
+from mindresume.store.claim import Claim, hold
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
+
+_TRIES = 10                     # checkpoints that are removed one after the other, right before they are held
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,54 @@ class Source:
         return self.candidate is not None and bool(self.candidate.base)
 
 
-def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None) -> Source:
+class _Removed(MissingCheckpointError):
+    """Retention was faster: what is there has to be looked for anew."""
+
+
+@contextmanager
+def reading(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
+            log: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
+    """Opens a source as ``open_source`` does, and holds the checkpoint until the end of the block: neither a job nor ``prune``
+    removes it meanwhile. Where nothing can be written it is read all the same; ``log`` says so."""
+    held: list[Claim] = []
+
+    def leave() -> None:
+        while held:
+            held.pop().leave()
+
+    def keep(root: str, candidate: Candidate) -> None:
+        leave()
+        if candidate.origin != OURS or not candidate.box:       # mindresume removes nothing else
+            return
+        try:
+            claim = hold(storage, root, candidate.name, candidate.box)
+        except OSError as error:
+            log(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}")
+            return
+        if claim is None:
+            raise _Removed(f"step {candidate.step} of {root} was removed before it could be read")
+        held.append(claim)
+
+    def opened() -> Source:
+        for left in reversed(range(_TRIES)):
+            try:
+                return open_source(storage, path, step, strategy, keep)
+            except _Removed:
+                if not left:
+                    raise
+        raise AssertionError
+    try:
+        yield opened()
+    finally:
+        leave()
+
+
+def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
+                keep: Callable[[str, Candidate], None] = lambda root, candidate: None) -> Source:
     """``step``: of a folder with several, default the newest that is whole. ``strategy``: file or folder, needed for what
     mindformers wrote on several ranks unless the folder ``strategy`` lies beside. Headers and records are checked, no tensor is
-    read. MissingCheckpointError, NoUsableCheckpointError, StrategyError, DamagedFileError."""
+    read. ``keep(root, candidate)``: called before the files of a checkpoint are looked at. MissingCheckpointError,
+    NoUsableCheckpointError, StrategyError, DamagedFileError."""
     if is_complete(storage, path):
         if strategy is not None:
             raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
@@ -77,7 +127,10 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
     refused: list[Refusal] = []
     for candidate in wanted:
         try:
+            keep(found.root, candidate)
             return replace(open_candidate(storage, found.root, candidate, strategy), refused=tuple(refused), notes=found.notes)
+        except _Removed:
+            raise
         except MindResumeError as error:
             if insists or step is not None or len(wanted) == 1:
                 raise

@@ -32,6 +32,7 @@ class Bucket(Disk):
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, File] = {}
+        self.unreadable: set[str] = set()                   # urls: listed, with their sizes, and no GET succeeds
         self.seconds = 0.0
         self._late: dict[str, tuple[float, bool]] = {}      # url: until when listings show whether it was there before
 
@@ -40,12 +41,20 @@ class Bucket(Disk):
         if url not in self.objects:
             self._late[url] = until, False
         self.objects[url] = File(data, self.now, True)
+        self.unreadable.discard(url)
         self.changed += 1
 
     def delete(self, url: str, until: float = 0.0) -> None:
         """``until``: listings may still show it."""
         if self.objects.pop(url, None) is not None:
             self._late[url] = until, True
+            self.unreadable.discard(url)
+            self.changed += 1
+
+    def spoil(self, number: int) -> None:
+        """Of all objects this one, counted by name, cannot be read from now on, until another one is put there."""
+        if self.objects:
+            self.unreadable.add(sorted(self.objects)[number % len(self.objects)])
             self.changed += 1
 
     def list(self, prefix: str, now: float = float("inf")) -> list[str]:
@@ -60,7 +69,8 @@ class Bucket(Disk):
         return iter([(url, file) for url, file in self.objects.items() if url.startswith(path)])
 
     def signature(self, power: bool = True) -> int:
-        return xxhash.xxh3_64_intdigest("\n".join(f"{url}={file.key}" for url, file in sorted(self.objects.items())).encode())
+        rows = (f"{url}={file.key}{'?' if url in self.unreadable else ''}" for url, file in sorted(self.objects.items()))
+        return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 
     def pending(self) -> bool:
         return False
@@ -72,6 +82,7 @@ class Bucket(Disk):
         """With the same objects; listings of the copy lag behind nothing."""
         made = Bucket()
         made.now, made.changed, made.objects = self.now, self.changed, dict(self.objects)
+        made.unreadable = set(self.unreadable)
         return made
 
 
@@ -127,6 +138,8 @@ class PodStore:
         found = self.bucket.objects.get(url)
         if found is None:
             raise RemoteError(f"{url}: there is no such object")
+        if url in self.bucket.unreadable:
+            raise RemoteError(f"{url}: access is denied")
         return found.data
 
     def _until(self) -> float:

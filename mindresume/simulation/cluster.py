@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.simulation.schedule import ERRORS, OF_A_STORE, OUTAGE, Schedule, Strike
+from mindresume.simulation.schedule import (
+    ERRORS,
+    KILL_LAUNCHER,
+    MEMORY,
+    OF_A_STORE,
+    OUTAGE,
+    QUOTA,
+    QUOTA_OF_HOST,
+    UNREADABLE,
+    Schedule,
+    Strike,
+)
 from mindresume.simulation.scheduler import Killed, Scheduler, Task
 
 SHARED = "shared"
@@ -127,6 +138,7 @@ class Cluster:
         self._tokens = 0
         self._strikes = {strike.at: strike for strike in schedule.strikes}
         self._full_until = self._out_until = 0
+        self._quotas: dict[str, int] = {}               # of a rank or a host, by name: exhausted until this operation
         self.scheduler.ended.append(self._ended)
 
     # ---- hosts and processes ---------------------------------------------------------------------------------------
@@ -205,6 +217,9 @@ class Cluster:
                 return errno.ENOSPC, False
             if self._out_until >= number and name in OF_A_STORE:
                 return errno.ENETUNREACH, False
+            if self._quotas and name in ERRORS["EDQUOT"][1] and any(
+                    self._quotas.get(whose, 0) >= number for whose in (_rank(process), process.host.name)):
+                return errno.EDQUOT, False
         if strike is None:
             return 0, False
         return self._strike(strike, number, process, name, path)
@@ -245,6 +260,17 @@ class Cluster:
             self._out_until = number + strike.amount
         elif kind == "clock":
             process.host.offset += strike.amount
+        elif kind in (QUOTA, QUOTA_OF_HOST):
+            self._quotas[_rank(process) if kind == QUOTA else process.host.name] = number + strike.amount
+        elif kind == MEMORY:
+            process.host.memory = strike.amount
+        elif kind == KILL_LAUNCHER:
+            for other in self.processes:
+                if other.name == f"{process.name.partition('.')[0]}.launcher":
+                    self.kill(other)
+        elif kind == UNREADABLE:
+            for disk in self.disks.values():
+                disk.spoil(strike.amount)
         if process.dead:
             raise Killed
         return 0, False
@@ -267,6 +293,11 @@ class Cluster:
     def running(self) -> Process | None:
         task = self.scheduler.current
         return task.process if task is not None else None
+
+
+def _rank(process: Process) -> str:
+    """Its name; of a writer that of the rank for which it writes."""
+    return process.name.removesuffix(".writer")
 
 
 def lose_power(disks: Mapping[str, Disk], seed: int) -> None:

@@ -262,6 +262,9 @@ class Disk:
             folder.mtime = self.now
         self.changed += 1
 
+    def spoil(self, number: int) -> None:
+        """One of the objects of a bucket cannot be read any more; a disk has none."""
+
     # ---- what is left ----------------------------------------------------------------------------------------------
 
     def pending(self) -> bool:

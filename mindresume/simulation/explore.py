@@ -21,8 +21,8 @@ import xxhash
 from mindresume.simulation.cluster import lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
+from mindresume.simulation.more_scenarios import SCENARIOS
 from mindresume.simulation.oracle import Finding, due
-from mindresume.simulation.remote_scenarios import SCENARIOS
 from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
@@ -113,7 +113,7 @@ def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
 def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
     """Equal for what is judged equally, as long as the power does not fail."""
     least = due(history)
-    text = f"{play.scenario.name} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
+    text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
     text += f" {sorted(history.uploaded)} "
     text += " ".join(f"{name} {disk.signature(power=False)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.simulation.explore import Counts, Search, search, shrunk, systematic
-from mindresume.simulation.remote_scenarios import SCENARIOS
+from mindresume.simulation.explore import SCENARIOS, Counts, Search, search, shrunk, systematic
 
 SEEDS = 4                       # of a portion: about a second, as all that is lost of a portion that is stopped
 PARTS = 16                      # into which the schedules of one scenario, format and way are cut

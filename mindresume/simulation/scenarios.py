@@ -74,6 +74,7 @@ class Play:
             self.lose_pods()
         self.jobs: list[Job] = []
         self.stuck = ""
+        self.variant = ""                           # of disks that are equal but for what a signature does not tell: times
 
     def run(self, collect: Callable[[Play, int], None] | None = None) -> Play:
         """``collect(play, number)``: called before each operation before which the disks have changed, or what was told of them,

@@ -37,17 +37,25 @@ EXPLAINED = {
     "slow": "the operation takes so many seconds", "pause": "the process stands still for so many seconds, then goes on",
     "term": "SIGTERM to the process", "term all": "SIGTERM to all processes",
     "clock": "the clock of the host jumps by so many seconds",
-    "outage": "no call to the object store succeeds, for this and some later operations"}
+    "outage": "no call to the object store succeeds, for this and some later operations",
+    "quota": "the quota of this rank is exhausted, for some operations of all: the others can write",
+    "quota of the host": "the quota of this host is exhausted, for some operations of all: other hosts can write",
+    "memory": "the container of the host may use so many bytes from now on",
+    "kill launcher": "the launcher of the job is killed, its ranks are not",
+    "unreadable": "one of the objects in the bucket cannot be read any more"}
 _PICKS = 24                     # moments at which nobody has to be interrupted, of the first of which some are drawn
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 OUTAGE = "outage"               # of an object store: no call succeeds
+QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the host", "memory", "kill launcher", "unreadable"
+_AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
+            UNREADABLE: range(1000)}                        # of those that few scenarios have
 
 
 @dataclass(frozen=True)
 class Strike:
     """``at``: number of the operation, counted over all processes from 1. ``amount``: of a slow operation, a pause or a clock the
-    seconds, of a full disk and an outage the operations for which it lasts, of a loss of power what is left (0: only what was
-    flushed; else a seed)."""
+    seconds, of a full disk, a quota and an outage the operations for which it lasts, of a loss of power what is left (0: only
+    what was flushed; else a seed), of memory the bytes, of an unreadable object which one."""
     at: int
     kind: str
     amount: int = 0
@@ -138,8 +146,8 @@ def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, l
                   "clock": chance.choice((-3600, 3600, 10**7)),
                   "power": chance.choice((0, 0, chance.randrange(1, 10**6))),
                   "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
-        if kind == OUTAGE:
-            amount = chance.choice((3, 30, 300))
+        if kind in _AMOUNTS:
+            amount = chance.choice(_AMOUNTS[kind])
         strikes.append(Strike(at, kind, amount))
     clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
     if chance.random() < 0.5:                               # somebody else goes on before the struck one can react

@@ -1,0 +1,157 @@
+"""Somebody at a desk, beside a job: converts the newest checkpoint into another folder, or verifies all that are there.
+
+The commands' own work is run, without what they print: ``mindresume convert``, ``mindresume verify``.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import BinaryIO
+
+from mindresume.agree import Solo
+from mindresume.errors import MindResumeError
+from mindresume.reshard.conversion import Conversion, to_iteration, to_ranks
+from mindresume.reshard.copies import check_copies
+from mindresume.reshard.engine import writer
+from mindresume.reshard.source import Source, reading
+from mindresume.reshard.strategies import own_strategy
+from mindresume.resume.absent import nobody_knows
+from mindresume.resume.select import Choice, select
+from mindresume.resume.survey import survey
+from mindresume.resume.verified import verified
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.jobs import History, Training, wrong_content
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.oracle import WRONG, Finding, _alone, judge
+from mindresume.simulation.scenarios import Play
+from mindresume.simulation.standins import here, running
+
+TARGETS = "/converted"
+AGAIN = 3                       # times that somebody converts, or verifies
+PAUSE = 1.3                     # seconds before each: so it falls into the saves of a job with one a two seconds
+COUNTERS = ("step_num", "global_step")
+ELSEWHERE = ("ENOSPC", "EDQUOT", "kill all", "power")          # strike more than the process at whose operation they do
+
+
+class Files(Mount):
+    """What it opens are files of the kernel, as those who read at positions of it want them."""
+
+    def open(self, path: str) -> BinaryIO:
+        handle = os.memfd_create("simulated")
+        try:
+            data = super().open(path).read()
+            os.write(handle, data)
+            os.lseek(handle, 0, os.SEEK_SET)
+            return open(handle, "rb")                           # noqa: SIM115  the caller closes it
+        except BaseException:
+            os.close(handle)
+            raise
+
+
+class _Conversion(Conversion):
+    """Nobody else makes the same one: its lock, which is a file of the real disk, is not needed."""
+
+    def _take_lock(self) -> None:
+        self._mine = True
+
+
+def convert(play: Play) -> None:
+    """As ``mindresume convert``: some times the newest checkpoint that is there then, each time into another folder."""
+    storage, training = Files(play.cluster, running()), play.training
+    for number in range(AGAIN):
+        here().scheduler.sleep(PAUSE)
+        with _complaints(play, "conversion"), reading(storage, training.root, log=running().log.append) as source:
+            _carry_out(storage, source, f"{TARGETS}/{number}", training)
+
+
+def _carry_out(storage: Files, source: Source, target: str, training: Training) -> None:
+    strategy = own_strategy(source.weights)
+    job = to_iteration(source, strategy) if source.is_iteration else to_ranks(source, strategy, source.weights.format)
+    conversion = _Conversion(storage, job, target)
+    if conversion.finished():
+        return
+    try:
+        conversion.prepare()
+        check_copies(source.weights, read=True)
+        conversion.write(writer("direct", conversion, workers=1, tile=1 << 10))
+        conversion.commit()
+    except BaseException:
+        conversion.abandon()
+        raise
+
+
+def verify(play: Play) -> None:
+    """As ``mindresume verify``: nothing here is ever damaged."""
+    storage, training = Mount(play.cluster, running()), play.training
+    for _ in range(AGAIN):
+        here().scheduler.sleep(PAUSE)
+        with _complaints(play, "verify"):
+            found, rows = survey(storage, training.root, nobody_knows)
+            for row in rows:
+                bad = verified(storage, found.root, row)
+                if bad and row.candidate.existed and not _is_struck(play):
+                    play.history.wrong.append(f"verify calls step {row.candidate.step} damaged: {bad[0].reason}")
+
+
+class _complaints:
+    """An error is one of the product unless something was in the way of this process."""
+
+    def __init__(self, play: Play, what: str):
+        self.play, self.what = play, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, MindResumeError | OSError):
+            return False
+        running().log.append(f"{self.what}: {type(error).__name__}: {error}")
+        if not _is_struck(self.play):
+            self.play.history.wrong.append(f"{self.what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
+        return True
+
+
+def _is_struck(play: Play) -> bool:
+    return bool(play.cluster.lag) or any(row.process == running().name or row.strike.kind in ELSEWHERE
+                                         for row in play.cluster.struck)
+
+
+# ---- what must hold of the disks ---------------------------------------------------------------------------------------
+
+def judge_conversions(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
+    """What has the name of a target is a whole checkpoint, the same bits as one of the job's; the rest as of every job."""
+    findings: list[Finding] = []
+
+    def work(cluster: Cluster) -> None:
+        storage = Mount(cluster, cluster.processes[0])
+        for name in storage.list(TARGETS) if storage.status(TARGETS) is not None else ():
+            if not name.startswith("."):
+                findings.extend(_wrong_target(storage, f"{TARGETS}/{name}", history, training))
+    error = _alone(disks, work).processes[0].error
+    if error is not None:
+        findings.append(Finding(WRONG, f"looking at a target: {type(error).__name__}: {error}"))
+    return findings + judge(disks, history, training, live)
+
+
+def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
+    try:
+        choice = select(storage, target, Solo(), training.ranks, ranks=lambda candidate: list(candidate.files))
+    except MindResumeError as error:
+        yield Finding(WRONG, f"{target} has its name, and cannot be used: {error}")
+        return
+    if choice.chosen is None:
+        yield Finding(WRONG, f"{target} has its name, and no checkpoint is there")
+        return
+    runs = [run for run, step in sorted(history.began) if step == choice.chosen.step]
+    ranks = list(range(training.ranks))
+    wrong = [_unlike(storage, choice, run, ranks) for run in runs]
+    if all(wrong):
+        yield Finding(WRONG, f"{target}, step {choice.chosen.step}, is not what any of the runs {runs} saved: {wrong[:1]}")
+
+
+def _unlike(storage: Mount, choice: Choice, run: str, ranks: list[int]) -> list[str]:
+    """What of it is not what ``run`` saved. An iteration folder keeps counters in ``common.json`` alone."""
+    found = wrong_content(storage, replace(choice, chosen=replace(choice.chosen, run=run)), ranks)
+    return [text for text in found if not (choice.chosen.base and text.startswith(COUNTERS))]
