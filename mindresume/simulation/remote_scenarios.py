@@ -7,9 +7,10 @@ from dataclasses import replace
 from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import Job, Training
+from mindresume.simulation.left_scenarios import SCENARIOS
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, Finding
 from mindresume.simulation.remote_oracle import judge_bucket
-from mindresume.simulation.scenarios import FORMATS, SCENARIOS, Play, Scenario, restarted
+from mindresume.simulation.scenarios import FORMATS, Play, Scenario, restarted
 from mindresume.simulation.schedule import KINDS, OUTAGE
 from mindresume.simulation.standins import here
 
