@@ -27,12 +27,13 @@ LATE = 0.1                      # listings lag by at most this share of the seco
 
 class Bucket(Disk):
     """Stands among the disks of a cluster, and is copied and compared with them. What was put is durable: no loss of power, host
-    or pod changes anything. ``seconds``: that an upload takes."""
+    or pod changes anything. ``seconds``: that an upload takes. ``archived``: urls that are listed and cannot be read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, File] = {}
         self.seconds = 0.0
+        self.archived: frozenset[str] = frozenset()
         self._late: dict[str, tuple[float, bool]] = {}      # url: until when listings show whether it was there before
 
     def put(self, url: str, data: bytes, until: float = 0.0) -> None:
@@ -71,7 +72,7 @@ class Bucket(Disk):
     def copy(self) -> Bucket:
         """With the same objects; listings of the copy lag behind nothing."""
         made = Bucket()
-        made.now, made.changed, made.objects = self.now, self.changed, dict(self.objects)
+        made.now, made.changed, made.objects, made.archived = self.now, self.changed, dict(self.objects), self.archived
         return made
 
 
@@ -127,6 +128,8 @@ class PodStore:
         found = self.bucket.objects.get(url)
         if found is None:
             raise RemoteError(f"{url}: there is no such object")
+        if url in self.bucket.archived:
+            raise RemoteError(f"{url}: the object is archived")
         return found.data
 
     def _until(self) -> float:
