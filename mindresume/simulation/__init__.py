@@ -11,6 +11,7 @@
     schedule.py      who goes on where, and what strikes where: a value that can be drawn, printed, shrunk and replayed
     scenarios.py     what jobs do: lives of ranks, in the order in which the trainer calls the product
     oracle.py        what must hold of the disk afterwards
-    remote_*.py      the same two of jobs with an object store
+    left_scenarios.py   scenarios that begin with what runs before have left
+    remote_*.py      scenarios and oracle of jobs with an object store
     explore.py       random and systematic search, and shrinking
 """

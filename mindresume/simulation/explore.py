@@ -114,7 +114,7 @@ def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
     """Equal for what is judged equally, as long as the power does not fail."""
     least = due(history)
     text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
-    text += f" {sorted(history.uploaded)} "
+    text += f" {sorted(history.uploaded)} {sorted(history.tried)} "
     text += " ".join(f"{name} {disk.signature(power=False)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 

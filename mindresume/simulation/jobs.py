@@ -31,6 +31,7 @@ from mindresume.simulation.cluster import Cluster, Host, Process
 from mindresume.simulation.group import LIMIT, Communicator, ExchangeError
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import ERRORS
+from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.standins import here, running
 from mindresume.state import TrainingState
 from mindresume.store.manager import CheckpointManager
@@ -73,6 +74,8 @@ class Training:
     pace: float = 1.0                       # seconds of a step
     monitored: bool = False                 # it is known of each checkpoint whether it is healthy
     sick: tuple[int, ...] = ()              # and these are not
+    dies: bool = False                      # its ranks are killed in their first step
+    pruned: bool = False                    # somebody else removes checkpoints, too
 
 
 @dataclass
@@ -93,6 +96,7 @@ class History:
     opened: dict[str, float] = field(default_factory=dict)      # when each run had acquired its folder
     expelled: list[str] = field(default_factory=list)           # jobs that lived, and lost their folder to another one
     uploaded: set[Saved] = field(default_factory=set)
+    tried: set[str] = field(default_factory=set)                # runs that had begun their first step
 
     def complete(self) -> list[Saved]:
         """All ranks were told that it is saved, and it can be taken."""
@@ -102,7 +106,8 @@ class History:
     def copy(self) -> History:
         return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
                        dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
-                       self.sick, list(self.older), dict(self.opened), list(self.expelled), set(self.uploaded))
+                       self.sick, list(self.older), dict(self.opened), list(self.expelled), set(self.uploaded),
+                       set(self.tried))
 
 
 def newer(saved: Saved) -> tuple[int, int]:
@@ -299,10 +304,14 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager.meet()
     manager.listen()
     step, left = start, ""
+    history.tried.add(manager.place.run)
     manager.begin_trial()
     for step in range(start + 1, training.steps + 1):
         try:
             _train(group, training.pace)
+            if training.dies:
+                job.cluster.kill(process)
+                raise Killed
         except ExchangeError:
             if training.rescue and step > start + 1:
                 manager.rescue(_Step(step - 1, manager, training, history))

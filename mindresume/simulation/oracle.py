@@ -15,11 +15,12 @@ at what that did. Each finding names the promise that was broken:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindresume.agree import Solo
 from mindresume.errors import MindResumeError
+from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import TRACKER, iteration_name
 from mindresume.formats.iterations import tracked
 from mindresume.formats.names import META, folder_name, folder_rank
@@ -37,6 +38,7 @@ from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck, TooLong
 from mindresume.simulation.standins import standing_in
 from mindresume.store.storage import read_json
+from mindresume.store.trials import trials
 
 UNKNOWN = "?"
 WRONG, LOST, STUCK, UNTIDY, TOLD, UNEQUAL = "wrong", "lost", "stuck", "untidy", "told", "unequal"
@@ -113,7 +115,10 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
             first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != told[0]:
                 findings.append(Finding(UNEQUAL, f"which says {told[0]}, ls {first and first.candidate.name}"))
-        findings.extend(_committed(storage, history, training))
+        candidates = scan_records(storage, training.root)[0]
+        findings.extend(_committed(candidates, history))
+        findings.extend(_enough(candidates, history, training) if not training.pruned else ())
+        findings.extend(_suspected(storage, history, training))
         findings.extend(_pointers(storage, training))
     cluster = _alone(disks, work)
     error = cluster.processes[0].error
@@ -122,13 +127,55 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
     return told[0] if told else None, findings
 
 
-def _committed(storage: Mount, history: History, training: Training) -> Iterator[Finding]:
-    for candidate in scan_records(storage, training.root)[0]:
+def _committed(candidates: Sequence[Candidate], history: History) -> Iterator[Finding]:
+    for candidate in candidates:
         saved = (candidate.run or "", candidate.step or 0)
         for rank in range(candidate.world_size):
             text = history.failed.get((saved, rank))
             if candidate.committed and text is not None and " may not " not in text:
                 yield Finding(TOLD, f"rank {rank} was told that {saved} failed, and it is committed: {text}")
+
+
+def _enough(candidates: Sequence[Candidate], history: History, training: Training) -> Iterator[Finding]:
+    """As many checkpoints stay as are to be kept: what is removed has so many newer ones that are committed. An iteration folder
+    is replaced by a later save of the same step."""
+    there = {(candidate.run, candidate.step) for candidate in candidates}
+    for saved in history.complete() if training.keep else ():
+        later = [c.step for c in candidates if c.committed and newer((c.run or "", c.step or 0)) > newer(saved)]
+        if saved not in there and len(later) < training.keep and not (training.format == ITERATION and saved[1] in later):
+            yield Finding(LOST, f"{saved} was removed, though only {len(later)} newer ones are committed, and {training.keep} "
+                                f"are to be kept")
+
+
+def _suspected(storage: Mount, history: History, training: Training) -> Iterator[Finding]:
+    """No checkpoint is suspected for the death of a job that had not begun its first step."""
+    for key, deaths in trials(storage, training.root).items():
+        for death in deaths or ():
+            if death.run not in history.tried:
+                yield Finding(LOST, f"run {death.run} counts as died of {key}, and had not begun its first step")
+
+
+def pointed(disks: Mapping[str, Disk], history: History, training: Training) -> list[Finding]:
+    """After a run in which nothing struck: mindformers without us begins with the last save of a job that ended well."""
+    findings: list[Finding] = []
+
+    def work(cluster: Cluster) -> None:
+        storage = Mount(cluster, cluster.processes[0])
+        newest = next((c for c in scan_records(storage, training.root)[0] if c.committed), None)
+        if newest is None or newest.run not in history.ended:
+            return
+        if training.format == ITERATION:
+            told, wanted = (tracked(storage, training.root), newest.base), (newest.step, iteration_name(newest.step or 0))
+        else:
+            meta = f"{training.root}/{folder_name(0)}/{META}"
+            told, wanted = read_json(storage, meta)["last_ckpt_file"], os.path.basename(newest.every_file[0].path)
+        if told != wanted:
+            findings.append(Finding(LOST, f"{TRACKER if training.format == ITERATION else META} leads to {told}, not {wanted}, "
+                                          f"though nothing was in the way of {newest.name}"))
+    error = _alone(disks, work).processes[0].error
+    if error is not None:
+        findings.append(Finding(STUCK, f"looking where the pointers lead: {type(error).__name__}: {error}"))
+    return findings
 
 
 def _pointers(storage: Mount, training: Training) -> Iterator[Finding]:

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 
 from mindresume.errors import MindResumeError
 from mindresume.files.checksum import file_checksum
-from mindresume.manifest import parse_attempt
+from mindresume.manifest import MANIFEST, parse_attempt
 from mindresume.simulation.bucket import BUCKET, PodStore
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Saved, Training
 from mindresume.simulation.oracle import LOST, STUCK, UNKNOWN, UNTIDY, WRONG, Finding, _alone, _live, due, newer
-from mindresume.store.remote import Remote
+from mindresume.store.remote import Remote, records_of
 
 
 def judge_bucket(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
@@ -57,14 +57,19 @@ def _again(disks: Mapping[str, Disk], history: History, training: Training, leas
     return [Finding(finding.kind, f"{where}: {finding.text}") for finding in found]
 
 
+def manifest_url(training: Training, name: str) -> str:
+    return f"{training.url}/{name}/{records_of(name, MANIFEST)}"
+
+
 def look(disks: Mapping[str, Disk], training: Training, findings: list[Finding]) -> Saved | None:
-    """Returns the newest checkpoint in the bucket, by its manifest. What is wrong with it is added to ``findings``."""
+    """Returns the newest checkpoint in the bucket whose manifest can be read. What is wrong with it is added to ``findings``."""
     newest: list[Saved] = []
 
     def work(cluster: Cluster) -> None:
         store = PodStore(cluster, cluster.processes[0])
         remote = Remote(store, training.url)
-        for name in remote.look().committed()[:1]:
+        readable = [name for name in remote.look().committed() if manifest_url(training, name) not in store.bucket.unreadable]
+        for name in readable[:1]:
             manifest, _ = remote.manifest(name)
             newest.append((manifest.run, manifest.step))
             for file in [*(file for files in manifest.files for file in files), *manifest.small]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mindresume.manifest import attempt_name
 from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import Job, Training
+from mindresume.simulation.left_scenarios import SCENARIOS
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, Finding
-from mindresume.simulation.remote_oracle import judge_bucket
-from mindresume.simulation.scenarios import FORMATS, SCENARIOS, Play, Scenario, restarted
+from mindresume.simulation.remote_oracle import judge_bucket, manifest_url
+from mindresume.simulation.scenarios import FORMATS, Play, Scenario, restarted
 from mindresume.simulation.schedule import KINDS, OUTAGE
 from mindresume.simulation.standins import here
 
@@ -48,6 +50,15 @@ def _two_pods(play: Play) -> None:
         here().scheduler.sleep(LATER[play.schedule.seed % len(LATER)])
         play.job(play.training, 1).start()
     play.cluster.process(play.cluster.host("platform"), "platform", work)
+
+
+def _archived(play: Play) -> None:
+    """Of the newest checkpoint in the bucket the manifest cannot be read any more, and never can be."""
+    newest, bucket = max(play.history.uploaded), play.cluster.disks[BUCKET]
+    play.history.uploaded.remove(newest)
+    play.history.protected = [newest]
+    bucket.unreadable.add(manifest_url(play.training, attempt_name(newest[1], newest[0])))        # type: ignore[attr-defined]
+    _pods(play)
 
 
 def _afresh(play: Play) -> None:
@@ -99,8 +110,10 @@ def _stopped(job: Job, rank: int) -> str:
     return (mirror._stopped or "") if mirror is not None else ""
 
 
-def _scenario(name: str, about: str, attack: object, training: Training, formats: tuple[str, ...] = FORMATS) -> Scenario:
-    past = replace(training, steps=2, keep=0, fresh=False)
+def _scenario(name: str, about: str, attack: object, training: Training, formats: tuple[str, ...] = FORMATS, before: int = 2
+              ) -> Scenario:
+    """``before``: steps of the training that was there before, and uploaded all of its saves."""
+    past = replace(training, steps=before, keep=0, fresh=False, pace=training.pace if before == 2 else 10.0)
     return Scenario(name, about, attack, training, past, formats,       # type: ignore[arg-type]
                     kinds=(*KINDS, OUTAGE, OUTAGE), judges=judge_bucket, checks=_checks)
 
@@ -109,6 +122,8 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
     _scenario("bucket", "a job in pods that lose their disks, and a bucket", _pods, Training(steps=6, keep=1, url=URL)),
     _scenario("bucket nodes", "the same on two hosts that share no disk", _pods,
               Training(hosts=2, steps=6, keep=1, apart=True, url=URL), FORMATS[:2]),
+    _scenario("bucket archived", "of the newest checkpoint in the bucket the manifest cannot be read", _archived,
+              Training(steps=8, keep=1, url=URL), before=4),
     _scenario("bucket slow", "uploads are slower than saves, on two hosts that share no disk", _slow,
               Training(hosts=2, steps=14, keep=1, apart=True, url=URL), FORMATS[:2]),
     _scenario("two pods", "two jobs on different disks are given one url", _two_pods, Training(steps=6, keep=1, url=URL)),

@@ -21,7 +21,7 @@ from mindresume.simulation.disk import Disk
 from mindresume.simulation.group import ExchangeError
 from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, shard_of
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import STUCK, Finding, judge
+from mindresume.simulation.oracle import STUCK, Finding, judge, pointed
 from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
@@ -121,6 +121,8 @@ class Play:
         if not any(struck.strike.kind in ("slow", "pause") for struck in self.cluster.struck):
             found += [Finding(STUCK, f"{job.name}: a rank sat in an exchange for {job.communicator.longest:.0f} s, while others "
                                      f"worked on files") for job in self.jobs if job.communicator.longest > limit]
+        if not (found or self.cluster.struck or self.training.apart or self.training.url or self.training.pruned):
+            found += pointed(self.cluster.disks, self.history, self.training)
         found += self.scenario.checks(self)
         return found + (self.scenario.judges(self.cluster.disks, self.history, self.training) if again else [])
 
@@ -349,8 +351,8 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
              Training(hosts=2, steps=6, keep=1, apart=True), Training(hosts=2, steps=2, apart=True), FORMATS[:2]),
     Scenario("afresh", "a new training in the folder of another one", _afresh, Training(steps=4, keep=1, fresh=True)),
     Scenario("lost ranks", "ranks that are left save what they have", _one, Training(steps=6, keep=2, rescue=True)),
-    Scenario("a reader", "one process prunes, another one reads", _readers, Training(steps=8), Training(steps=8),
+    Scenario("a reader", "one process prunes, another one reads", _readers, Training(steps=8, pruned=True), Training(steps=8),
              ways=("",)),
     Scenario("readers", "beside a job one process prunes, another one reads", _with_reader,
-             Training(steps=6, keep=2)),
+             Training(steps=6, keep=2, pruned=True)),
 )}

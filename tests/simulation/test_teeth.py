@@ -13,7 +13,7 @@ import random
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,10 @@ import pytest
 
 from mindresume import manifest
 from mindresume.formats import iterations, records
-from mindresume.resume import choosing, select
+from mindresume.resume import choosing, restore, select
 from mindresume.simulation.explore import SCENARIOS, SHARE, Counts, Failure, Known, operations_of, run
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNEQUAL, UNTIDY, WRONG
-from mindresume.simulation.schedule import draw
+from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
 from mindresume.store import (
     background,
@@ -36,6 +36,7 @@ from mindresume.store import (
     mirror,
     preemption,
     protection,
+    remote,
     removal,
     save_session,
     saver,
@@ -77,10 +78,23 @@ def mutate(patch: Patch, edits: Sequence[Edit]) -> None:
                     patch.setattr(module, key, made[name])
 
 
+Draws = Callable[[int, int, Sequence[str]], Schedule]       # of a seed, for so many operations, with strikes of these kinds
+
+
+def at_random(seed: int, operations: int, kinds: Sequence[str]) -> Schedule:
+    return draw(random.Random(seed), operations, kinds)
+
+
+def one_strike(*kinds: str) -> Draws:
+    """Seeds are operations, at each of which one strikes."""
+    return lambda seed, operations, _: Schedule(seed, strikes=(Strike(1 + seed // len(kinds) % operations,
+                                                                      kinds[seed % len(kinds)]),))
+
+
 @dataclass(frozen=True)
 class Mutant:
     """``kinds`` of finding of which one is expected in ``scenario``. ``first``: the seed with which the test begins; it is found
-    ``within`` so many. ``soon``: from seed 0 it was found within so many. ``deaths``: as of ``explore.run``."""
+    ``within`` so many. ``deaths``: as of ``explore.run``. ``draws``: the schedule of a seed."""
     name: str
     edits: tuple[Edit, ...]
     scenario: str
@@ -90,6 +104,7 @@ class Mutant:
     first: int = 0
     within: int = 1
     deaths: bool = True
+    draws: Draws = at_random
 
 
 def mutant(name: str, edits: list[Edit], where: tuple[str, str, str], kinds: str, **how: Any) -> Mutant:
@@ -111,6 +126,9 @@ MUTANTS = [
     mutant("trash has no name of its own, and one victim that fails stops the rest", [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(removal, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), UNTIDY, deaths=False),
+    mutant("a job counts against a checkpoint from the moment it was chosen", [
+        Edit(manager.CheckpointManager, "begin", "self.session.begin(resumed)",
+             "self.session.begin(resumed); self.meet(); self.begin_trial()")], ("restarts", "safetensors", ""), LOST),
     mutant("nobody waits for what other ranks see", [
         Edit(choosing.Chooser, "choose", "settled = settle(disk, path, group, islands)",
              "from mindresume.resume.witness import Settled; settled = Settled()")], ("same hosts", "safetensors", ""), LOST,
@@ -121,6 +139,18 @@ MUTANTS = [
     mutant("retention removes the last healthy one", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in RULES[:1] + RULES[2:]:")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
+    mutant("nodes that share no disk upload what each has", [
+        Edit(manager.CheckpointManager, "_start_mirror", "pledged=apart and self.settings.leave_check > 0", "pledged=False")],
+        ("bucket slow", "safetensors", ""), LOST, deaths=False, first=7),
+    mutant("a manifest in the bucket that cannot be read ends the start", [
+        Edit(restore.Restore, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        ("bucket archived", "safetensors", ""), STUCK, deaths=False),
+    mutant("a manifest in the bucket that cannot be read ends all retention there", [
+        Edit(remote.Remote, "_known", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        ("bucket archived", "safetensors", ""), UNTIDY, deaths=False),
+    mutant("rank 0 is overtaken at the url and tells nobody", [
+        Edit(mirror.Mirror, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
+        ("two pods", "safetensors", ""), TOLD, deaths=False, first=24),
     mutant("an attempt without inner folders is no attempt", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
              "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), UNTIDY),
@@ -147,9 +177,17 @@ MUTANTS = [
     mutant("saved is said before it is written", [
         Edit(background, "serve", "outcome = work.write(", "send((\"outcome\", Outcome(step, True))); outcome = work.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
+    mutant("a save in doubt is reported as saved", [
+        Edit(saver.Work, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
+        draws=one_strike("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
         Edit(commit.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
         ("save", "iteration", ""), UNTIDY),
+    mutant("the oldest is adopted last", [
+        Edit(commit.Committer, "adopt", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
+    mutant("an iteration folder of that name is not made way", [
+        Edit(iteration, "show", "if storage.status(target) is not None:", "if False:")], ("afresh", "iteration", ""),
+        LOST, deaths=False),
     mutant("what a dead job intended with the tracker is not settled", [
         Edit(commit.Committer, "adopt", "iteration.settle(storage, root, scan_records(storage, root)[0], self.place.run)",
              "pass")], ("save", "iteration", ""), UNTIDY),
@@ -161,6 +199,9 @@ MUTANTS = [
     mutant("older ones are removed before the pointers are changed", [
         Edit(commit.Committer, "_after", "self._point(self.place, manifest)", "self.prune(); self._point(self.place, manifest)")],
         ("prune", "safetensors", ""), LOST),
+    mutant("policies count what is not committed", [
+        Edit(removal, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
+        ("restarts", "safetensors", ""), LOST, draws=one_strike("EIO"), deaths=False),
     mutant("a hold is not looked for after the rename", [
         Edit(removal, "_uncommit", "who = holds().get(candidate.name)", "who = None")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=988),
@@ -183,6 +224,9 @@ MUTANTS = [
     mutant("a claim that cannot be read is none", [
         Edit(claim, "look", "unreadable[run] = str(error)", "pass")],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=1511),
+    mutant("a note on trial stays while the training goes on from another", [
+        Edit(trials.Trial, "_forget_others", "if self.limit else ()", "if False else ()")],
+        ("damaged", "safetensors", ""), UNTIDY, deaths=False),
     mutant("the number of a run is used again", [
         Edit(claim, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
         ("restarts", "safetensors", ""), f"{UNTIDY} {LOST} {UNEQUAL} {WRONG}"),
@@ -196,39 +240,9 @@ MUTANTS = [
     mutant("a rank that is asked to leave leaves alone", [
         Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=3),
-    mutant("rank 0 is overtaken at the url and tells nobody", [
-        Edit(mirror.Mirror, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
-        ("two pods", "safetensors", ""), TOLD, deaths=False, first=24),
     mutant("the last step is saved again by one rank alone", [
         Edit(manager.CheckpointManager, "_save_last", "step.collect()", "pass")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=106),
-]
-
-
-# What was searched for in vain (docs/reliability.md); measured like the others, and no test.
-SURVIVORS = [
-    mutant("a job counts against a checkpoint from the moment it was chosen", [
-        Edit(manager.CheckpointManager, "begin", "self.session.begin(resumed)",
-             "self.session.begin(resumed); self.meet(); self.begin_trial()")], ("restarts", "safetensors", ""), LOST),
-    mutant("a note on trial stays while the training goes on from another", [
-        Edit(trials.Trial, "_forget_others", "if self.limit else ()", "if False else ()")],
-        ("older", "safetensors", ""), UNTIDY),
-    mutant("a save in doubt is reported as saved", [
-        Edit(saver.Work, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST),
-    mutant("nodes that share no disk upload what each has", [
-        Edit(manager.CheckpointManager, "_start_mirror", "pledged=apart and self.settings.leave_check > 0", "pledged=False")],
-        ("bucket, nodes", "safetensors", ""), f"{LOST} {STUCK} {TOLD}", deaths=False),
-    mutant("sizes are not checked before a commit", [
-        Edit(commit.Committer, "_manifest", "if found is None or found.size != row.size:", "if False:")],
-        ("prune", "safetensors", ""), LOST),
-    mutant("policies count what is not committed", [
-        Edit(removal, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
-        ("prune", "safetensors", ""), f"{LOST} {STUCK}"),
-    mutant("an iteration folder of that name is not made way", [
-        Edit(iteration, "show", "if storage.status(target) is not None:", "if False:")], ("afresh", "iteration", ""),
-        f"{UNTIDY} {LOST}"),
-    mutant("the oldest is adopted last", [
-        Edit(commit.Committer, "adopt", "reversed(found)", "found")], ("prune", "iteration", ""), LOST),
 ]
 
 
@@ -249,8 +263,8 @@ def hunt(one: Mutant, seeds: range, changed: bool = True) -> tuple[int | None, F
         size = operations_of(scenario, one.format, one.way)     # and the past, by the product as it is
         with mutated(one) if changed else pytest.MonkeyPatch.context():
             for seed in seeds:
-                chance = random.Random(seed)
-                failure = run(scenario, one.format, one.way, draw(chance, size, scenario.kinds), known, counts, one.deaths, SHARE)
+                failure = run(scenario, one.format, one.way, one.draws(seed, size, scenario.kinds), known, counts, one.deaths,
+                              SHARE)
                 if failure is not None:
                     return seed, failure, counts
     return None, None, counts
@@ -285,7 +299,7 @@ def main(part: str, most: int, seconds: float, share: str = "0/1") -> None:
     """From seed 0, at most so many seeds and seconds of CPU each."""
     print(HEAD, flush=True)
     first, of = map(int, share.split("/"))
-    for one in [one for one in (*MUTANTS, *SURVIVORS) if part in one.name][first::of]:
+    for one in [one for one in MUTANTS if part in one.name][first::of]:
         began, first, counts = time.process_time(), 0, Counts()
         seed = failure = None
         while failure is None and first < most and time.process_time() - began < seconds:
