@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import numpy as np
 from mindresume.files import encode
 from mindresume.formats.names import FileName, folder_name, meta_json
 from mindresume.manifest import run_name
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.group import Communicator
+from mindresume.simulation.schedule import Schedule
+from mindresume.simulation.standins import running, standing_in
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
@@ -87,7 +92,34 @@ def write_foreign(root: Path, step: int, world: int = 4, suffix: int = 0, fmt: s
 
 
 class Ranks:
-    """Several ranks as threads; each gets a Group. ``run(function)`` calls function(group) on all, returns the results."""
+    """Several ranks, each with a Group, as processes of a simulated cluster: their order is the same each time, and no real time
+    passes. What they do on a disk, they do on the real one. ``hosts``: by rank, the host that it runs on; default one for all.
+    ``run(function)`` calls function(group) on all, returns the results; an error is one."""
+
+    def __init__(self, size: int, hosts: Sequence[str] = ()):
+        self.size, self.hosts = size, hosts or ["host"] * size
+
+    def run(self, function) -> list:
+        results: list = [None] * self.size
+        cluster, communicator = Cluster(Schedule()), Communicator(self.size)
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(communicator.member(rank, running()))
+            except Exception as error:
+                results[rank] = error
+        with standing_in(cluster):
+            hosts = {name: cluster.host(name) for name in self.hosts}
+            for rank, name in enumerate(self.hosts):
+                cluster.process(hosts[name], f"rank{rank}", lambda rank=rank: work(rank))
+            cluster.scheduler.run()
+        assert not communicator.mismatch, communicator.mismatch
+        return results
+
+
+class Threads:
+    """The same as real threads, for what reads with threads of its own pools, which a simulated cluster cannot run (``reshard``,
+    ``plugin/loading.py``). They meet in each exchange, and write to no common folder, so their order decides nothing."""
 
     def __init__(self, size: int):
         self.size = size
@@ -95,7 +127,7 @@ class Ranks:
         self.board: list[bytes] = [b""] * size
 
     class Member:
-        def __init__(self, ranks: Ranks, rank: int):
+        def __init__(self, ranks: Threads, rank: int):
             self.ranks, self.rank, self.size = ranks, rank, ranks.size
 
         def gather(self, message: bytes) -> list[bytes]:

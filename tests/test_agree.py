@@ -1,10 +1,13 @@
 """One result on all ranks; an error on one reaches all; and nobody sits in a collective while another one works."""
 import threading
+from itertools import pairwise
 
 import pytest
 from folders import Ranks
 
-from mindresume.agree import AgreementError, Solo, Waiting, agreed, decide, report
+from mindresume.agree import LONGEST_PAUSE, AgreementError, Solo, Waiting, agreed, decide, report
+from mindresume.simulation import standins
+from mindresume.simulation.standins import here
 
 
 def fail(rank, on):
@@ -29,65 +32,63 @@ def test_one_process_works_in_its_own_thread():
     assert report(Solo(), threading.get_ident, Waiting()) == [threading.get_ident()]
 
 
-def at_once(done, seconds):
-    """No real time passes."""
-
-
 def test_the_ranks_exchange_while_one_of_them_works():
-    """The work of rank 1 ends only after twenty exchanges: if the others waited for it in one of them, it never would."""
-    exchanges, enough = [], threading.Event()
+    """If the others waited for rank 1 in one exchange, HCCL would give up. The pauses between two grow to two seconds."""
+    moments = []
 
-    class Counting:
-        def __init__(self, group):
-            self.group, self.rank, self.size, self.broadcast = group, group.rank, group.size, group.broadcast
+    def work(group):
+        gather = group.gather
 
-        def gather(self, message):
-            if self.rank == 0:
-                exchanges.append(message)
-                if len(exchanges) == 20:
-                    enough.set()
-            return self.group.gather(message)
-    waiting = Waiting(pause=at_once)
-    found = Ranks(2).run(lambda group: report(Counting(group), lambda: group.rank == 0 or enough.wait(), waiting))
-    assert found == [[True, True]] * 2 and len(exchanges) > 20
+        def noted(message):
+            if group.rank == 0:
+                moments.append(here().scheduler.now)
+            return gather(message)
+        group.gather = noted
+        return report(group, lambda: group.rank == 0 or here().scheduler.sleep(600.0), Waiting(patience=1e9))
+    assert Ranks(2).run(work) == [[True, None]] * 2
+    pauses = [later - before for before, later in pairwise(moments)]
+    assert len(pauses) > 300 and max(pauses) == pytest.approx(LONGEST_PAUSE)
+    assert 600.0 <= moments[-1] <= 600.0 + LONGEST_PAUSE
+
+
+def test_nobody_waits_longer_than_the_work_takes():
+    def work(group):
+        report(group, lambda: here().scheduler.sleep(600.0), Waiting(patience=1e9))
+        return here().scheduler.now
+    assert Ranks(2).run(work) == [600.0] * 2
 
 
 def test_work_without_progress_is_given_up_by_all_ranks_together():
-    forever, clock = threading.Event(), iter(range(0, 10**9, 10))
-    waiting = Waiting("checking", patience=100.0, clock=lambda: next(clock), pause=at_once)
-    found = Ranks(3).run(lambda group: report(group, lambda: group.rank != 2 or forever.wait(), waiting))
-    forever.set()
-    for error in found:
-        assert isinstance(error, AgreementError) and str(error).startswith("rank 2: checking: no progress for ")
+    def work(group):
+        try:
+            return report(group, lambda: group.rank != 2 or here().scheduler.block(None), Waiting("checking", patience=100.0))
+        except AgreementError as error:
+            return str(error), here().scheduler.now
+    found = Ranks(3).run(work)
+    assert len(set(found)) == 1 and found[0][0].startswith("rank 2: checking: no progress for 10") and 100 < found[0][1] < 110
 
 
 def test_work_with_progress_is_waited_for():
-    count, enough = iter(range(1, 10**9)), threading.Event()
-
-    def progress():
-        number = next(count)
-        if number > 100:
-            enough.set()
-        return number
-    clock = iter(range(0, 10**9, 10))
-    waiting = Waiting(progress=progress, patience=50.0, clock=lambda: next(clock), pause=at_once)
-    assert Ranks(2).run(lambda group: report(group, lambda: group.rank == 0 or enough.wait(), waiting)) == [[True, True]] * 2
+    """As long as a number changes, however slowly; here until second 900."""
+    def work(group):
+        waiting = Waiting(progress=lambda: min(900.0, here().scheduler.now) // 30, patience=50.0)
+        return report(group, lambda: group.rank == 0 or here().scheduler.sleep(1000.0 if late else 940.0), waiting)
+    late = False
+    assert Ranks(2).run(work) == [[True, None]] * 2
+    late = True
+    assert all(isinstance(error, AgreementError) for error in Ranks(2).run(work))
 
 
 def test_work_that_is_broken_off_is_an_error_of_all():
     def end():
         raise SystemExit
-    found = Ranks(2).run(lambda group: report(group, lambda: group.rank == 0 or end(), Waiting(pause=at_once)))
+    found = Ranks(2).run(lambda group: report(group, lambda: group.rank == 0 or end(), Waiting()))
     assert all(str(error).startswith("rank 1: the work was broken off") for error in found)
 
 
 def test_a_rank_that_gets_no_thread_works_in_its_own(monkeypatch):
     """An error of this rank alone would leave the others waiting."""
-    start = threading.Thread.start
-
     def refuse(thread):
-        if thread.name == "mindresume-work":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(standins.Thread, "start", refuse)
     assert Ranks(2).run(lambda group: report(group, lambda: group.rank, Waiting())) == [[0, 1]] * 2

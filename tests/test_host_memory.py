@@ -3,7 +3,8 @@ import pytest
 from folders import Ranks
 
 from mindresume.agree import Solo
-from mindresume.host_memory import UNKNOWN, left, share_of_rank
+from mindresume.host_memory import UNKNOWN, left, levels, share_of_rank
+from mindresume.simulation import standins
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"
@@ -118,6 +119,13 @@ def share(group, machines):
     return share_of_rank(group, str(machines[group.rank].root)) / GIB
 
 
+@pytest.fixture
+def kernel(monkeypatch):
+    """Simulated ranks read the files of these machines."""
+    monkeypatch.setattr(standins, "_levels", levels)
+
+
+@pytest.mark.usefixtures("kernel")
 def test_eight_ranks_of_one_container_share_its_limit(tmp_path):
     """8 x 13 GiB do not pass on 22 GiB; a tenth of what is left is for what grows beside."""
     machine = Machine(tmp_path)
@@ -126,6 +134,7 @@ def test_eight_ranks_of_one_container_share_its_limit(tmp_path):
     assert Ranks(8).run(lambda group: share(group, [machine] * 8)) == pytest.approx([20 * 0.9 / 8] * 8)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_containers_of_one_host_share_the_host_and_have_limits_of_their_own(tmp_path):
     machines = [Machine(tmp_path / name, 100) for name in "ab"]
     for machine, limit in zip(machines, (100, 30), strict=True):
@@ -135,6 +144,7 @@ def test_containers_of_one_host_share_the_host_and_have_limits_of_their_own(tmp_
     assert found == pytest.approx([22.5, 22.5, 13.5, 13.5])
 
 
+@pytest.mark.usefixtures("kernel")
 def test_hosts_share_nothing(tmp_path):
     machines = [Machine(tmp_path / name, 10, boot=name) for name in "ab"]
     assert Ranks(3).run(lambda group: share(group, [machines[0], machines[1], machines[1]])) == pytest.approx([9, 4.5, 4.5])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, Ranks, flip_bit
+from folders import STORAGE, Threads, flip_bit
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
 
 pytest.importorskip("mindformers")
@@ -66,7 +66,7 @@ def load(group, path, output, plan, settings=None, **values):
 
 
 def run(plan, function):
-    return Ranks(plan.world_size).run(function)
+    return Threads(plan.world_size).run(function)
 
 
 def right(plan, rank, arrays):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, Ranks, flip_bit, path_of
+from folders import STORAGE, Threads, flip_bit, path_of
 from reshard.plans import MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
 
 pytest.importorskip("mindformers")
@@ -145,7 +145,7 @@ def test_whatever_was_saved_is_loaded_in_one_process(tmp_path, origin, task):
 @pytest.mark.parametrize("origin", ["records", "mindformers", "merged", "iteration"])
 def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
     path, plan = written(tmp_path, origin, SOURCE), Plan.parse(target, NET)
-    for rank, network in enumerate(Ranks(plan.world_size).run(
+    for rank, network in enumerate(Threads(plan.world_size).run(
             lambda group: load(path, tmp_path / "out", plan, group=group, auto_trans_ckpt=True))):
         assert not isinstance(network, Exception), network
         right(network, plan, rank)
@@ -154,10 +154,10 @@ def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
 def test_of_as_many_ranks_without_a_strategy_each_loads_its_own_file(tmp_path):
     plan = Plan.parse("tp2", NET)
     foreign(tmp_path / "checkpoint", plan, TENSORS)
-    for rank, network in enumerate(Ranks(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
+    for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
         assert not isinstance(network, Exception), network
         right(network, plan, rank)
-    for error in Ranks(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group, auto_trans_ckpt=True)):
+    for error in Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group, auto_trans_ckpt=True)):
         assert "tensors have no layout" in str(error)
 
 
@@ -166,7 +166,7 @@ def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
     recorded(tmp_path / "checkpoint", plan, TENSORS)
     for module in (choosing, weights_alone):
         monkeypatch.setattr(module, "islands_of", lambda *arguments: Islands((0, 1)))
-    for rank, network in enumerate(Ranks(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
+    for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
         assert not isinstance(network, Exception), network
         right(network, plan, rank)
 
@@ -224,7 +224,7 @@ def test_the_same_of_a_file_of_each_rank(tmp_path):
     foreign(tmp_path / "checkpoint", plan, TENSORS)
 
     def attempt(settings):
-        return Ranks(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group, changed=NEW,
+        return Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group, changed=NEW,
                                                settings=settings))
     assert all('allow_missing: ["layers.*.lora_a", "value_head.weight"]' in str(error) for error in attempt(None))
     right(attempt(Settings(allow_missing=("layers.*.lora_a", "value_*")))[1], plan, 1)

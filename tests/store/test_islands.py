@@ -1,7 +1,6 @@
-"""Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders, ranks are threads."""
+"""Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders."""
 import io
 import os
-import threading
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from mindresume.manifest import FOLDER, Manifest, attempt_name, read_record, rec
 from mindresume.resume.absent import nobody_knows
 from mindresume.resume.prove import quick
 from mindresume.resume.survey import PART, survey
-from mindresume.store import claim, islands
+from mindresume.store import claim
 from mindresume.store.commit import Committer
 from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
 from mindresume.store.islands import LOOKS, PATIENCE, Islands, check_alone, find, next_common_run, together
@@ -27,15 +26,11 @@ from mindresume.store.storage import PosixStorage
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 
 
-def fast(storage, root, group):
-    return find(storage, root, group, sleep=lambda seconds: None)
-
-
 def seen(tmp_path, nodes):
     """``nodes``: by rank, the name of its folder."""
     for name in set(nodes):
         (tmp_path / name).mkdir(exist_ok=True)
-    found = Ranks(len(nodes)).run(lambda group: fast(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    found = Ranks(len(nodes)).run(lambda group: find(STORAGE, str(tmp_path / nodes[group.rank]), group))
     assert all(islands == found[0] for islands in found), found
     for name in set(nodes):
         assert os.listdir(tmp_path / name) == []
@@ -59,7 +54,7 @@ def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
     for name in ("mount0", "mount1"):
         os.symlink(tmp_path / "shared", tmp_path / name)
     monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
-    found = Ranks(4).run(lambda group: fast(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
+    found = Ranks(4).run(lambda group: find(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
     assert found == [together(4)] * 4 and os.listdir(tmp_path / "shared") == []
 
 
@@ -87,29 +82,25 @@ class Late(PosixStorage):
         return None if self.by_name and self._hidden(os.path.basename(path)) else super().status(path)
 
 
-def looked_from(tmp_path, hosts, monkeypatch, local=False):
+def looked_from(tmp_path, hosts, local=False):
     """Two ranks on each host; one folder."""
-    monkeypatch.setattr(islands, "owner_of_this_process", lambda purpose: replace(
-        claim.owner_of_this_process(purpose), host=threading.current_thread().name))
-
     def work(group):
-        host = group.rank // 2
-        threading.current_thread().name = f"node{host}"
-        return find(hosts[host], str(tmp_path), group, hosts[host].sleep, lambda path: local)
-    found = Ranks(2 * len(hosts)).run(work)
+        host = hosts[group.rank // 2]
+        return find(host, str(tmp_path), group, host.sleep, lambda path: local)
+    found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
     assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
     return found[0].leaders
 
 
 @pytest.mark.parametrize("seconds, by_name", [(30, True), (60, True), (1e9, False)])
-def test_a_shared_folder_that_a_host_lists_late(tmp_path, monkeypatch, seconds, by_name):
+def test_a_shared_folder_that_a_host_lists_late(tmp_path, seconds, by_name):
     """It was taken for a disk of its own, and two leaders wrote one manifest."""
     hosts = [Late(seconds, by_name), Late(seconds, by_name)]
-    assert looked_from(tmp_path, hosts, monkeypatch) == (0, 0, 0, 0)
+    assert looked_from(tmp_path, hosts) == (0, 0, 0, 0)
     assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
 
 
-def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path, monkeypatch):
+def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path):
     """Both hosts still list what the other has removed. A folder of something else was taken for one where a job saves, because
     the folder of records stayed in it, and the training began afresh."""
     class Old(PosixStorage):
@@ -122,18 +113,18 @@ def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path, monkeypatch
 
         def sleep(self, seconds):
             pass
-    assert looked_from(tmp_path, [Old(), Old()], monkeypatch) == (0, 0, 0, 0)
+    assert looked_from(tmp_path, [Old(), Old()]) == (0, 0, 0, 0)
 
 
-def test_that_one_sees_the_other_is_enough(tmp_path, monkeypatch):
+def test_that_one_sees_the_other_is_enough(tmp_path):
     hosts = [Late(1e9), Late(0), Late(1e9)]
-    assert looked_from(tmp_path, hosts, monkeypatch) == (0,) * 6 and not any(host.now for host in hosts)
+    assert looked_from(tmp_path, hosts) == (0,) * 6 and not any(host.now for host in hosts)
 
 
 @pytest.mark.parametrize("local, looks", [(False, PATIENCE), (True, LOOKS)])
-def test_how_long_nodes_that_share_no_disk_wait(tmp_path, monkeypatch, local, looks):
+def test_how_long_nodes_that_share_no_disk_wait(tmp_path, local, looks):
     hosts = [Late(1e9), Late(1e9)]
-    assert looked_from(tmp_path, hosts, monkeypatch, local) == (0, 0, 2, 2)
+    assert looked_from(tmp_path, hosts, local) == (0, 0, 2, 2)
     assert [host.now for host in hosts] == [looks - 1] * 2
 
 
@@ -146,7 +137,7 @@ def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
             return super().list(folder)
         failed = False
     broken = Broken()
-    found = Ranks(2).run(lambda group: fast(broken if group.rank else STORAGE, str(tmp_path), group))
+    found = Ranks(2).run(lambda group: find(broken if group.rank else STORAGE, str(tmp_path), group))
     assert all(isinstance(error, AgreementError) and "rank 1: OSError" in str(error) for error in found)
     assert os.listdir(tmp_path) == []
 
@@ -161,7 +152,7 @@ def test_what_a_job_left_that_was_killed_here_long_ago_goes(tmp_path, nodes):
             (tmp_path / name / FOLDER / probe).write_bytes(b"")
             now = (tmp_path / name / FOLDER / probe).stat().st_mtime
             os.utime(tmp_path / name / FOLDER / probe, (now, now - 3700 * ("0123abcd" in probe)))
-    found = Ranks(2).run(lambda group: fast(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    found = Ranks(2).run(lambda group: find(STORAGE, str(tmp_path / nodes[group.rank]), group))
     assert [one.apart for one in found] == [nodes == "ab"] * 2
     assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
 
@@ -179,7 +170,7 @@ def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
 def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
     assert find(STORAGE, str(tmp_path / "nowhere"), Solo()) == together(1)
     (tmp_path / "file").write_text("x")
-    found = Ranks(2).run(lambda group: fast(STORAGE, str(tmp_path / "file"), group))
+    found = Ranks(2).run(lambda group: find(STORAGE, str(tmp_path / "file"), group))
     assert all(isinstance(error, AgreementError) for error in found)
 
 

@@ -296,7 +296,7 @@ def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
     monkeypatch.setattr(restore, "see_dead", partial(see_dead, clock=lambda: next(times), sleep=lambda seconds: None))
-    with pytest.raises(AgreementError, match="is saving there"):
+    with pytest.raises(AgreementError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before
     claim.leave()
