@@ -1,13 +1,12 @@
 """Saving behind the training, in a thread and in a process: nothing torn, nothing silent, no memory beyond one buffer."""
 import os
 import signal
-import threading
 import time
 
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_rank
+from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_rank
 
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError
@@ -15,15 +14,20 @@ from mindresume.files import read_header, read_tensor
 from mindresume.formats.records import scan_records
 from mindresume.manifest import run_name
 from mindresume.resume.select import select
+from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.schedule import Schedule, Strike
+from mindresume.simulation.standins import here, running, standing_in
 from mindresume.store import background
 from mindresume.store.background import Background
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Extra, Save
-from mindresume.store.shard import Place, rank_shard
+from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.staging import Staging
 from mindresume.store.storage import PosixStorage
 
 KINDS = ["thread", "process"]
+ROOT = "/out/checkpoint"
 PATIENCE = 600.0
 
 
@@ -95,29 +99,85 @@ def test_the_buffer_is_made_once_and_grows_only_for_more(tmp_path):
     assert staging.size > first.size
 
 
-class Stuck(PosixStorage):
-    """A writer that looks at the folder before its first save waits for ``go``."""
+class Job:
+    """Rank 0 of a simulated job: its saver, and its disk."""
 
-    def __init__(self, go):
-        self.go = go
+    def __init__(self, kind, world, policy, timeout):
+        self.storage, self.world, self.log = Mount(here(), running()), world, []
+        self.saver = Background(Place(self.storage, ROOT, RUN, 0, world), policy, kind, log=self.log.append, timeout=timeout)
 
-    def list(self, folder):
-        self.go.wait(PATIENCE)
-        return super().list(folder)
+    def write(self, step, rank, run=RUN):
+        """As another rank does."""
+        write_shard(Place(self.storage, ROOT, run, rank, self.world), shard(step, rank))
+
+    def steps(self):
+        return [candidate.step for candidate in scan_records(self.storage, ROOT)[0] if candidate.committed]
+
+    def kill_writer(self):
+        here().kill(self.saver._writer._process)
 
 
-def test_a_writer_that_the_training_did_not_wait_for_writes_no_zeros(tmp_path):
+def simulated(work, kind, world=1, policy=KEEP_ALL, timeout=PATIENCE, slow=0):
+    """``work(job)`` in simulated time. ``slow``: number of an operation on the disk that takes 100 s."""
+    cluster = Cluster(Schedule(strikes=(Strike(slow, "slow", 100),) if slow else ()))
+    with standing_in(cluster):
+        process = cluster.process(cluster.host(), "rank0", lambda: work(Job(kind, world, policy, timeout)))
+        cluster.scheduler.run()
+    if process.error is not None:
+        raise process.error
+
+
+def test_a_writer_that_the_training_did_not_wait_for_writes_no_zeros():
     """Its copy of the save is given back at the end of the training. The same for a thread that comes to it only then."""
-    go = threading.Event()
-    saver = Background(Place(Stuck(go), str(tmp_path), run_name(1, "0000aaaa"), 0, 1), KEEP_ALL, "thread")
-    saver.save(Save(shard(5)))
-    writer = saver._writer
-    (outcome,) = saver.finish(0.05)
-    assert not outcome.saved and "still being written" in str(outcome.error)
-    go.set()
-    writer.close()
-    writer._thread.join(PATIENCE)
-    assert os.listdir(tmp_path) == [] and steps(tmp_path) == []
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        writer = job.saver._writer
+        (outcome,) = job.saver.finish(0.05)
+        assert not outcome.saved and "still being written" in str(outcome.error)
+        writer.close()
+        writer._thread.join(PATIENCE)
+        assert not writer.alive() and job.storage.list(ROOT) == [] and job.steps() == []
+    simulated(work, "thread", slow=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_goes_on_while_it_is_written(kind):
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        assert job.saver.busy() and job.saver.poll() == [] and here().scheduler.now == 0.0
+        assert [outcome.step for outcome in job.saver.wait(PATIENCE)] == [5]
+        assert not job.saver.busy() and job.saver.counts.waited == 0 and here().scheduler.now > 100.0
+        job.saver.finish(PATIENCE)
+    simulated(work, kind, slow=9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_save_waits_and_is_counted(kind):
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        job.saver.save(Save(shard(6)))
+        (outcome,) = job.saver.poll()
+        assert not outcome.saved and "step 5 is still being written after 2 s" in str(outcome.error)
+        assert job.saver.counts.waited == 1 and 2.0 <= here().scheduler.now < 2.1
+        job.saver.timeout = PATIENCE
+        job.saver.save(Save(shard(7)))
+        assert [(o.step, o.saved) for o in job.saver.finish(PATIENCE)] == [(5, True), (7, True)]
+        assert job.steps() == [7, 5] and job.saver.counts.waited == 2
+    simulated(work, kind, timeout=2.0, slow=9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_writer_comes_at_the_next_look_and_the_next_save_works(kind):
+    def work(job):
+        job.storage.make_folder(ROOT)
+        job.storage.write(f"{ROOT}/rank_0", [b"a file in the way"])
+        job.saver.save(Save(shard(5)))
+        (outcome,) = job.saver.wait(PATIENCE)
+        assert not outcome.saved and "rank_0" in str(outcome.error) and "step 5" in str(outcome.error)
+        job.storage.remove(f"{ROOT}/rank_0")
+        job.saver.save(Save(shard(10)))
+        assert job.saver.finish(PATIENCE)[0].error is None and job.steps() == [10]
+    simulated(work, kind)
 
 
 class Slow(PosixStorage):
@@ -127,59 +187,19 @@ class Slow(PosixStorage):
         self.go = go
 
     def write(self, path, pieces, size=0):
-        until = time.monotonic() + PATIENCE
-        while size and not os.path.exists(self.go) and time.monotonic() < until:
+        while size and not os.path.exists(self.go):
             time.sleep(0.005)
         return super().write(path, pieces, size)
 
 
-def slow_saver(tmp_path, kind, **options):
+def slow_saver(tmp_path):
     place = Place(Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1)
-    return Background(place, KEEP_ALL, kind, **options)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_training_goes_on_while_it_is_written(tmp_path, kind):
-    saver = slow_saver(tmp_path, kind)
-    saver.save(Save(shard(5)))
-    assert saver.busy() and saver.poll() == []
-    (tmp_path / "go").touch()
-    assert [outcome.step for outcome in saver.wait(PATIENCE)] == [5]
-    assert not saver.busy() and saver.counts.waited == 0
-    saver.finish(PATIENCE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_next_save_waits_and_is_counted(tmp_path, kind):
-    saver = slow_saver(tmp_path, kind, timeout=0.05)
-    saver.save(Save(shard(5)))
-    saver.save(Save(shard(6)))
-    (outcome,) = saver.poll()
-    assert not outcome.saved and "step 5 is still being written after 0 s" in str(outcome.error)
-    assert saver.counts.waited == 1
-    (tmp_path / "go").touch()
-    saver.timeout = PATIENCE
-    saver.save(Save(shard(7)))
-    assert [(o.step, o.saved) for o in saver.finish(PATIENCE)] == [(5, True), (7, True)]
-    assert steps(tmp_path / "checkpoint") == [7, 5]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_the_writer_comes_at_the_next_look_and_the_next_save_works(tmp_path, kind):
-    saver = saver_in(tmp_path, kind)
-    (tmp_path / "rank_0").write_text("a file in the way")
-    saver.save(Save(shard(5)))
-    (outcome,) = saver.wait(PATIENCE)
-    assert not outcome.saved and "rank_0" in str(outcome.error) and "step 5" in str(outcome.error)
-    (tmp_path / "rank_0").unlink()
-    saver.save(Save(shard(10)))
-    assert saver.finish(PATIENCE)[0].error is None
-    assert steps(tmp_path) == [10]
+    return Background(place, KEEP_ALL, "process")
 
 
 def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_path):
     save(tmp_path / "checkpoint", 1, 1)
-    saver = slow_saver(tmp_path, "process")
+    saver = slow_saver(tmp_path)
     saver.save(Save(shard(5)))
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
@@ -192,43 +212,41 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
 
 
 @pytest.mark.parametrize("late", ["before the next step", "after it", "at the end"])
-def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_saved(tmp_path, late):
-    lines = []
-    saver = saver_in(tmp_path, "process", world=2, log=lines.append)
-    saver.save(Save(shard(5)))
-    assert saver.wait(PATIENCE)[0].saved
-    writer = saver._writer
-    writer._process.kill()
-    writer._process.wait()
-    if late == "before the next step":
-        write_rank(tmp_path, 5, 1, 2)
-    if late != "at the end":
-        assert saver.poll() == [] and saver._writer not in (None, writer)
-    if late != "before the next step":
-        write_rank(tmp_path, 5, 1, 2)
-    assert saver.finish(PATIENCE) == [] and steps(tmp_path) == [5]
-    assert ["exit status -9" in line for line in lines if "died" in line] == [True]
+def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_saved(late):
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        assert job.saver.wait(PATIENCE)[0].saved
+        writer = job.saver._writer
+        job.kill_writer()
+        if late == "before the next step":
+            job.write(5, 1)
+        if late != "at the end":
+            assert job.saver.poll() == [] and job.saver._writer not in (None, writer)
+        if late != "before the next step":
+            job.write(5, 1)
+        assert job.saver.finish(PATIENCE) == [] and job.steps() == [5]
+        assert ["exit status -9" in line for line in job.log if "died" in line] == [True]
+    simulated(work, "process", world=2)
 
 
-def test_the_successor_commits_no_older_step_behind_a_newer_one(tmp_path):
-    lines = []
-    saver = saver_in(tmp_path, "process", world=2, log=lines.append)
-    saver.save(Save(shard(5)))
-    saver.wait(PATIENCE)
-    saver._writer._process.kill()
-    saver._writer._process.wait()
-    write_rank(tmp_path, 10, 1, 2)
-    saver.save(Save(shard(10)))
-    saver.wait(PATIENCE)
-    assert steps(tmp_path) == [10]
-    write_rank(tmp_path, 5, 1, 2)                               # too late
-    saver.poll()
-    assert saver.finish(PATIENCE) == [] and steps(tmp_path) == [10]
-    assert sum("died" in line for line in lines) == 1
+def test_the_successor_commits_no_older_step_behind_a_newer_one():
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        job.saver.wait(PATIENCE)
+        job.kill_writer()
+        job.write(10, 1)
+        job.saver.save(Save(shard(10)))
+        job.saver.wait(PATIENCE)
+        assert job.steps() == [10]
+        job.write(5, 1)                                         # too late
+        job.saver.poll()
+        assert job.saver.finish(PATIENCE) == [] and job.steps() == [10]
+        assert sum("died" in line for line in job.log) == 1
+    simulated(work, "process", world=2)
 
 
 def test_a_writer_process_finishes_its_save_when_the_training_dies(tmp_path):
-    saver = slow_saver(tmp_path, "process")
+    saver = slow_saver(tmp_path)
     saver.save(Save(shard(5)))
     process = saver._writer._process
     saver._writer._connection.close()
@@ -286,40 +304,44 @@ def test_without_memory_it_is_saved_in_the_training_thread(tmp_path, kind, optio
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rank_0_commits_what_another_rank_completes_later(tmp_path, kind):
-    saver = saver_in(tmp_path, kind, world=2, policy=KeepLast(1))
-    saver.save(Save(shard(5)))
-    assert saver.wait(PATIENCE)[0].saved
-    assert steps(tmp_path) == []
-    write_rank(tmp_path, 5, 1, 2)
-    until = time.monotonic() + PATIENCE
-    while not steps(tmp_path) and time.monotonic() < until:
-        saver.poll()
-        time.sleep(0.01)
-    assert steps(tmp_path) == [5]
-    saver.finish(PATIENCE)
+def test_rank_0_commits_what_another_rank_completes_later(kind):
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        assert job.saver.wait(PATIENCE)[0].saved and job.steps() == []
+        job.saver.poll()
+        here().scheduler.sleep(1.0)
+        assert job.steps() == []
+        job.write(5, 1)
+        job.saver.poll()
+        here().scheduler.sleep(1.0)
+        assert job.steps() == [5]
+        job.saver.finish(PATIENCE)
+    simulated(work, kind, world=2, policy=KeepLast(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_end_waits_for_the_other_ranks_and_names_them(tmp_path, kind):
-    log = []
-    saver = saver_in(tmp_path, kind, world=3, log=log.append)
-    saver.save(Save(shard(5)))
-    write_rank(tmp_path, 5, 2, 3)
-    saver.wait(PATIENCE)
-    saver.finish(0.3)
-    assert any("step 5 is not committed: no record of rank 1 " in text for text in log)
+def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
+    def work(job):
+        job.saver.save(Save(shard(5)))
+        job.write(5, 2)
+        job.saver.wait(PATIENCE)
+        began = here().scheduler.now
+        job.saver.finish(30.0)
+        assert any("step 5 is not committed: no record of rank 1 " in text for text in job.log)
+        assert 30.0 <= here().scheduler.now - began < 31.0
+    simulated(work, kind, world=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_that_another_job_has_taken_over_stops_the_training(tmp_path, kind):
-    saver = saver_in(tmp_path, kind)
-    save(tmp_path, 5, 1, run=run_name(2, "0000bbbb"))
-    saver.save(Save(shard(10)))
-    with pytest.raises(FolderInUseError, match="0002-0000bbbb"):
-        saver.wait(PATIENCE)
-    with pytest.raises(FolderInUseError):
-        saver.poll()
+def test_a_folder_that_another_job_has_taken_over_stops_the_training(kind):
+    def work(job):
+        job.write(5, 0, run_name(2, "0000bbbb"))
+        job.saver.save(Save(shard(10)))
+        with pytest.raises(FolderInUseError, match="0002-0000bbbb"):
+            job.saver.wait(PATIENCE)
+        with pytest.raises(FolderInUseError):
+            job.saver.poll()
+    simulated(work, kind)
 
 
 def test_a_new_writer_commits_what_the_dead_one_completed(tmp_path):
