@@ -113,8 +113,19 @@ class Ranks:
             for rank, name in enumerate(self.hosts):
                 cluster.process(hosts[name], f"rank{rank}", lambda rank=rank: work(rank))
             cluster.scheduler.run()
+        for process in cluster.processes:
+            if process.error is not None:                       # no Exception: pytest.fail, for one
+                raise process.error
         assert not communicator.mismatch, communicator.mismatch
         return results
+
+
+def simulated(function):
+    """Returns ``function()``, called by a process of a simulated cluster: it and its threads live in simulated time."""
+    (found,) = Ranks(1).run(lambda group: function())
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 class Threads:

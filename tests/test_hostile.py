@@ -294,16 +294,20 @@ def test_no_run_follows_one_of_an_absurd_number():
 
 @contextmanager
 def within(seconds):
-    """Fails if what is inside takes longer; works on loops of Python and on system calls that block."""
+    """Fails if what is inside takes longer: so many seconds of the processor, which others cannot take, or, where a system call
+    blocks, ten minutes."""
     def late(*_):
         pytest.fail(f"still at work after {seconds} s")             # no Exception: nothing in the product can catch it
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    clocks = (signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 600)
+    before = [signal.signal(number, late) for number, _, _ in clocks]
+    for _, clock, limit in clocks:
+        signal.setitimer(clock, limit)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, clock, _), handler in zip(clocks, before, strict=True):
+            signal.setitimer(clock, 0)
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

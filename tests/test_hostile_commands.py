@@ -33,7 +33,7 @@ from mindresume.strategy import write_strategy
 
 SECONDS = float(os.environ.get("MINDRESUME_HOSTILE_SECONDS", "12"))     # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
-HANGS = 120                     # seconds after which a command is taken to hang: none needs a tenth of it
+HANGS = 600                     # seconds after which a command is taken to hang: none needs a twentieth of it
 STATUSES = {0, 1, 2, 3}
 INFO = Path("log", "rank_0", "info.log")
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")

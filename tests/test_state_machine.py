@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from folders import RUN, Ranks, flip_bit, path_of, write_rank
+from folders import RUN, Ranks, flip_bit, path_of, simulated, write_rank
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -309,15 +309,18 @@ class Training(RuleBasedStateMachine):
         """``first``: rank 0 is done before the others. ``dies``: the job ends before rank 0 looks for their records again."""
         before, entry, run = self._newest_sized(), self._next(jump), self.run
         said, savers = set(), {}
-        for rank in sorted(range(run.world), reverse=not first):
-            place = Place(STORAGE, self.root, run.run, rank, run.world)
-            savers[rank] = Background(place, policy if rank == 0 else None, "thread")
-            savers[rank].save(Save(self._shard(entry, rank)))
-            said |= {rank for outcome in savers[rank].wait(600.0) if outcome.saved}
-        assert said == set(range(run.world))
-        for rank in range(1, run.world):
-            assert all(outcome.error is None for outcome in savers[rank].finish(600.0))
-        assert all(outcome.error is None for outcome in savers[0].finish(0.0 if dies else 600.0))
+
+        def work() -> None:
+            for rank in sorted(range(run.world), reverse=not first):
+                place = Place(STORAGE, self.root, run.run, rank, run.world)
+                savers[rank] = Background(place, policy if rank == 0 else None, "thread")
+                savers[rank].save(Save(self._shard(entry, rank)))
+                said.update(rank for outcome in savers[rank].wait(600.0) if outcome.saved)
+            assert said == set(range(run.world))
+            for rank in range(1, run.world):
+                assert all(outcome.error is None for outcome in savers[rank].finish(600.0))
+            assert all(outcome.error is None for outcome in savers[0].finish(0.0 if dies else 600.0))
+        simulated(work)
         self._saved(entry, said, before)
         if dies:
             self.run = None

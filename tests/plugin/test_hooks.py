@@ -509,7 +509,7 @@ def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, mo
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
     monkeypatch.setattr(adapter, "wanted_of", lambda net, offered: {p.name: (p.shape, "float32") for p in net.get_parameters()
                                                            if p.name == "weight"})
-    monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(20 if beside else 0)))
+    monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(600 if beside else 0)))
     loading.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True), SimpleNamespace(_train_network=net), None,
                       current, STORAGE)
     assert seen == [beside] and float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == np.float32(1.7)

@@ -317,7 +317,7 @@ def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_session,
     (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
     job.steps(5)
-    job.monitor._checkpoints._saver._idle(60)                    # until it has failed; nobody has heard of it yet
+    job.monitor._checkpoints._saver._idle(600)                    # until it has failed; nobody has heard of it yet
     with pytest.raises(SaveError, match="exists already"):
         job.steps(1)
 

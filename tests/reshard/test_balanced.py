@@ -1,10 +1,10 @@
 """Balanced load: the plan is the same on all ranks, every byte is read once a replica group, and what arrives is what was
 there."""
-import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
+from folders import Ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +12,7 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard import balanced
 from mindresume.reshard.balanced import pass_on, plan
 from mindresume.reshard.geometry import held, shape_of, whole
+from mindresume.simulation.threads import Condition
 
 LAYOUTS = {"rows": (TensorLayout((2, 2), (0, -1)), (8, 6)), "columns": (TensorLayout((2, 2), (-1, 0)), (8, 6)),
            "sharded": (TensorLayout((2, 2), (0, -1), 2), (8, 6)), "copied": (TensorLayout((2, 2), (-1,)), (5,)),
@@ -27,10 +28,10 @@ def regions_of(rank: int, layouts=LAYOUTS):
 
 
 class Cable:
-    """All ranks as threads. Checks that the ranks of a group come with the same calls, and that only the owner has the bytes."""
+    """Between all ranks. Checks that the ranks of a group come with the same calls, and that only the owner has the bytes."""
 
     def __init__(self):
-        self.condition, self.calls, self.said = threading.Condition(), {}, []
+        self.condition, self.calls, self.said = Condition(), {}, []
 
     def broadcast(self, rank):
         counts = {}
@@ -61,12 +62,7 @@ def load(ranks, layouts, tensors, dtypes, sizes):
                   for name, region in mine.items()}
         pass_on(arrays, exchanges, regions, dtypes, rank, cable.broadcast(rank))
         results[rank] = arrays
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert len(results) == ranks
+    assert Ranks(ranks).run(lambda group: work(group.rank)) == [None] * ranks
     return results, read
 
 

@@ -344,10 +344,17 @@ def life(tmp_path):
     os.close(reader)
 
 
-def test_a_process_that_hangs(tmp_path, work, small, life):
+def test_a_process_that_hangs(tmp_path, work, small, life, monkeypatch):
+    now = [0.0]
+
+    def sleep(seconds):
+        if not now[0]:
+            os.close(os.open(life.ready, os.O_RDONLY))      # not before both of them are there
+        now[0] += 1.0
+    monkeypatch.setattr(mindspore_worker, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with pytest.raises(EngineError, match="not done after 2 s and was ended") as error:
         attempt(small, work, fake(tmp_path, small.ready, life.hangs + "signal.pause()"), timeout=2.0)
-    assert "hanging" in str(error.value) and life.over()
+    assert "hanging" in str(error.value) and life.over() and now == [3.0]
 
 
 def test_one_fails_and_the_others_are_ended(tmp_path, life):
@@ -358,7 +365,7 @@ def test_one_fails_and_the_others_are_ended(tmp_path, life):
     script = Path(command[1])
     script.write_text(script.read_text().replace("job = json.load(open(path))", "job = {'ranks': []}"))
     with pytest.raises(EngineError, match="process 2 of 2 ended with status 5"):
-        mindspore_worker.run([["first"], ["second"]], str(tmp_path), 60.0, command)
+        mindspore_worker.run([["first"], ["second"]], str(tmp_path), 600.0, command)
     assert life.over()
 
 

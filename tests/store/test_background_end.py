@@ -72,7 +72,7 @@ def test_a_save_in_flight_is_committed_when_the_interpreter_ends_with_an_error(t
     """The weights come when the interpreter is ending already and pools of threads take no more work."""
     training = python(tmp_path, """
 saver = saver(*sys.argv[1:])
-atexit.register(saver.finish, 60)
+atexit.register(saver.finish, 600)
 atexit.register(lambda: open("go", "w").close())        # runs before
 saver.save(Save(shard(saver.place, 5)))
 raise ValueError("the training failed")
@@ -121,7 +121,7 @@ def test_a_writer_is_no_process_of_the_launcher(tmp_path, monkeypatch):
 def test_a_signal_does_not_end_a_writer(tmp_path, sent):
     """Not even while it starts."""
     training = python(tmp_path, f"{BEGUN}os.kill(saver._writer._process.pid, {sent}); open('go', 'w').close()\n"
-                                "print(saver.finish(60))")
+                                "print(saver.finish(600))")
     output, errors = training.communicate(timeout=PATIENCE)
     assert "saved=True, error=None" in output, errors
     assert committed(tmp_path) == [5]
@@ -181,7 +181,7 @@ open("up", "w").close()
 while not os.path.exists("asked"):
     time.sleep(0.01)
 open("go", "w").close()
-print(saver.finish(60), flush=True)
+print(saver.finish(600), flush=True)
 """)
     wait_for((tmp_path / "up").exists)
     launcher.terminate()

@@ -4,15 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from folders import STORAGE, save
+from folders import STORAGE, save, simulated
 
 from mindresume.errors import FolderInUseError, RecordError
 from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence, seal, unseal
+from mindresume.simulation.standins import here
 from mindresume.store.claim import (
     BEAT,
     GIVEN_UP,
@@ -564,12 +564,11 @@ def test_which_runs_have_ended(tmp_path):
 
 
 def test_a_claim_beats_by_itself(tmp_path):
-    claim = occupy(STORAGE, str(tmp_path), ME, 0.01).start()
-    for _ in range(500):
-        if claims(STORAGE, str(tmp_path))[0].beat >= 2:
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("no beat in 5 s")
-    claim.leave()
-    assert claims(STORAGE, str(tmp_path)) == []
+    def work():
+        claim = occupy(STORAGE, str(tmp_path), ME).start()
+        here().scheduler.sleep(2.5 * BEAT)
+        (living,) = claims(STORAGE, str(tmp_path))
+        claim.leave()
+        here().scheduler.sleep(2.5 * BEAT)
+        return living.beat, claims(STORAGE, str(tmp_path))
+    assert simulated(work) == (2, [])

@@ -3,8 +3,6 @@ import json
 import os
 import random
 import shutil
-import threading
-import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import folders
 import iterations
 import pytest
 from fakes import moxing
-from folders import STORAGE, Ranks
+from folders import STORAGE, Ranks, simulated
 
 from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine
@@ -25,6 +23,7 @@ from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
 from mindresume.resume.restore import Restore, trace
 from mindresume.resume.select import select
+from mindresume.simulation.standins import here
 from mindresume.store.claim import Holds, next_run, occupy, owner_of_this_process, see_dead
 from mindresume.store.commit import Committer
 from mindresume.store.mirror import AGAIN, Mirror
@@ -712,13 +711,17 @@ def test_the_end_waits_for_the_last_upload(world):
 
 
 def test_the_worker_is_a_thread_that_ends_with_the_training(world):
-    mirrors = world.mirrors(patience=600.0)
-    for one in mirrors:
-        one.clock, one.sleep, one.pause, one.wait = time.monotonic, lambda seconds: None, 0.01, threading.Condition.wait
-        one.start()
-    saved(world, mirrors, 5, 10)
-    assert [one.finish(600) for one in mirrors] == [[], []]
-    assert world.committed()[0] == 10 and world.remote.announced(RUN).ended
+    def work():
+        mirrors = [Mirror(Remote(world.remote.store, URL), world.place(rank), KEEP_ALL if rank == 0 else None).start()
+                   for rank in range(2)]
+        saved(world, mirrors, 5)
+        here().scheduler.sleep(60.0)
+        uploaded = world.committed()
+        saved(world, mirrors, 10)
+        return uploaded, [one.finish(60.0) for one in mirrors], here().scheduler.now
+    uploaded, errors, now = simulated(work)
+    assert uploaded == [5] and errors == [[], []] and now < 90.0
+    assert world.committed() == [10, 5] and world.remote.announced(RUN).ended
 
 
 def test_the_end_names_what_is_missing(world):
