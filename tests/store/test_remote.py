@@ -911,37 +911,6 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
 
 # ---- death after every operation ---------------------------------------------------------------------------------------
 
-def resumed(world):
-    """What a job on an empty disk takes; what it takes is whole."""
-    world.empty_disk()
-    choice = world.restore_all()
-    return choice.chosen.step if choice.chosen else None
-
-
-@pytest.mark.parametrize("fmt", sorted(FORMATS))
-def test_whenever_the_job_dies_in_an_upload_the_step_before_or_this_one_is_there(tmp_path, monkeypatch, fmt):
-    """Rank 0 and rank 1 die with the operation of either; then the next run goes on, and cleans up."""
-    outcomes, at, over = [], 0, False
-    while not over:
-        at += 1
-        base = tmp_path / fmt / str(at)
-        monkeypatch.setenv("FAKE_MOXING_ROOT", str(base / "objects"))
-        world = World(base, fmt)
-        world.mirror(5)
-        strike(monkeypatch, at)
-        try:
-            world.mirror(10, policy=KeepLast(1))
-            over = True
-        except Died:
-            pass
-        monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-        outcomes.append(resumed(world))
-        world.mirror(15, run=LATER, policy=KeepLast(1))
-        assert world.committed() == [15] and list(world.remote.look().boxes) == [attempt_name(15, LATER)]
-        shutil.rmtree(base)
-    assert set(outcomes) == {5, 10} and outcomes == sorted(outcomes) and len(outcomes) > 20
-
-
 def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_path, monkeypatch):
     for fmt in FORMATS:
         at, over = 0, False
