@@ -26,6 +26,7 @@ from mindresume.store.storage import PosixStorage
 STORAGE = PosixStorage()
 RUN = run_name(1, "0000aaaa")
 PER_EPOCH = 10
+LONGEST = 20_000                # simulated seconds that ranks may take
 
 
 def state_of(step: int, batch: int = 8) -> TrainingState:
@@ -112,7 +113,8 @@ class Ranks:
             hosts = {name: cluster.host(name) for name in self.hosts}
             for rank, name in enumerate(self.hosts):
                 cluster.process(hosts[name], f"rank{rank}", lambda rank=rank: work(rank))
-            cluster.scheduler.run()
+            cluster.scheduler.run(until=lambda: cluster.scheduler.now > LONGEST)
+            assert all(process.dead for process in cluster.processes), "a rank hangs"
         for process in cluster.processes:
             if process.error is not None:                       # no Exception: pytest.fail, for one
                 raise process.error
