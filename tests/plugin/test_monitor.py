@@ -374,6 +374,7 @@ def test_a_job_that_was_taken_over_ends_and_says_by_whom(tmp_path):
     later = Claim(PosixStorage(), str(tmp_path / "checkpoint"),
                   replace(owner_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
     later.publish()
+    later.beat()                                                # it has acquired the folder
     with pytest.raises(FolderInUseError, match="run 0007-0000ffff on host node9"):
         job.steps(5)
     assert committed(tmp_path) == [5]
