@@ -342,12 +342,12 @@ def see_dead(storage: Storage, root: str, log: Text = lambda text: None, clock: 
 def _acquire(claim: Claim, dead: list[Owner], watch: Callable[..., list[Owner]]) -> list[Owner]:
     """Publishes ``claim``, and looks until no other job that saves has one, besides those of ``dead``. Returns all that were seen
     dead. FolderInUseError if it is for this job to give way."""
-    failed: OSError | None = None
-    try:
-        claim.publish()
-    except OSError as error:                        # a job that starts at the same moment may have removed it half-written
-        failed = error
     while True:
+        failed: OSError | None = None
+        try:
+            claim.publish()                         # before each look: a listing is new where this host has changed the folder
+        except OSError as error:                    # a job that starts at the same moment may have removed it half-written
+            failed = error
         known = [claim.run, *(owner.run for owner in dead)]
         found, unreadable = look(claim.storage, claim.root)
         others = {owner.run: str(owner) for owner in found} | {run: f"run {run}" for run in unreadable}

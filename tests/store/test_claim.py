@@ -298,6 +298,46 @@ def test_a_number_that_another_job_has_taken_meanwhile_is_not_used_again(tmp_pat
     assert run_sequence(occupy(storage, str(tmp_path), ME).run) == 2
 
 
+class Remembering(PosixStorage):
+    """As a host does on NFS: believes a listing until it changes the folder itself. ``act`` comes before its first claim."""
+
+    def __init__(self, act):
+        self.listed, self.act = {}, act
+
+    def list(self, folder):
+        if folder not in self.listed:
+            self.listed[folder] = super().list(folder)
+        return self.listed[folder]
+
+    def rename(self, old, new):
+        act, self.act = self.act, lambda: None
+        act()
+        super().rename(old, new)
+        self.listed.pop(os.path.dirname(new), None)
+
+    def remove(self, path):
+        super().remove(path)
+        self.listed.pop(os.path.dirname(path), None)
+
+
+def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(tmp_path):
+    """The other had acquired the folder, saved and ended meanwhile: both had one number, and the one that stayed was thrown out."""
+    rival = rival_of(tmp_path, "ffffffff")
+
+    def ends(now):
+        if now > 5 and claims(STORAGE, str(tmp_path))[-1].run == rival.run:
+            save(tmp_path, 5, 1, run=rival.run)
+            rival.leave()
+
+    def begins():
+        rival.publish()
+        rival.beat()
+    time = Time(ends)
+    run = occupy(Remembering(begins), str(tmp_path), ME, clock=time.clock, sleep=time.sleep).run
+    assert run_sequence(run) == 2 and 5 < time.now < 8
+    fence(STORAGE, str(tmp_path), run)
+
+
 def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tmp_path):
     save(tmp_path, 5, 1, run=run_name(1, "00000000"))
     with pytest.raises(FolderInUseError, match="run 0001-00000000"):
