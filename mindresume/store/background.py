@@ -222,7 +222,8 @@ class Background:
             step, self._flight = self._flight, None
             if all(outcome.step != step for outcome in self._outcomes):
                 self._outcomes.append(Outcome(step, False, SaveError(
-                    f"step {step} was not saved on rank {self.place.rank}: the {self.kind} that wrote it died ({reason})")))
+                    f"step {step} may not be saved on rank {self.place.rank}: the {self.kind} that wrote it died ({reason}). It "
+                    f"counts if its record is there")))
 
 
 def serve(place: Place, policy: Policy | None, staging: Staging, receive: Callable[[], Any],

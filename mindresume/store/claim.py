@@ -37,8 +37,9 @@ BEAT = 15.0                     # seconds between two beats
 PATIENCE = 3                    # beats that an owner elsewhere is watched before it counts as dead
 LONGEST = 600.0                 # seconds that anybody is watched; whose beats are too rare for that is not taken for dead
 GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
-SAVING, LOADING = "saving", "loading"
-_READER = 0                     # number in the run of a reader: never later than any job
+SAVING, LOADING, REMOVING = "saving", "loading", "removing"
+_READER = 0                     # number in the run of a reader, and of who removes: never later than any job
+_LOOKS, _PAUSE = 20, 0.5        # of a reader while somebody is about to remove what it wants to hold: how often, seconds between
 _LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
 _PREFIX, _SUFFIX = "claim-", ".json"
 _ENDED = "ended-"               # prefix of the claim of a run that is over and left no other trace of its number
@@ -434,18 +435,49 @@ def _watch(storage: Storage, root: str, me: Owner, log: Text, clock: Callable[[]
 
 # ---- readers -------------------------------------------------------------------------------------------------------
 
-def hold(storage: Storage, root: str, attempt: str, box: str, beat: float = BEAT) -> Claim | None:
+def hold(storage: Storage, root: str, attempt: str, box: str, beat: float = BEAT,
+         sleep: Callable[[float], None] = time.sleep) -> Claim | None:
     """Keeps ``attempt`` (the name of its folder of records) from being removed while it is read. ``box``: the folder whose
     renaming would remove it. None if it is gone: choose again.
 
     OSError if nothing can be written there."""
-    owner = replace(owner_of_this_process(LOADING, holds=(attempt,)), run=run_name(_READER, secrets.token_hex(4)), every=beat)
-    claim = Claim(storage, root, owner)
-    claim.publish()
-    if storage.status(box) is None:       # retention was faster; it looks for claims after its rename
+    claim = _claim_without_number(storage, root, LOADING, (attempt,), beat)
+    try:
+        for _ in range(_LOOKS):
+            if not _is_going(storage, root, attempt):
+                break
+            sleep(_PAUSE)                 # who removes it may have looked for holds before this one was there
+        there = storage.status(box) is not None
+    except BaseException:
+        claim.leave()
+        raise
+    if not there:                         # it was faster
         claim.leave()
         return None
     return claim.start()
+
+
+def about_to_remove(storage: Storage, root: str, names: Iterable[str]) -> Claim:
+    """Tells readers that the attempts ``names`` are about to go; to be left when they have. Whoever says this and then looks for
+    holds, and readers, who publish their hold and then look for this, never miss each other: nothing moves under a reader, not
+    even for a moment. OSError if it cannot be written."""
+    return _claim_without_number(storage, root, REMOVING, tuple(names), 0.0)
+
+
+def _claim_without_number(storage: Storage, root: str, purpose: str, names: tuple[str, ...], beat: float) -> Claim:
+    owner = replace(owner_of_this_process(purpose, holds=names), run=run_name(_READER, secrets.token_hex(4)), every=beat)
+    claim = Claim(storage, root, owner)
+    try:
+        claim.publish()
+    except BaseException:                 # an error is not an undo: it may be there
+        claim.leave()
+        raise
+    return claim
+
+
+def _is_going(storage: Storage, root: str, attempt: str) -> bool:
+    return any(owner.purpose == REMOVING and attempt in owner.holds and lives(owner) is not False
+               for owner in claims(storage, root))
 
 
 class Holds:
@@ -465,7 +497,7 @@ class Holds:
                 held.update({name: f"perhaps, by a reader: {_path(self.root, run)} cannot be read ({why})"
                              for name in self._all_attempts()})
         for owner in found:
-            if owner.holds and self._counts(owner):
+            if owner.holds and self._counts(owner) and owner.purpose != REMOVING:
                 held.update({name: f"{owner.purpose} by process {owner.pid} on host {owner.host}" for name in owner.holds})
         return held
 

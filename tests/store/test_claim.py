@@ -21,6 +21,7 @@ from mindresume.store.claim import (
     Claim,
     Holds,
     Owner,
+    about_to_remove,
     claims,
     ended,
     fence,
@@ -321,7 +322,7 @@ class Remembering(PosixStorage):
 
 
 def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(tmp_path):
-    """The other had acquired the folder, saved and ended meanwhile: both had one number, and the one that stayed was thrown out."""
+    """The other had acquired the folder, saved and ended meanwhile: both had one number, and the second was thrown out."""
     rival = rival_of(tmp_path, "ffffffff")
 
     def ends(now):
@@ -533,6 +534,38 @@ def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
     gone = attempt_name(99, run_name(1, "0000aaaa"))
     assert hold(STORAGE, str(tmp_path), gone, str(tmp_path / FOLDER / gone)) is None
     assert holds(STORAGE, str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_reader_waits_while_somebody_is_about_to_remove_it(tmp_path, goes):
+    save(tmp_path, 5, 1)
+    name = os.listdir(tmp_path / FOLDER)[0]
+    box, others = tmp_path / FOLDER / name, about_to_remove(STORAGE, str(tmp_path), [name])
+    assert holds(STORAGE, str(tmp_path)) == {}
+
+    def act(now):
+        if now > 2:
+            if goes:
+                box.rename(tmp_path / "gone")
+            others.leave()
+    time = Time(act)
+    claim = hold(STORAGE, str(tmp_path), name, str(box), sleep=time.sleep)
+    assert (claim is None) == goes and 2 < time.now < 4
+    if claim:
+        claim.leave()
+    assert [name for name in os.listdir(tmp_path / FOLDER) if name.startswith("claim")] == []
+
+
+@pytest.mark.parametrize("owner, waits", [(ELSEWHERE, True), (None, False)])
+def test_a_reader_does_not_wait_for_ever(tmp_path, owner, waits):
+    """Who removes it may have died: on this machine that is known at once."""
+    save(tmp_path, 5, 1)
+    name = os.listdir(tmp_path / FOLDER)[0]
+    left_by(tmp_path, replace(owner or dead_process(), purpose="removing", holds=(name,), every=0.0), 0)
+    time = Time()
+    claim = hold(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
+    assert claim is not None and (5 < time.now < 20 if waits else time.now == 0)
+    claim.leave()
 
 
 def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
