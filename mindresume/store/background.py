@@ -26,8 +26,9 @@ from typing import Any, Protocol
 
 from mindresume import host_memory
 from mindresume.errors import FolderInUseError, SaveError
-from mindresume.store.claim import Holds, ended
+from mindresume.store.claim import ended
 from mindresume.store.commit import Committer
+from mindresume.store.holds import Holds
 from mindresume.store.retention import Policy
 from mindresume.store.saver import Outcome, Save, Work
 from mindresume.store.shard import Place, is_committed

@@ -38,7 +38,7 @@ from mindresume.manifest import (
     trash_name,
     untrashed,
 )
-from mindresume.store.claim import about_to_remove
+from mindresume.store.holds import about_to_remove
 from mindresume.store.protection import NEWEST_WHOLE, not_counted, protected
 from mindresume.store.retention import KEEP_ALL, KeepAny, Policy, surplus
 from mindresume.store.storage import TEMPORARY, Storage, parallel, remove_tree, temporary_name

@@ -13,6 +13,7 @@ from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.store import claim
+from mindresume.store.holds import hold
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,7 +107,7 @@ def test_pruning_twice_removes_nothing_more(saved, read):
 
 
 def test_what_a_job_reads_stays(saved, read, call):
-    held = claim.hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
+    held = hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["why"]

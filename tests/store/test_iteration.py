@@ -36,8 +36,10 @@ from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
 from mindresume.resume.select import select
-from mindresume.store.claim import Holds, hold, holds, occupy, owner_of_this_process
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import owner_of_this_process
 from mindresume.store.commit import Committer
+from mindresume.store.holds import Holds, hold, holds
 from mindresume.store.iteration import settle
 from mindresume.store.removal import carry_out, empty_trash, plan
 from mindresume.store.retention import KeepEverySteps, KeepLast
@@ -546,6 +548,23 @@ def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_writt
     assert committer.make_room(25) == [10, 15]
     assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
     assert chosen(tmp_path) == (5, RUN)
+
+def test_while_a_step_is_replaced_the_tracker_leads_to_no_folder_that_is_only_listed(tmp_path):
+    """Another host has removed it, and this one still lists it."""
+    save(tmp_path, 5, 10)
+    write_all(tmp_path, 10, run=NEXT)
+    trackers = []
+
+    class Late(PosixStorage):
+        def list(self, folder):
+            return [*super().list(folder), *(["iteration_00000007"] if folder == str(tmp_path) else [])]
+
+        def rename(self, old, new):
+            super().rename(old, new)
+            trackers.extend([(tmp_path / TRACKER).read_text()] if new == str(tmp_path / TRACKER) else [])
+    committer = Committer(place_of(tmp_path, run=NEXT, storage=Late()))
+    committer.saved(10)
+    assert committer.pending == [] and trackers == ["5", "10"]
 
 
 def test_a_death_at_every_operation_of_a_removal(tmp_path):
