@@ -73,7 +73,8 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
         claim.withdraw()
         if owner.run:
             raise FolderInUseError(_in_use(root, f"run {used[0]}", owner))
-        return occupy(storage, root, owner, beat, log, clock, sleep, traced)
+        again = next_run([*names, *storage.list(folder), *names_in_iterations(storage, root)])
+        return occupy(storage, root, replace(owner, run=again), beat, log, clock, sleep, traced)
     for other in dead:
         log(f"{other} ended without a word")
     half = half_written(names)
