@@ -48,8 +48,8 @@ from mindresume.reshard.strategies import strategies
 from mindresume.resume.health import sick_files
 from mindresume.resume.select import select
 from mindresume.resume.survey import survey
-from mindresume.store.claim import holds
 from mindresume.store.commit import Committer
+from mindresume.store.holds import holds
 from mindresume.store.retention import KeepLast
 
 OLD, NEW, WORLD = 5, 10, 2

@@ -30,9 +30,11 @@ from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.resume.select import Choice, select
 from mindresume.state import TrainingState
+from mindresume.store.acquire import occupy
 from mindresume.store.background import Background
-from mindresume.store.claim import Owner, ended, holds, occupy
+from mindresume.store.claim import Owner, ended
 from mindresume.store.commit import Committer
+from mindresume.store.holds import holds
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
 from mindresume.store.saver import Foreground, Save, Work

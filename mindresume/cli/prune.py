@@ -58,7 +58,8 @@ def prune(folder: Root, json: AsJson = False,
     At least one --keep option is needed; what any of them keeps stays. Always stay: the newest checkpoint whose files are whole,
     what a job is reading now, incomplete saves of a job that may still run, and everything that mindformers wrote alone.
     """
-    from mindresume.store import claim
+    from mindresume.store.claim import ended as ended_runs
+    from mindresume.store.holds import Holds, holds
     policy = _policy(last, every, best, metric, mode, minutes)
     storage, root = (_LookingOnly() if dry_run else PosixStorage()), locate(folder)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
@@ -67,9 +68,9 @@ def prune(folder: Root, json: AsJson = False,
 
     def ended(run: str) -> bool:                # claims are read when the plan asks, that is after it has read the folder
         if not known:
-            known.append(claim.ended(storage, root))
+            known.append(ended_runs(storage, root))
         return known[0](run)
-    held, records = claim.holds(storage, root), os.path.join(root, FOLDER)
+    held, records = holds(storage, root), os.path.join(root, FOLDER)
     lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
     made = plan(storage, root, policy, held, ended=ended, lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
@@ -77,7 +78,7 @@ def prune(folder: Root, json: AsJson = False,
     size = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
     said: list[str] = []
-    removed = going if dry_run else carry_out(storage, root, made, claim.Holds(storage, root), said.append)
+    removed = going if dry_run else carry_out(storage, root, made, Holds(storage, root), said.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
     groups = _groups(made, going, removed, size, said)
     freed = sum(size[c.box] for c in removed) + sum(left.values())

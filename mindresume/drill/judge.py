@@ -19,7 +19,8 @@ from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
 from mindresume.resume.prove import quick
 from mindresume.resume.remarks import damaged_beside
 from mindresume.resume.select import Choice, select
-from mindresume.store.claim import Owner, occupy
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import Owner
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
 from mindresume.store.shard import clean_own_folder

@@ -17,8 +17,9 @@ from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
 from mindresume.manifest import run_name
 from mindresume.state import TrainingState
+from mindresume.store.acquire import occupy
 from mindresume.store.background import Background
-from mindresume.store.claim import Owner, occupy
+from mindresume.store.claim import Owner
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL, KeepLast, Policy
 from mindresume.store.saver import Foreground, Outcome, Save, Work

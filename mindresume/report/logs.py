@@ -76,7 +76,7 @@ _OURS: tuple[tuple[re.Pattern[str], str, Callable[[re.Match[str], float, str], E
         (r"step " + _COUNT + r" committed: ", COMMITTED, _step),
         (r"step " + _COUNT + r" was complete already and is committed now", LATE, _step),
         (r"step " + _COUNT + r" is being saved as .*; training stopped for " + _SPAN + r" s$", SAVING, _step_and_value),
-        (r"step " + _COUNT + r" was not saved on (.*)", FAILED, _step_and_text),
+        (r"step " + _COUNT + r" (?:was not|may not be|may not stay) saved on (.*)", FAILED, _step_and_text),
         (r"step " + _COUNT + r" is not saved: (.*)", SKIPPED, _step_and_text),
         (r"step " + _COUNT + r" (is given up: .*|is not committed: .*)", UNCOMMITTED, _step_and_text),
         (r"not resuming from step (\d{1,18}|\?): (.*)", REFUSED, _step_and_text),

@@ -35,7 +35,8 @@ from mindresume.resume.prove import prove
 from mindresume.resume.select import candidates_for
 from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState, is_count, is_number
-from mindresume.store.claim import Claim, hold
+from mindresume.store.claim import Claim
+from mindresume.store.holds import hold
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 

@@ -33,7 +33,8 @@ from mindresume.resume.restore import choose_with_remote
 from mindresume.resume.select import Choice, describe, select
 from mindresume.resume.witness import settle
 from mindresume.settings import Settings
-from mindresume.store.claim import Claim, hold
+from mindresume.store.claim import Claim
+from mindresume.store.holds import hold
 from mindresume.store.islands import Islands, find, together
 from mindresume.store.kept import KeptFiles, disk_of
 from mindresume.store.remote import Remote

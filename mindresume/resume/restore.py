@@ -44,8 +44,10 @@ from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import quick
 from mindresume.resume.select import Choice
 from mindresume.store import iteration
-from mindresume.store.claim import holds, leave_trace, see_dead
+from mindresume.store.acquire import see_dead
+from mindresume.store.claim import leave_trace
 from mindresume.store.common import order_of
+from mindresume.store.holds import holds
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote, records_of

@@ -25,9 +25,9 @@ from mindresume.simulation.oracle import STUCK, Finding, judge, pointed
 from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
-from mindresume.store import claim
 from mindresume.store.background import Background, work_for
-from mindresume.store.claim import Holds
+from mindresume.store.claim import ended as ended_runs
+from mindresume.store.holds import Holds, hold, holds
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Foreground, Outcome, Save
@@ -291,9 +291,9 @@ def _prune(play: Play, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -
 
         def ended(run: str, known: list[Callable[[str], bool]] = known) -> bool:
             if not known:
-                known.append(claim.ended(storage, root))
+                known.append(ended_runs(storage, root))
             return known[0](run)
-        made = plan(storage, root, KeepLast(keep), claim.holds(storage, root), ended=ended)
+        made = plan(storage, root, KeepLast(keep), holds(storage, root), ended=ended)
         carry_out(storage, root, made, Holds(storage, root))
 
 
@@ -316,7 +316,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
         if choice.chosen.run is None:
             play.history.wrong.append(f"{choice.chosen.first} is taken for files without records")
             continue
-        held = claim.hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
+        held = hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
         if held is not None:
             try:
                 play.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))

@@ -26,8 +26,9 @@ from typing import Any, Protocol
 
 from mindresume import host_memory
 from mindresume.errors import FolderInUseError, SaveError
-from mindresume.store.claim import Holds, ended
+from mindresume.store.claim import ended
 from mindresume.store.commit import Committer
+from mindresume.store.holds import Holds
 from mindresume.store.retention import Policy
 from mindresume.store.saver import Outcome, Save, Work
 from mindresume.store.shard import Place, is_committed
@@ -222,7 +223,8 @@ class Background:
             step, self._flight = self._flight, None
             if all(outcome.step != step for outcome in self._outcomes):
                 self._outcomes.append(Outcome(step, False, SaveError(
-                    f"step {step} was not saved on rank {self.place.rank}: the {self.kind} that wrote it died ({reason})")))
+                    f"step {step} may not be saved on rank {self.place.rank}: the {self.kind} that wrote it died ({reason}). It "
+                    f"counts if its record is there")))
 
 
 def serve(place: Place, policy: Policy | None, staging: Staging, receive: Callable[[], Any],

@@ -115,7 +115,8 @@ def _lead_elsewhere(storage: Storage, root: str, step: int, tag: str) -> None:
     """While iteration ``step`` is replaced, the tracker must not name it: to the newest before it, or there is none."""
     if tracked(storage, root) != step:
         return
-    others = [number for name in storage.list(root) if (number := parse_iteration(name)) is not None and number < step]
+    others = [number for name in storage.list(root) if (number := parse_iteration(name)) is not None and number < step
+              and storage.status(os.path.join(root, name)) is not None]         # a listing may show what others have removed
     if others:
         point(storage, root, max(others), tag)
     else:

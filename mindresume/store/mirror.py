@@ -24,7 +24,8 @@ from contextlib import suppress
 
 from mindresume.errors import RemoteError
 from mindresume.manifest import attempt_name, parse_attempt
-from mindresume.store.claim import Claim, hold
+from mindresume.store.claim import Claim
+from mindresume.store.holds import hold
 from mindresume.store.remote import Lost, Mark, Overtaken, Remote, committed_base, ranks_of
 from mindresume.store.retention import KEEP_ALL, Policy
 from mindresume.store.shard import Place

@@ -3,6 +3,7 @@
     made = plan(storage, root, policy, holds(), active=run)       # looks, touches nothing
     removed = carry_out(storage, root, made, holds)
 
+    together     iteration folders: say which are about to go ─▶ held? stays
     per victim   rename its box to trash-... (a name that is free by a nonce) ─▶ sync ─▶ held after all? rename it back
     then         weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash folder
 
@@ -15,7 +16,8 @@ good, or a power loss could bring weights back that nobody knows any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mindresume.errors import DamagedFileError, RecordError
@@ -36,6 +38,7 @@ from mindresume.manifest import (
     trash_name,
     untrashed,
 )
+from mindresume.store.holds import about_to_remove
 from mindresume.store.protection import NEWEST_WHOLE, not_counted, protected
 from mindresume.store.retention import KEEP_ALL, KeepAny, Policy, surplus
 from mindresume.store.storage import TEMPORARY, Storage, parallel, remove_tree, temporary_name
@@ -150,16 +153,34 @@ def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict,
     more; one that somebody else removed or that is held by now is not among them. Each fails for itself, which is logged, and is
     tried again by the next call."""
     trash: dict[str, Candidate] = {}
-    for candidate in (*made.victims, *made.debris):
-        try:
-            name = _uncommit(storage, root, candidate, holds, log)
-        except OSError as error:
-            log(_cannot(f"step {candidate.step}, {candidate.box},", error))
-            continue
-        if name:
-            trash[name] = candidate
+    moving = [candidate.name for candidate in made.victims if candidate.base]       # with their weights
+    with _announced(storage, root, moving):
+        held = holds() if moving else {}
+        for candidate in (*made.victims, *made.debris):
+            try:
+                name = _uncommit(storage, root, candidate, held, holds, log)
+            except OSError as error:
+                log(_cannot(f"step {candidate.step}, {candidate.box},", error))
+                continue
+            if name:
+                trash[name] = candidate
     empty_trash(storage, root, holds, trash, log)
     return list(trash.values())
+
+
+@contextmanager
+def _announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
+    """Tells readers that ``names`` are about to go. Where that cannot be written (a full disk), a reader may find its checkpoint
+    renamed for a moment, until it is back."""
+    claim = None
+    if names:
+        with suppress(OSError):
+            claim = about_to_remove(storage, root, names)
+    try:
+        yield
+    finally:
+        if claim is not None:
+            claim.leave()
 
 
 def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object], holds: Holds = dict,
@@ -180,10 +201,14 @@ def free_names(storage: Storage, root: str, paths: Collection[str], run: str, de
         carry_out(storage, root, Plan(debris=tuple(c for c in made.debris if c.name in names)), holds, log)
 
 
-def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> str:
-    """Name of its trash, which can be emptied; empty if it was held or gone. Whoever begins to read publishes its hold and then
-    looks whether the folder is still there; this renames and then looks for holds. So at least one of the two sees the other."""
-    if not candidate.box:
+def _uncommit(storage: Storage, root: str, candidate: Candidate, held: Mapping[str, str], holds: Holds,
+              log: Callable[[str], None]) -> str:
+    """Name of its trash, which can be emptied; empty if it was held or gone. ``held``: what was held before. Whoever begins to
+    read publishes its hold and then looks whether the folder is still there; this renames and then looks for holds. So at least
+    one of the two sees the other."""
+    if candidate.name in held:
+        log(f"step {candidate.step} stays for now: {held[candidate.name]}")
+    if not candidate.box or candidate.name in held:
         return ""
     records, name = os.path.join(root, FOLDER), trash_name(candidate.name)
     try:

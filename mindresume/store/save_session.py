@@ -19,7 +19,8 @@ from mindresume.formats import Candidate
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
 from mindresume.log import Log
-from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import SAVING, Claim, owner_of_this_process
 from mindresume.store.common import forget
 from mindresume.store.exchange import Exchange
 from mindresume.store.islands import Islands, check_alone, find, next_common_run

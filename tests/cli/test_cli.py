@@ -17,7 +17,8 @@ from mindresume import cli
 from mindresume.files import read_header
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, attempt_name
-from mindresume.store.claim import SAVING, occupy, owner_of_this_process
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import SAVING, owner_of_this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 

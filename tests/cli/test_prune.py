@@ -13,6 +13,7 @@ from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.store import claim
+from mindresume.store.holds import hold
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,7 +107,7 @@ def test_pruning_twice_removes_nothing_more(saved, read):
 
 
 def test_what_a_job_reads_stays(saved, read, call):
-    held = claim.hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
+    held = hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["why"]
@@ -150,7 +151,8 @@ def test_removals_cut_short_are_finished_and_counted(saved, read, call):
 def test_another_training_in_the_same_folder(tmp_path, read, monkeypatch):
     """The one that saved last is meant, unless all are."""
     plain = folders.place_of
-    monkeypatch.setattr(folders, "place_of", lambda root, rank, world, run, part: replace(plain(root, rank, world, run, part), lineage=run))
+    monkeypatch.setattr(folders, "place_of", lambda root, rank, world, run, part=(): replace(plain(root, rank, world, run, part),
+                                                                                              lineage=run))
     later = run_name(2, "0000bbbb")
     for run, steps_of in ((RUN, (100, 110)), (later, (5, 10, 15))):
         for step in steps_of:

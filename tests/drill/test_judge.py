@@ -17,7 +17,8 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import TRACKER
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.resume.select import Choice
-from mindresume.store.claim import occupy, owner_of_this_process
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import owner_of_this_process
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
 from mindresume.store.shard import write_shard

@@ -27,7 +27,7 @@ from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import prove, select
 from mindresume.resume.prove import ProvenShard, Source
-from mindresume.store import claim, commit, iteration, removal, saver, shard, storage
+from mindresume.store import acquire, claim, commit, iteration, removal, saver, shard, storage
 from mindresume.store.background import Background
 from mindresume.store.commit import Committer
 from mindresume.store.saver import Outcome, Work
@@ -54,7 +54,8 @@ class Mutant:
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """In every module that has imported it."""
-    for module in (storage, shard, commit, iteration, claim, saver, removal, stories, judging, rank_folders, prove, select):
+    for module in (storage, shard, commit, iteration, claim, acquire, saver, removal, stories, judging, rank_folders, prove,
+                   select):
         if hasattr(module, name):
             patch.setattr(module, name, value)
 

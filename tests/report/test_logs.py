@@ -43,6 +43,10 @@ def test_a_loss_that_is_no_number_is_an_event():
      Event(ZERO + 3, logs.SAVING, 15, 0.012)),
     ("step 15 was not saved on rank 0: No space left (2 failed in a row)",
      Event(ZERO + 3, logs.FAILED, 15, text="rank 0: No space left (2 failed in a row)")),
+    ("step 15 may not be saved on rank 0: the process that wrote it died (exit status -9). It counts if its record is there (1 "
+     "failed in a row)",
+     Event(ZERO + 3, logs.FAILED, 15, text="rank 0: the process that wrote it died (exit status -9). It counts if its record is "
+                                           "there (1 failed in a row)")),
     ("step 15 is not saved: the save before is still being written (1 skipped so far)",
      Event(ZERO + 3, logs.SKIPPED, 15, text="the save before is still being written (1 skipped so far)")),
     ("step 15 is given up: not all ranks have saved it, and all have saved step 20",

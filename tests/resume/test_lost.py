@@ -7,7 +7,8 @@ from folders import RUN, STORAGE, save, write_rank
 from mindresume.formats.scan import scan
 from mindresume.manifest import run_name
 from mindresume.resume.lost import Lost, lost_by_death
-from mindresume.store.claim import SAVING, Claim, occupy, owner_of_this_process
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import SAVING, Claim, owner_of_this_process
 
 LATER = run_name(2, "0000bbbb")
 

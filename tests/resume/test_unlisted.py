@@ -19,7 +19,8 @@ from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import select
 from mindresume.resume.survey import size_of, survey
 from mindresume.store import iteration
-from mindresume.store.claim import occupy, owner_of_this_process, users_of
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import owner_of_this_process, users_of
 from mindresume.store.commit import Committer
 from mindresume.store.common import committed
 from mindresume.store.removal import empty_trash, plan

@@ -17,6 +17,7 @@ from mindresume.resume.survey import PART, survey
 from mindresume.store import claim
 from mindresume.store.commit import Committer
 from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
+from mindresume.store.holds import Holds
 from mindresume.store.islands import LOOKS, PATIENCE, Islands, check_alone, find, next_common_run, together
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KeepLast
@@ -202,7 +203,7 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
     for rank in ranks:
         write_rank(root, step, rank, world, run, part=ranks if told else ())
     place = Place(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
-    committer = Committer(place, policy or KeepLast(99), holds=claim.Holds(STORAGE, str(root)))
+    committer = Committer(place, policy or KeepLast(99), holds=Holds(STORAGE, str(root)))
     if commit:
         committer.saved(step)
         assert committer.pending == []

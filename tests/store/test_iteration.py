@@ -36,8 +36,10 @@ from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
 from mindresume.resume.select import select
-from mindresume.store.claim import hold, holds, occupy, owner_of_this_process
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import owner_of_this_process
 from mindresume.store.commit import Committer
+from mindresume.store.holds import Holds, hold, holds
 from mindresume.store.iteration import settle
 from mindresume.store.removal import carry_out, empty_trash, plan
 from mindresume.store.retention import KeepEverySteps, KeepLast
@@ -547,6 +549,23 @@ def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_writt
     assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
     assert chosen(tmp_path) == (5, RUN)
 
+def test_while_a_step_is_replaced_the_tracker_leads_to_no_folder_that_is_only_listed(tmp_path):
+    """Another host has removed it, and this one still lists it."""
+    save(tmp_path, 5, 10)
+    write_all(tmp_path, 10, run=NEXT)
+    trackers = []
+
+    class Late(PosixStorage):
+        def list(self, folder):
+            return [*super().list(folder), *(["iteration_00000007"] if folder == str(tmp_path) else [])]
+
+        def rename(self, old, new):
+            super().rename(old, new)
+            trackers.extend([(tmp_path / TRACKER).read_text()] if new == str(tmp_path / TRACKER) else [])
+    committer = Committer(place_of(tmp_path, run=NEXT, storage=Late()))
+    committer.saved(10)
+    assert committer.pending == [] and trackers == ["5", "10"]
+
 
 def test_a_death_at_every_operation_of_a_removal(tmp_path):
     def act(storage, number):
@@ -559,7 +578,35 @@ def test_a_death_at_every_operation_of_a_removal(tmp_path):
         for candidate in scan(STORAGE, str(root)).candidates:                   # whole, or no checkpoint any more
             assert candidate.problem is None and all((root / file.path).exists() for file in candidate.every_file), operation
         Committer(place_of(root, run=NEXT), KeepLast(1)).prune()
-        assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == [], operation
+        left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process is gone, or it is old
+        assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation
+
+
+@pytest.mark.parametrize("at", range(1, 25))
+def test_nothing_moves_under_a_reader_that_begins_at_any_operation_of_a_removal(tmp_path, at):
+    """A held iteration folder was renamed for a moment, until its remover saw the hold: files were missing meanwhile."""
+    save(tmp_path, 10, 20)
+    box, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
+
+    class Watched(PosixStorage):
+        left = at
+
+        def __getattribute__(self, name):
+            if name in ("list", "open", "write", "rename", "sync", "status", "remove"):
+                self.__dict__["left"] = self.left - 1
+                if self.left == 0:
+                    held.append(hold(STORAGE, str(tmp_path), attempt_name(10, RUN), box, sleep=waited.append))
+            return super().__getattribute__(name)
+
+        def rename(self, old, new):
+            moved.extend([old] if held else [])
+            super().rename(old, new)
+    storage = Watched()
+    carry_out(storage, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)), Holds(storage, str(tmp_path)))
+    assert held and (held[0] is not None) == os.path.exists(box)
+    assert waited or box not in moved
+    if held[0] is not None:
+        held[0].leave()
 
 
 def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):

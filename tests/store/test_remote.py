@@ -24,8 +24,10 @@ from mindresume.resume import restore
 from mindresume.resume.restore import Restore, trace
 from mindresume.resume.select import select
 from mindresume.simulation.standins import here
-from mindresume.store.claim import Holds, next_run, occupy, owner_of_this_process, see_dead
+from mindresume.store.acquire import occupy, see_dead
+from mindresume.store.claim import next_run, owner_of_this_process
 from mindresume.store.commit import Committer
+from mindresume.store.holds import Holds
 from mindresume.store.mirror import AGAIN, Mirror
 from mindresume.store.objects import MoxingStore
 from mindresume.store.remote import Mark, Remote, records_of
