@@ -11,9 +11,9 @@ jobs, are not judged again (``Known``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, combinations, islice, product
+from itertools import product
 from typing import Any
 
 import xxhash
@@ -25,6 +25,7 @@ from mindresume.simulation.more_scenarios import SCENARIOS
 from mindresume.simulation.oracle import Finding, due
 from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
+from mindresume.simulation.scheduler import Task
 from mindresume.simulation.standins import replaced
 
 SHARE = 4                       # the same command is started again on one of so many different disks
@@ -110,12 +111,12 @@ def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
             disk.lose_power(lambda: True, lambda data: data)
 
 
-def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
-    """Equal for what is judged equally, as long as the power does not fail."""
+def signature_of(play: Play, disks: dict[str, Disk], history: History, power: bool = False) -> int:
+    """Equal for what is judged equally; with ``power`` also after any loss of power."""
     least = due(history)
     text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
-    text += f" {sorted(history.uploaded)} {sorted(history.tried)} "
-    text += " ".join(f"{name} {disk.signature(power=False)}" for name, disk in sorted(disks.items()))
+    text += f" {sorted(history.uploaded)} {sorted(history.tried)} {power} "
+    text += " ".join(f"{name} {disk.signature(power)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -127,42 +128,56 @@ def dying(schedule: Schedule, death: Strike, begun: int) -> Schedule:
 
 
 def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
-        share: int = 1) -> Failure | None:
+        share: int = 1, options: Options | None = None) -> Failure | None:
     """Runs it once. ``deaths``: judges the disks after each change, too. ``share``: the same command is started again on one of
     so many of these; of the others only what people are told is looked at. Where that tells nothing, because hosts share no disk,
-    every second moment is judged, with a start."""
+    every second moment is judged, with a start. ``options``: are told who else could have gone on, and until when deaths need
+    not be judged."""
     states: list[_State] = []
+    seen: list[int] = []                                # signatures that are known since this run
+    last = options.last if options is not None else 0
 
     def collect(play: Play, at: int) -> None:
-        struck = play.cluster.struck
+        cluster = play.cluster
+        struck = cluster.struck
         if struck and struck[-1].strike.kind in ("kill all", "power"):
             return
         if share > 1 and play.training.apart and not play.training.url and (at + schedule.seed) % 2:
             return                                      # only a start tells, which takes three times as long as a look
-        pending = any(disk.pending() for disk in play.cluster.disks.values())
-        for kind, amount in (("kill all", 0), ("power", 0), ("power", at)):
-            counts.schedules += 1
+        if cluster.scheduler.operations < last:
+            return
+        counts.schedules += 3
+        whole = signature_of(play, cluster.disks, play.history, power=True)
+        if not known.is_new(whole):                     # and with it whatever a loss of power leaves
+            return
+        seen.append(whole)
+        pending = any(disk.pending() for disk in cluster.disks.values())
+        for kind, amount in (("kill all", 0), ("power", 0), ("power", 1 + whole % 10**6)):
             if kind == "power" and not pending:
                 continue                                # nothing that is not flushed: as if all had been killed
-            disks = play.cluster.disks
+            disks = cluster.disks
             if kind == "power":
                 disks = _copied(disks)
                 died(disks, kind, amount)
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
+                seen.append(signature)
                 if kind == "kill all":                  # most are known already: only now a copy is needed
                     disks = _copied(disks)
                     died(disks, kind, amount)
-                ends = dying(schedule, Strike(at, kind, amount), play.cluster.scheduler.operations)
+                ends = dying(schedule, Strike(at, kind, amount), cluster.scheduler.operations)
                 states.append(_State(f"{kind} before operation {at}", ends, disks, play.history.copy(), signature))
-    play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
+    play = Play(scenario, fmt, schedule, way)
+    if options is not None:
+        play.cluster.scheduler.chooser = options
+    play.run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1
     for state in states:
         counts.states += 1
         findings = scenario.judges(state.disks, state.history, play.training, live=not state.signature % share)
         if findings:
-            known.signatures.difference_update(other.signature for other in states)     # these are not known to be well
+            known.signatures.difference_update(seen)                    # these are not known to be well
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
     # Judged at the end with another life, whatever the share: to be told apart from the same disks after a death.
     signature = ~signature_of(play, play.cluster.disks, play.history)
@@ -216,18 +231,42 @@ def search(wanted: Search, seen: set[tuple[str, str]] | None = None) -> tuple[Co
     return counts, found
 
 
+class Options:
+    """Goes on as ``switches`` say, and notes who else could: ``others``, {number of an operation: how many tasks}."""
+
+    def __init__(self, switches: tuple[tuple[int, int], ...]):
+        self._listed = Schedule(switches=switches).chooser()
+        self.others: dict[int, int] = {}
+        self.last = max((at for at, _ in switches), default=0)
+
+    def wants(self, number: int) -> bool:
+        return number >= self.last or self._listed.wants(number)
+
+    def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
+        if current is None or self._listed.wants(number):
+            return self._listed.choose(number, current, ready)
+        self.others[number] = len(ready) - 1
+        return current
+
+
 def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
                every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1)) -> Iterator[Failure]:
-    """Every schedule with at most so many switches between the ranks, at each ``every``-th operation. ``part`` (i, n): only the
-    i-th of each n of these, for processes that share the work."""
+    """Every schedule with at most so many switches, at each ``every``-th operation, to each task that can go on there: what such
+    a schedule does before its last switch the one without that switch does, too. ``part`` (i, n): only those whose first switch
+    is at the i-th of each n operations, for processes that share the work."""
     known, counts = Known(), counts or Counts()
+    stack: list[tuple[tuple[int, int], ...]] = [()]
     with replaced():
-        moments = range(1, operations_of(scenario, fmt, way) + 1, every)
-        schedules = chain.from_iterable(combinations(moments, count) for count in range(switches + 1))
-        for chosen in islice(schedules, part[0], None, part[1]):
-            found = run(scenario, fmt, way, Schedule(switches=tuple((at, 1) for at in chosen)), known, counts, deaths)
-            if found is not None:
+        while stack:
+            chosen = stack.pop()
+            options, mine = Options(chosen), bool(chosen) or part[0] == 0
+            found = run(scenario, fmt, way, Schedule(switches=chosen), known, counts if mine else Counts(), deaths and mine,
+                        options=options)
+            if found is not None and mine:
                 yield found
+            if len(chosen) < switches:
+                stack += [(*chosen, (at, further)) for at, others in options.others.items() for further in range(1, others + 1)
+                          if not (at - 1) % every and (chosen or (at - 1) // every % part[1] == part[0])]
 
 
 def replay(failure: Failure) -> list[Finding]:
