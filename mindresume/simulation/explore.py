@@ -27,6 +27,7 @@ from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.scheduler import Task
 from mindresume.simulation.standins import replaced
+from mindresume.store.storage import TEMPORARY
 
 SHARE = 4                       # the same command is started again on one of so many different disks
 
@@ -112,11 +113,11 @@ def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
 
 
 def signature_of(play: Play, disks: dict[str, Disk], history: History, power: bool = False) -> int:
-    """Equal for what is judged equally; with ``power`` also after any loss of power."""
+    """Equal for what is judged equally; with ``power`` also after any loss of power. Nobody reads a file that has no name yet."""
     least = due(history)
     text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
     text += f" {sorted(history.uploaded)} {sorted(history.tried)} {power} "
-    text += " ".join(f"{name} {disk.signature(power)}" for name, disk in sorted(disks.items()))
+    text += " ".join(f"{name} {disk.signature(power, TEMPORARY)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
