@@ -115,8 +115,13 @@ def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
 def signature_of(play: Play, disks: dict[str, Disk], history: History, power: bool = False) -> int:
     """Equal for what is judged equally; with ``power`` also after any loss of power. Nobody reads a file that has no name yet."""
     least = due(history)
-    text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
-    text += f" {sorted(history.uploaded)} {sorted(history.tried)} {power} "
+    text = f"{least} {sorted(history.failed)} {history.wrong} {sorted(history.uploaded)} {sorted(history.tried)} "
+    return xxhash.xxh3_64_intdigest(f"{text} {_disks_of(play, disks, power)}".encode())
+
+
+def _disks_of(play: Play, disks: Mapping[str, Disk], power: bool = False) -> int:
+    """Equal for disks on which the same command, started again, does the same."""
+    text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {power} "
     text += " ".join(f"{name} {disk.signature(power, TEMPORARY)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 
@@ -131,9 +136,10 @@ def dying(schedule: Schedule, death: Strike, begun: int) -> Schedule:
 def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
         share: int = 1, options: Options | None = None) -> Failure | None:
     """Runs it once. ``deaths``: judges the disks after each change, too. ``share``: the same command is started again on one of
-    so many of these; of the others only what people are told is looked at. Where that tells nothing, because hosts share no disk,
-    every second moment is judged, with a start. ``options``: are told who else could have gone on, and until when deaths need
-    not be judged."""
+    so many of these, and once on equal disks, whatever was told of them: what it takes is what ``which`` says, and that is
+    compared with what was told. Of the others only what people are told is looked at. Where that tells nothing, because hosts
+    share no disk, every second moment is judged, with a start. ``options``: are told who else could have gone on, and until when
+    deaths need not be judged."""
     states: list[_State] = []
     seen: list[int] = []                                # signatures that are known since this run
     last = options.last if options is not None else 0
@@ -174,10 +180,14 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
     play.run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1
+    shared = not play.training.apart and not play.training.url
     for state in states:
         counts.states += 1
-        findings = scenario.judges(state.disks, state.history, play.training, live=not state.signature % share)
+        live = _disks_of(play, state.disks) if shared else state.signature
+        again = not live % share and (not shared or known.is_new(live))
+        findings = scenario.judges(state.disks, state.history, play.training, live=again)
         if findings:
+            known.signatures.discard(live)
             known.signatures.difference_update(seen)                    # these are not known to be well
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
     # Judged at the end with another life, whatever the share: to be told apart from the same disks after a death.
@@ -210,7 +220,7 @@ class Search:
                 and way in (self.ways or WAYS)]
 
 
-_known = Known()                # of this process: what was judged in one search is known in the next
+known_here = Known()            # of this process: what was judged in one search is known in the next
 _sizes: dict[tuple[str, str, str], int] = {}
 
 
@@ -225,7 +235,7 @@ def search(wanted: Search, seen: set[tuple[str, str]] | None = None) -> tuple[Co
             scenario, fmt, way = plays[chance.randrange(len(plays))]
             size = _sizes.setdefault((scenario.name, fmt, way), 0) or operations_of(scenario, fmt, way)
             _sizes[scenario.name, fmt, way] = size
-            failure = run(scenario, fmt, way, draw(chance, size, scenario.kinds), _known, counts, share=wanted.share)
+            failure = run(scenario, fmt, way, draw(chance, size, scenario.kinds), known_here, counts, share=wanted.share)
             if failure is not None and failure.kind not in seen:
                 seen.add(failure.kind)
                 found.append((seed, shrunk(failure)))
@@ -251,11 +261,12 @@ class Options:
 
 
 def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
-               every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1)) -> Iterator[Failure]:
+               every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1), known: Known | None = None
+               ) -> Iterator[Failure]:
     """Every schedule with at most so many switches, at each ``every``-th operation, to each task that can go on there: what such
     a schedule does before its last switch the one without that switch does, too. ``part`` (i, n): only those whose first switch
     is at the i-th of each n operations, for processes that share the work."""
-    known, counts = Known(), counts or Counts()
+    known, counts = known or Known(), counts or Counts()
     stack: list[tuple[tuple[int, int], ...]] = [()]
     with replaced():
         while stack:
