@@ -246,7 +246,7 @@ class Options:
     """Goes on as ``switches`` say, and notes who else could: ``others``, {number of an operation: how many tasks}."""
 
     def __init__(self, switches: tuple[tuple[int, int], ...]):
-        self._listed = Schedule(switches=switches).chooser()
+        self.switches, self._listed = switches, Schedule(switches=switches).chooser()
         self.others: dict[int, int] = {}
         self.last = max((at for at, _ in switches), default=0)
 
@@ -258,6 +258,11 @@ class Options:
             return self._listed.choose(number, current, ready)
         self.others[number] = len(ready) - 1
         return current
+
+    def further(self, every: int) -> list[tuple[tuple[int, int], ...]]:
+        """With one more switch, at each ``every``-th operation."""
+        return [(*self.switches, (at, further)) for at, others in self.others.items() if not (at - 1) % every
+                for further in range(1, others + 1)]
 
 
 def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
@@ -277,8 +282,8 @@ def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, c
             if found is not None and mine:
                 yield found
             if len(chosen) < switches:
-                stack += [(*chosen, (at, further)) for at, others in options.others.items() for further in range(1, others + 1)
-                          if not (at - 1) % every and (chosen or (at - 1) // every % part[1] == part[0])]
+                stack += [more for more in options.further(every)
+                          if chosen or (more[-1][0] - 1) // every % part[1] == part[0]]
 
 
 def replay(failure: Failure) -> list[Finding]:
