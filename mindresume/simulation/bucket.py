@@ -68,7 +68,7 @@ class Bucket(Disk):
     def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
         return iter([(url, file) for url, file in self.objects.items() if url.startswith(path)])
 
-    def signature(self, power: bool = True) -> int:
+    def signature(self, power: bool = True, unread: str = "/") -> int:
         rows = (f"{url}={file.key}{'?' if url in self.unreadable else ''}" for url, file in sorted(self.objects.items()))
         return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 

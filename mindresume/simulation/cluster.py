@@ -91,6 +91,7 @@ class Process:
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.main: Task | None = None
         self.log: list[str] = []
+        self.tokens = 0                                 # that were drawn by it
         self.own: Any = None                            # whatever the program of the process keeps
         self.when_dead: list[Callable[[Process], None]] = []
 
@@ -285,9 +286,15 @@ class Cluster:
         return EPOCH + self.scheduler.now
 
     def token(self, count: int) -> str:
-        """A name that no other is equal to; the same for the same history."""
-        self._tokens += 1
-        return f"{self._tokens * 2654435761 % (1 << 8 * count):0{2 * count}x}"
+        """A name that no other is equal to; the same for the same history of the process, whatever others do meanwhile: disks
+        that differ in the order of what was done alone are equal."""
+        process, number = self.running, self._tokens
+        if process is not None:
+            process.tokens += 1
+            number += process.tokens + (process.pid << 20)
+        else:
+            self._tokens += 1
+        return f"{number * 2654435761 % (1 << 8 * count):0{2 * count}x}"
 
     @property
     def running(self) -> Process | None:

@@ -131,19 +131,20 @@ class Disk:
                 else:
                     yield f"{where}/{name}", child
 
-    def signature(self, power: bool = True) -> int:
+    def signature(self, power: bool = True, unread: str = "/") -> int:
         """Equal only for disks with the same visible content and, with ``power``, the same that could be left after a loss of
-        power. Times of files do not count: no decision about our own checkpoints may depend on them."""
+        power. Times of files do not count: no decision about our own checkpoints may depend on them. ``unread``: how names end of
+        files whose content does not count either."""
         rows: list[str] = []
         seen: dict[int, int] = {id(self.root): 0}
         changes: dict[Change, int] = {}
         stack = [self.root]
 
-        def name_of(node: Node | None) -> str:
+        def name_of(name: str, node: Node | None) -> str:
             if node is None:
                 return "-"
             if isinstance(node, File):
-                return f"{node.key}{'' if node.whole or not power else '?'}"
+                return f"{'' if name.endswith(unread) else node.key}{'' if node.whole or not power else '?'}"
             if id(node) not in seen:
                 seen[id(node)] = len(seen)
                 stack.append(node)              # also one that is seen no longer: it may come back
@@ -154,11 +155,11 @@ class Disk:
         while stack:
             folder = stack.pop()
             rows.append(f"[{seen[id(folder)]}")
-            rows += [f"{name}={name_of(folder.entries[name])}" for name in sorted(folder.entries)]
+            rows += [f"{name}={name_of(name, folder.entries[name])}" for name in sorted(folder.entries)]
             if not power:
                 continue
-            rows += [f"!{name}={name_of(folder.base[name])}" for name in sorted(folder.base)]
-            rows += [f"?{name}={name_of(node)} {number(change)} {' '.join(map(number, change.after))}"
+            rows += [f"!{name}={name_of(name, folder.base[name])}" for name in sorted(folder.base)]
+            rows += [f"?{name}={name_of(name, node)} {number(change)} {' '.join(map(number, change.after))}"
                      for change, name, node in folder.changes]
         return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 

@@ -11,9 +11,9 @@ jobs, are not judged again (``Known``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, combinations, islice, product
+from itertools import product
 from typing import Any
 
 import xxhash
@@ -25,7 +25,9 @@ from mindresume.simulation.more_scenarios import SCENARIOS
 from mindresume.simulation.oracle import Finding, due
 from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
+from mindresume.simulation.scheduler import Task
 from mindresume.simulation.standins import replaced
+from mindresume.store.storage import TEMPORARY
 
 SHARE = 4                       # the same command is started again on one of so many different disks
 
@@ -110,12 +112,17 @@ def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
             disk.lose_power(lambda: True, lambda data: data)
 
 
-def signature_of(play: Play, disks: dict[str, Disk], history: History) -> int:
-    """Equal for what is judged equally, as long as the power does not fail."""
+def signature_of(play: Play, disks: dict[str, Disk], history: History, power: bool = False) -> int:
+    """Equal for what is judged equally; with ``power`` also after any loss of power. Nobody reads a file that has no name yet."""
     least = due(history)
-    text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {least} {sorted(history.failed)} {history.wrong}"
-    text += f" {sorted(history.uploaded)} {sorted(history.tried)} "
-    text += " ".join(f"{name} {disk.signature(power=False)}" for name, disk in sorted(disks.items()))
+    text = f"{least} {sorted(history.failed)} {history.wrong} {sorted(history.uploaded)} {sorted(history.tried)} "
+    return xxhash.xxh3_64_intdigest(f"{text} {_disks_of(play, disks, power)}".encode())
+
+
+def _disks_of(play: Play, disks: Mapping[str, Disk], power: bool = False) -> int:
+    """Equal for disks on which the same command, started again, does the same."""
+    text = f"{play.scenario.name} {play.variant} {play.format} {play.way} {power} "
+    text += " ".join(f"{name} {disk.signature(power, TEMPORARY)}" for name, disk in sorted(disks.items()))
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -127,42 +134,61 @@ def dying(schedule: Schedule, death: Strike, begun: int) -> Schedule:
 
 
 def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known, counts: Counts, deaths: bool = True,
-        share: int = 1) -> Failure | None:
+        share: int = 1, options: Options | None = None) -> Failure | None:
     """Runs it once. ``deaths``: judges the disks after each change, too. ``share``: the same command is started again on one of
-    so many of these; of the others only what people are told is looked at. Where that tells nothing, because hosts share no disk,
-    every second moment is judged, with a start."""
+    so many of these, and once on equal disks, whatever was told of them: what it takes is what ``which`` says, and that is
+    compared with what was told. Of the others only what people are told is looked at. Where that tells nothing, because hosts
+    share no disk, every second moment is judged, with a start. ``options``: are told who else could have gone on, and until when
+    deaths need not be judged."""
     states: list[_State] = []
+    seen: list[int] = []                                # signatures that are known since this run
+    last = options.last if options is not None else 0
 
     def collect(play: Play, at: int) -> None:
-        struck = play.cluster.struck
+        cluster = play.cluster
+        struck = cluster.struck
         if struck and struck[-1].strike.kind in ("kill all", "power"):
             return
         if share > 1 and play.training.apart and not play.training.url and (at + schedule.seed) % 2:
             return                                      # only a start tells, which takes three times as long as a look
-        pending = any(disk.pending() for disk in play.cluster.disks.values())
-        for kind, amount in (("kill all", 0), ("power", 0), ("power", at)):
-            counts.schedules += 1
+        if cluster.scheduler.operations < last:
+            return
+        counts.schedules += 3
+        whole = signature_of(play, cluster.disks, play.history, power=True)
+        if not known.is_new(whole):                     # and with it whatever a loss of power leaves
+            return
+        seen.append(whole)
+        pending = any(disk.pending() for disk in cluster.disks.values())
+        for kind, amount in (("kill all", 0), ("power", 0), ("power", 1 + whole % 10**6)):
             if kind == "power" and not pending:
                 continue                                # nothing that is not flushed: as if all had been killed
-            disks = play.cluster.disks
+            disks = cluster.disks
             if kind == "power":
                 disks = _copied(disks)
                 died(disks, kind, amount)
             signature = signature_of(play, disks, play.history)
             if known.is_new(signature):
+                seen.append(signature)
                 if kind == "kill all":                  # most are known already: only now a copy is needed
                     disks = _copied(disks)
                     died(disks, kind, amount)
-                ends = dying(schedule, Strike(at, kind, amount), play.cluster.scheduler.operations)
+                ends = dying(schedule, Strike(at, kind, amount), cluster.scheduler.operations)
                 states.append(_State(f"{kind} before operation {at}", ends, disks, play.history.copy(), signature))
-    play = Play(scenario, fmt, schedule, way).run(collect if deaths else None)
+    play = Play(scenario, fmt, schedule, way)
+    if options is not None:
+        play.cluster.scheduler.chooser = options
+    play.run(collect if deaths else None)
     counts.runs += 1
     counts.schedules += 1
+    shared = not play.training.apart and not play.training.url
     for state in states:
         counts.states += 1
-        findings = scenario.judges(state.disks, state.history, play.training, live=not state.signature % share)
+        live = _disks_of(play, state.disks) if shared else state.signature
+        again = not live % share and (not shared or known.is_new(live))
+        findings = scenario.judges(state.disks, state.history, play.training, live=again)
         if findings:
-            known.signatures.difference_update(other.signature for other in states)     # these are not known to be well
+            known.signatures.discard(live)
+            known.signatures.difference_update(seen)                    # these are not known to be well
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
     # Judged at the end with another life, whatever the share: to be told apart from the same disks after a death.
     signature = ~signature_of(play, play.cluster.disks, play.history)
@@ -194,7 +220,7 @@ class Search:
                 and way in (self.ways or WAYS)]
 
 
-_known = Known()                # of this process: what was judged in one search is known in the next
+known_here = Known()            # of this process: what was judged in one search is known in the next
 _sizes: dict[tuple[str, str, str], int] = {}
 
 
@@ -209,25 +235,55 @@ def search(wanted: Search, seen: set[tuple[str, str]] | None = None) -> tuple[Co
             scenario, fmt, way = plays[chance.randrange(len(plays))]
             size = _sizes.setdefault((scenario.name, fmt, way), 0) or operations_of(scenario, fmt, way)
             _sizes[scenario.name, fmt, way] = size
-            failure = run(scenario, fmt, way, draw(chance, size, scenario.kinds), _known, counts, share=wanted.share)
+            failure = run(scenario, fmt, way, draw(chance, size, scenario.kinds), known_here, counts, share=wanted.share)
             if failure is not None and failure.kind not in seen:
                 seen.add(failure.kind)
                 found.append((seed, shrunk(failure)))
     return counts, found
 
 
+class Options:
+    """Goes on as ``switches`` say, and notes who else could: ``others``, {number of an operation: how many tasks}."""
+
+    def __init__(self, switches: tuple[tuple[int, int], ...]):
+        self.switches, self._listed = switches, Schedule(switches=switches).chooser()
+        self.others: dict[int, int] = {}
+        self.last = max((at for at, _ in switches), default=0)
+
+    def wants(self, number: int) -> bool:
+        return number >= self.last or self._listed.wants(number)
+
+    def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
+        if current is None or self._listed.wants(number):
+            return self._listed.choose(number, current, ready)
+        self.others[number] = len(ready) - 1
+        return current
+
+    def further(self, every: int) -> list[tuple[tuple[int, int], ...]]:
+        """With one more switch, at each ``every``-th operation."""
+        return [(*self.switches, (at, further)) for at, others in self.others.items() if not (at - 1) % every
+                for further in range(1, others + 1)]
+
+
 def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
-               every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1)) -> Iterator[Failure]:
-    """Every schedule with at most so many switches between the ranks, at each ``every``-th operation. ``part`` (i, n): only the
-    i-th of each n of these, for processes that share the work."""
-    known, counts = Known(), counts or Counts()
+               every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1), known: Known | None = None
+               ) -> Iterator[Failure]:
+    """Every schedule with at most so many switches, at each ``every``-th operation, to each task that can go on there: what such
+    a schedule does before its last switch the one without that switch does, too. ``part`` (i, n): only those whose first switch
+    is at the i-th of each n operations, for processes that share the work."""
+    known, counts = known or Known(), counts or Counts()
+    stack: list[tuple[tuple[int, int], ...]] = [()]
     with replaced():
-        moments = range(1, operations_of(scenario, fmt, way) + 1, every)
-        schedules = chain.from_iterable(combinations(moments, count) for count in range(switches + 1))
-        for chosen in islice(schedules, part[0], None, part[1]):
-            found = run(scenario, fmt, way, Schedule(switches=tuple((at, 1) for at in chosen)), known, counts, deaths)
-            if found is not None:
+        while stack:
+            chosen = stack.pop()
+            options, mine = Options(chosen), bool(chosen) or part[0] == 0
+            found = run(scenario, fmt, way, Schedule(switches=chosen), known, counts if mine else Counts(), deaths and mine,
+                        options=options)
+            if found is not None and mine:
                 yield found
+            if len(chosen) < switches:
+                stack += [more for more in options.further(every)
+                          if chosen or (more[-1][0] - 1) // every % part[1] == part[0]]
 
 
 def replay(failure: Failure) -> list[Finding]:

@@ -64,11 +64,14 @@ def judge(disks: Mapping[str, Disk], history: History, training: Training, live:
         looked, more = _look(disks, history, training)
         findings += more
     findings += _kept(disks, history, training)
+    older = _older(least, looked, "which") if not training.apart else []
+    findings += older
     if not live and not training.apart:
-        return findings + _older(least, looked, "which")
+        return findings
     last = max((step for _, step in history.began), default=0)
     # Nodes that share no disk keep what all of them have until they have told each other of something newer.
-    findings += _live(disks, training, least, looked, last, not training.fresh and not training.apart)
+    tidy = not training.fresh and not training.apart and not older
+    findings += _live(disks, training, None if older else least, looked, last, tidy)
     return findings
 
 

@@ -106,6 +106,8 @@ class Committer:
             return [] if self.place.iterations and is_committed(self.place, step) else missing
         fence(self.place.storage, self.place.root, self.place.run)
         manifest = self._manifest(self.place, step)
+        # A rank may stand between the rename of its record and the flush: a manifest must not outlive a record that it names.
+        self.place.storage.sync(self.place.attempt(step))
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
         self.log(f"step {step} committed: {ranks_count(len(manifest.files))}, "
                  f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")

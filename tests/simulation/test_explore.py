@@ -14,6 +14,7 @@ from mindresume.simulation.explore import (
     Counts,
     Failure,
     Known,
+    Options,
     Search,
     died,
     dying,
@@ -129,12 +130,57 @@ def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
     assert len({failure.kind for _, failure in failures}) == len(failures) and all(0 <= seed < 6 for seed, _ in failures)
 
 
+def traced(name, fmt, way, switches, chooser=None):
+    """What happened, in order, without the numbers of the operations."""
+    play = Play(SCENARIOS[name], fmt, Schedule(switches=switches), way)
+    play.cluster.trace.wanted = True
+    play.cluster.scheduler.chooser = chooser or play.cluster.scheduler.chooser
+    play.run()
+    return tuple(row[1:] for row in play.cluster.trace.rows)
+
+
 def test_every_schedule_with_one_switch(no_folder_is_flushed):
     counts = Counts()
     failures = list(systematic(SCENARIOS["save"], "ckpt", switches=1, counts=counts, every=20))
-    size = operations_of(SCENARIOS["save"], "ckpt", "")
-    assert failures == [] and counts.runs == 1 + len(range(1, size + 1, 20))            # without a death nothing is lost
+    assert failures == [] and counts.runs > 1                       # without a death nothing is lost
     assert next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.strikes[0].kind == "power"
+
+
+@pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
+def test_no_order_is_left_out_because_nobody_else_could_go_on(way, switches):
+    """Against all schedules, most of which are the same as another one."""
+    size = operations_of(SCENARIOS["save"], "ckpt", way)
+    with replaced():
+        every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
+        ran, stack = set(), [()]
+        while stack:
+            options = Options(chosen := stack.pop())
+            trace = traced("save", "ckpt", way, chosen, options)
+            assert trace == traced("save", "ckpt", way, chosen)     # to look who could go on changes nothing
+            ran.add(trace)
+            stack += options.further(1) if len(chosen) < switches else []
+        counts = Counts()
+        assert not list(systematic(SCENARIOS["save"], "ckpt", way, switches, counts))
+    assert every <= ran and 10 < counts.runs < size * 3
+
+
+def test_parts_of_the_schedules_are_all_of_them():
+    def runs(*parts):
+        counts = Counts()
+        for part in parts:
+            list(systematic(SCENARIOS["save"], "safetensors", switches=1, counts=counts, every=5, part=part))
+        return counts.runs
+    assert runs((0, 3), (1, 3), (2, 3)) == runs((0, 1)) > 3
+
+
+def test_moments_before_the_last_switch_were_judged_without_it():
+    scenario, seen = replace(SCENARIOS["save"], judges=lambda *_, **__: []), []
+    with replaced():
+        for switches in ((), ((20, 1),)):
+            counts = Counts()
+            run(scenario, "ckpt", "", Schedule(switches=switches), Known(), counts, options=Options(switches))
+            seen.append(counts.schedules)
+    assert 30 < seen[1] < seen[0]
 
 
 def test_a_disk_is_judged_once():
@@ -144,6 +190,32 @@ def test_a_disk_is_judged_once():
             before = counts.states
             run(SCENARIOS["save"], "ckpt", "", Schedule(), known, counts)
     assert before > 10 and counts.states == before and counts.runs == 2
+
+
+def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypatch):
+    started = []
+
+    def judges(disks, history, training, live=None):
+        if live is not None:                                        # not the end
+            started.append(live)
+        return []
+    scenario, known = replace(SCENARIOS["save"], judges=judges), Known()
+    with replaced():
+        for text in ("one", "two"):
+            monkeypatch.setattr("mindresume.simulation.explore.due", lambda history, text=text: text)
+            run(scenario, "ckpt", "", Schedule(), known, Counts())
+    half = len(started) // 2
+    assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
+
+
+def test_half_a_file_that_has_no_name_yet_is_as_good_as_another():
+    one, other, named = Disk(), Disk(), Disk()
+    for disk, name, content in ((one, ".a.mindresume-tmp", b"1"), (other, ".a.mindresume-tmp", b"22"), (named, "a", b"1")):
+        disk.create(f"/{name}", content)
+    play = Play(SCENARIOS["save"], "ckpt", Schedule())
+    first, second, third = (signature_of(play, {"shared": disk}, play.history) for disk in (one, other, named))
+    assert first == second != third
+    assert signature_of(play, {"shared": one}, play.history, power=True) != first       # or what it leaves would count as judged
 
 
 def test_a_search_wants_what_it_is_asked_for():

@@ -35,6 +35,32 @@ def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
     assert not (tmp_path / "rank_1" / "meta.json").exists()             # one is enough for mindformers, which takes the oldest
 
 
+def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tmp_path):
+    """Of a rank that stands between the rename of its record and the flush the record is seen, and may be gone after a loss of
+    power: a manifest without it would stay for ever."""
+    done = []
+
+    class Noting(PosixStorage):
+        def list(self, folder):
+            done.append(("list", folder))
+            return super().list(folder)
+
+        def sync(self, folder):
+            done.append(("sync", folder))
+            super().sync(folder)
+
+        def write(self, path, pieces, size=0):
+            done.append(("write", os.path.basename(path)))
+            return super().write(path, pieces, size)
+    for rank in range(2):
+        write_rank(tmp_path, 5, rank, 2)
+    place = replace(place_of(tmp_path, 0, 2), storage=Noting())
+    assert Committer(place).try_commit(5) == []
+    listed, attempt = done.index(("list", place.attempt(5))), place.attempt(5)
+    written = next(number for number, (what, name) in enumerate(done) if what == "write" and MANIFEST in name)
+    assert ("sync", attempt) in done[listed:written]
+
+
 def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
     log = []
     for rank in range(2):
