@@ -338,9 +338,9 @@ def _no_complete_weights(storage: Any, path: str) -> Choice:
 
 def _judge_choice(job: Job, choice: Choice | None, least: Saved | None) -> None:
     """``least``: what all ranks had been told is saved when the job began. With an error it may be passed over, and so may one
-    on which jobs have died; nodes that share no disk may have something newer each."""
+    on which jobs have died."""
     refused = choice.refused if choice is not None else ()
-    if least is None or job.training.apart or job.struck(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
+    if least is None or job.struck(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
         return
     chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if chosen is None or newer(chosen) < newer(least):

@@ -37,6 +37,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck, TooLong
 from mindresume.simulation.standins import standing_in
+from mindresume.store.common import COMMON
 from mindresume.store.storage import read_json
 from mindresume.store.trials import trials
 
@@ -63,15 +64,15 @@ def judge(disks: Mapping[str, Disk], history: History, training: Training, live:
     if not training.apart:
         looked, more = _look(disks, history, training)
         findings += more
+    else:
+        findings += _look_apart(disks, history, training)
     findings += _kept(disks, history, training)
     older = _older(least, looked, "which") if not training.apart else []
     findings += older
     if not live and not training.apart:
         return findings
     last = max((step for _, step in history.began), default=0)
-    # Nodes that share no disk keep what all of them have until they have told each other of something newer.
-    tidy = not training.fresh and not training.apart and not older
-    findings += _live(disks, training, None if older else least, looked, last, tidy)
+    findings += _live(disks, training, None if older else least, looked, last, not training.fresh and not older)
     return findings
 
 
@@ -83,11 +84,11 @@ def _kept(disks: Mapping[str, Disk], history: History, training: Training) -> It
             yield Finding(LOST, f"step {step} of run {run}, which is of another training, was removed")
 
 
-def _alone(disks: Mapping[str, Disk], work: Callable[[Cluster], None]) -> Cluster:
-    """One process on a host that has seen nothing yet."""
+def _alone(disks: Mapping[str, Disk], work: Callable[[Cluster], None], node: int = 0) -> Cluster:
+    """One process on a host that has seen nothing yet. ``node``: whose disk it has, where hosts share none."""
     cluster = Cluster(Schedule(), disks)
     with standing_in(cluster):
-        cluster.process(cluster.host("looker"), "looker", lambda: work(cluster))
+        cluster.process(cluster.host("looker", node), "looker", lambda: work(cluster))
         cluster.scheduler.run()
     return cluster
 
@@ -130,10 +131,22 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
     return told[0] if told else None, findings
 
 
+def _look_apart(disks: Mapping[str, Disk], history: History, training: Training) -> list[Finding]:
+    """What the disk of each node says, where hosts share none."""
+    findings: list[Finding] = []
+    for node in range(training.hosts):
+        cluster = _alone(disks, lambda cluster: findings.extend(
+            _committed(scan_records(Mount(cluster, cluster.processes[0]), training.root)[0], history)), node)
+        error = cluster.processes[0].error
+        if error is not None:
+            findings.append(Finding(STUCK, f"looking at node {node}: {type(error).__name__}: {error}"))
+    return findings
+
+
 def _committed(candidates: Sequence[Candidate], history: History) -> Iterator[Finding]:
     for candidate in candidates:
         saved = (candidate.run or "", candidate.step or 0)
-        for rank in range(candidate.world_size):
+        for rank in candidate.part or range(candidate.world_size):
             text = history.failed.get((saved, rank))
             if candidate.committed and text is not None and " may not " not in text:
                 yield Finding(TOLD, f"rank {rank} was told that {saved} failed, and it is committed: {text}")
@@ -231,7 +244,8 @@ def _live(disks: Mapping[str, Disk], training: Training, least: Saved | None, lo
         findings.append(Finding(UNEQUAL, f"which says {looked}, the job takes {chosen}"))
     findings += _older(least, chosen, "the job")
     if tidy and not findings:
-        findings += _tidied(disks, again, (run, again.steps))
+        newest = run, again.steps
+        findings += _tidied_nodes(disks, again, newest, chosen) if training.apart else _tidied(disks, again, newest)
     return findings
 
 
@@ -263,12 +277,30 @@ def _tidied(disks: Mapping[str, Disk], training: Training, newest: Saved) -> lis
     return findings
 
 
+def _tidied_nodes(disks: Mapping[str, Disk], training: Training, newest: Saved, chosen: Saved | None) -> list[Finding]:
+    """Nodes that share no disk also keep what they went on from and all that is newer: they may not have told each other yet that
+    all have a newer one."""
+    findings: list[Finding] = []
+    for node in range(training.hosts):
+        def work(cluster: Cluster, node: int = node) -> None:
+            storage = Mount(cluster, cluster.processes[0])
+            found = [c for c in scan_records(storage, training.root)[0] if (c.run, c.step) == newest and c.committed]
+            if not found:
+                findings.append(Finding(LOST, f"after the next life: {newest} is not on node {node}"))
+            left = left_over(storage, training, newest, chosen or ("", 0))
+            if left:
+                findings.append(Finding(UNTIDY, f"node {node}: {', '.join(left)}"))
+        _alone(disks, work, node)
+    return findings
+
+
 def is_rank_folder(name: str) -> bool:
     return folder_rank(name) is not None
 
 
-def left_over(storage: Mount, training: Training, newest: Saved) -> list[str]:
-    """Paths that belong to no checkpoint, or to one that should have gone."""
+def left_over(storage: Mount, training: Training, newest: Saved, chosen: Saved | None = None) -> list[str]:
+    """Paths that belong to no checkpoint, or to one that should have gone. ``chosen``: where nodes share no disk, it and whatever
+    is newer may stay."""
     root, (run, step) = training.root, newest
     candidates, known, _ = scan_records(storage, root)
     names = storage.list(os.path.join(root, FOLDER))
@@ -282,8 +314,9 @@ def left_over(storage: Mount, training: Training, newest: Saved) -> list[str]:
         return left + [f"{base}/{FOLDER}/{name}" for name in storage.list(os.path.join(root, base, FOLDER))
                        if name != attempt_name(step, run)]
     left = [name for name in storage.list(root) if name != FOLDER and not is_rank_folder(name)]
-    left += [f"{FOLDER}/{name}" for name in names if parse_attempt(name) is None]
-    left += [f"{FOLDER}/{name}" for name, found, _ in attempts(names) if found != step]
+    left += [f"{FOLDER}/{name}" for name in names if parse_attempt(name) is None and not (training.apart and name == COMMON)]
+    left += [f"{FOLDER}/{name}" for name, found, of in attempts(names)
+             if found != step and (chosen is None or newer((of, found)) < newer(chosen))]
     for folder in filter(is_rank_folder, storage.list(root)):
         left += [f"{folder}/{name}" for name in storage.list(os.path.join(root, folder))
                  if f"{folder}/{name}" not in known and name != META]

@@ -67,43 +67,60 @@ class Committer:
         self.pending.append(step)
         self.poll()
 
-    def poll(self) -> list[int]:
-        """Commits every pending step whose records are complete. Returns the steps still pending."""
+    def poll(self, by_name: bool = False) -> list[int]:
+        """Commits every pending step whose records are complete. Returns the steps still pending. ``by_name``: as of
+        ``try_commit``."""
         for step in list(self.pending):
-            try:
-                missing = self.try_commit(step)
-            except (OSError, RecordError) as error:
-                if self._reasons.get(step) != str(error):       # once, not five times a second until the deadline
-                    self.log(f"step {step} cannot be committed yet: {error}")
-                self._reasons[step] = str(error)
-                continue
-            if not missing:
-                self.committed.append(step)
+            if step in self.pending and self._commits(step, by_name):
                 for older in [other for other in self.pending if other < step]:
                     self.log(f"step {older} is given up: not all ranks have saved it, and all have saved step {step}")
                 self.pending = [other for other in self.pending if other > step]
         return self.pending
+
+    def _commits(self, step: int, by_name: bool) -> bool:
+        """Whether it is committed now."""
+        try:
+            missing = self.try_commit(step, by_name)
+        except (OSError, RecordError) as error:
+            if self._reasons.get(step) != str(error):           # once, not five times a second until the deadline
+                self.log(f"step {step} cannot be committed yet: {error}")
+            self._reasons[step] = str(error)
+            return False
+        if not missing:
+            self.committed.append(step)
+        return not missing
 
     def finish(self, deadline: float, pause: float = 0.2) -> dict[int, list[int]]:
         """Waits until every pending step is committed, at most ``deadline`` seconds. Returns {step: missing ranks}."""
         until = self.clock() + deadline
         while self.poll() and self.clock() < until:
             self.sleep(pause)
+        self.poll(by_name=True)
         left = {step: self._missing(step) for step in self.pending}
         for step, ranks in left.items():
             reason = f"no record of rank {listed(ranks)}" if ranks else self._reasons.get(step, "it was given up")
             self.log(f"step {step} is not committed: {reason} within {deadline:.0f} s. A resume will take an older step")
         return left
 
-    def _missing(self, step: int) -> list[int]:
-        there = set(map(record_rank, self.place.storage.list(self.place.attempt(step))))
-        return [rank for rank in self.place.ranks if rank not in there]
+    def _missing(self, step: int, by_name: bool = False) -> list[int]:
+        storage, attempt = self.place.storage, self.place.attempt(step)
+        there = set(map(record_rank, storage.list(attempt)))
+        missing = [rank for rank in self.place.ranks if rank not in there]
+        if not missing or not by_name:
+            return missing
+        found = parallel(storage, lambda rank: storage.status(os.path.join(attempt, record_name(rank))), missing)
+        return [rank for rank, status in zip(missing, found, strict=True) if status is None]
 
-    def try_commit(self, step: int) -> list[int]:
-        """Commits ``step`` if all ranks have recorded it; else returns the ranks that have not."""
-        missing = self._missing(step)
+    def try_commit(self, step: int, by_name: bool = False) -> list[int]:
+        """Commits ``step`` if all ranks have recorded it; else returns the ranks that have not. ``by_name``: a record that is not
+        listed is looked for. On NFS a listing can be a minute old, and a name that was looked for in vain counts as absent for as
+        long: so only when the step is not tried again."""
+        missing = self._missing(step, by_name)
         if missing:                         # or its folder has its other name already: a writer died before it said so
             return [] if self.place.iterations and is_committed(self.place, step) else missing
+        for older in [other for other in self.pending if other < step]:
+            if self._commits(older, by_name=True):              # or it would be removed, as one that never completed
+                self.pending.remove(older)
         fence(self.place.storage, self.place.root, self.place.run)
         manifest = self._manifest(self.place, step)
         # A rank may stand between the rename of its record and the flush: a manifest must not outlive a record that it names.

@@ -85,9 +85,10 @@ def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> It
 
 
 def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """What never completed here is no checkpoint on any node."""
     names = spared(storage, root)
     for candidate in found:
-        if candidate.name in names:
+        if candidate.existed and candidate.name in names:
             yield candidate, names[candidate.name]
 
 

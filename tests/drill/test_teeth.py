@@ -169,7 +169,8 @@ def manifest_without_all_ranks(patch: Patch) -> None:
         first = found[0][0]
         return Manifest(first.run, first.state, 0.0, tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
     missing = Committer._missing
-    patch.setattr(Committer, "_missing", lambda self, step: [rank for rank in missing(self, step) if rank == 0])
+    patch.setattr(Committer, "_missing", lambda self, step, by_name=False: [
+        rank for rank in missing(self, step, by_name) if rank == 0])
     patch.setattr(Committer, "_manifest", _manifest)
 
 
@@ -341,8 +342,8 @@ def rename_before_the_manifest(patch: Patch) -> None:
         def base(self, step):
             return os.path.join(self.root, iteration_name(step))
 
-    def try_commit(self, step):
-        missing = self._missing(step)
+    def try_commit(self, step, by_name=False):
+        missing = self._missing(step, by_name)
         if not missing:
             iteration.show(self.place, step)
             place = There(**vars(self.place))

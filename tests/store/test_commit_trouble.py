@@ -1,7 +1,13 @@
-"""What the log says of a step that cannot be committed."""
-from folders import path_of, place_of, write_rank
+"""A step that cannot be committed, or not yet: what the log says, and records that are listed late."""
+from dataclasses import replace
 
+from folders import RUN, STORAGE, path_of, place_of, write_rank
+
+from mindresume.formats.scan import scan
+from mindresume.manifest import attempt_name, record_name
 from mindresume.store.commit import Committer
+from mindresume.store.retention import KeepLast
+from mindresume.store.storage import PosixStorage
 
 
 def test_the_reason_is_logged_once_and_told_at_the_end(tmp_path):
@@ -15,3 +21,40 @@ def test_the_reason_is_logged_once_and_told_at_the_end(tmp_path):
     assert committer.finish(deadline=60.0) == {5: []}
     assert len(log) == 2
     assert "step 5 is not committed: rank_1/net_rank_1-1_5.safetensors: recorded" in log[1] and "within 60 s" in log[1]
+
+
+class ListedLate(PosixStorage):
+    """The record of rank 1 of step 5 is not listed until this folder changes here; looked for, it is there, as on NFS."""
+    late = True
+
+    def list(self, folder):
+        names = super().list(folder)
+        return [name for name in names if name != record_name(1)] if self.late and attempt_name(5, RUN) in folder else names
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        self.late = self.late and attempt_name(5, RUN) not in new
+
+
+def written(root, *steps):
+    for step in steps:
+        for rank in range(2):
+            write_rank(root, step, rank, 2)
+    return replace(place_of(root, 0, 2), storage=ListedLate())
+
+
+def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tmp_path):
+    """Else it would be removed behind the later one, as one that never completed."""
+    log, place = [], written(tmp_path, 5, 10)
+    committer = Committer(place, KeepLast(2), log=log.append)
+    committer.saved(5)
+    assert committer.pending == [5]
+    committer.saved(10)
+    assert (committer.committed, committer.pending) == ([5, 10], []) and not any("given up" in line for line in log)
+    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10, 5]
+
+
+def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
+    committer = Committer(written(tmp_path, 5))
+    committer.saved(5)
+    assert committer.pending == [5] and committer.finish(deadline=0.0) == {} and committer.committed == [5]

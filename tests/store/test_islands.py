@@ -329,6 +329,16 @@ def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
     assert committed(STORAGE, root) == names(35)
 
 
+def test_what_never_completed_goes_although_it_is_newer_than_what_all_nodes_have(tmp_path):
+    save_part(tmp_path, 5)
+    note(STORAGE, str(tmp_path), names(5)[0], RUN)
+    write_rank(tmp_path, 10, 2, 4, part=(2, 3))
+    save_part(tmp_path, 15, commit=False)
+    for over in (False, True):
+        made = plan(STORAGE, str(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
+        assert [c.step for c in made.debris] == ([10] if over else []) and made.victims == ()
+
+
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff"])
 def test_where_nothing_is_known_nothing_goes(tmp_path, content):
     for step in (5, 10):
