@@ -96,14 +96,14 @@ def _switches(chance: random.Random, operations: int) -> Schedule:
     return Schedule(switches=tuple((at, chance.randrange(1, 4)) for at in moments))
 
 
-def each(kind: str, amount: int = 0, then: int = 0, again: int = 0, **more: Any) -> Draws:
-    """It strikes at one operation, that of the number of the seed. ``then``: right after it another task goes on. ``again``: it
-    strikes once more so many operations later. ``more``: of the schedule."""
+def each(kind: str, amount: int = 0, then: int = 0, later: tuple[int, str] | None = None, **more: Any) -> Draws:
+    """It strikes at one operation, that of the number of the seed. ``then``: right after it another task goes on. ``later``: so
+    many operations later something else strikes. ``more``: of the schedule."""
     def schedule(seed: int, operations: int, _: Sequence[str]) -> Schedule:
         at = 1 + seed % operations
-        strikes = tuple(Strike(moment, kind, amount) for moment in dict.fromkeys((at, at + again)))
+        strikes = (Strike(at, kind, amount), *([Strike(at + later[0], later[1])] if later else []))
         return Schedule(strikes=strikes, switches=((at + 1, then),) if then else (), **more)
-    return Draws(f"{'two' if again else 'one'} {kind}", schedule)
+    return Draws(f"one {kind}{f', then {later[1]}' if later else ''}", schedule)
 
 
 def undisturbed(lag: float = 0.0) -> Draws:
@@ -178,7 +178,8 @@ MUTANTS = [
              "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), UNTIDY),
     mutant("a late tracker counts as set back while a later save has no name", [
         Edit(iterations, "_from_tracker", " and (c.step in intended or parse_iteration(c.base) is not None)", "")],
-        ("prune", "iteration", ""), LOST, first=146, draws=each("EIO")),
+        ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
+        draws=each("EIO", later=(27, "power"))),
     mutant("memory that was given back is mapped anew", [
         Edit(staging.Staging, "unpack", "if self.fd < 0:", "if False:")],
         ("save", "safetensors", "thread"), WRONG, deaths=False, within=25, draws=each("slow", 100)),
@@ -248,7 +249,7 @@ MUTANTS = [
     mutant("a claim that cannot be read is none", [
         Edit(claim, "look", "unreadable[run] = str(error)", "pass")],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,
-        draws=each("EIO", again=9, seed=2)),
+        draws=each("EIO", later=(9, "EIO"), seed=2)),
     mutant("a note on trial stays while the training goes on from another", [
         Edit(trials.Trial, "_forget_others", "if self.limit else ()", "if False else ()")],
         ("damaged", "safetensors", ""), UNTIDY, deaths=False),
