@@ -153,14 +153,14 @@ def _committed(candidates: Sequence[Candidate], history: History) -> Iterator[Fi
 
 
 def _enough(candidates: Sequence[Candidate], history: History, training: Training) -> Iterator[Finding]:
-    """As many checkpoints stay as are to be kept: what is removed has so many newer ones that are committed. An iteration folder
-    is replaced by a later save of the same step."""
-    there = {(candidate.run, candidate.step) for candidate in candidates}
-    for saved in history.complete() if training.keep else ():
-        later = [c.step for c in candidates if c.committed and newer((c.run or "", c.step or 0)) > newer(saved)]
-        if saved not in there and len(later) < training.keep and not (training.format == ITERATION and saved[1] in later):
-            yield Finding(LOST, f"{saved} was removed, though only {len(later)} newer ones are committed, and {training.keep} "
-                                f"are to be kept")
+    """As many committed checkpoints stay as are to be kept. (What all ranks have saved, and rank 0 did not see in time, is given
+    up behind a later commit: it counts as nothing.)"""
+    there = {(c.run, c.step) for c in candidates}
+    committed = [c for c in candidates if c.committed and (c.run, c.step) not in history.protected]
+    gone = [saved for saved in history.complete() if saved not in there]
+    if gone and len(committed) < training.keep:
+        yield Finding(LOST, f"{max(gone, key=newer)} was removed, though {training.keep} are to be kept, and only "
+                            f"{len(committed)} are committed")
 
 
 def _suspected(storage: Mount, history: History, training: Training) -> Iterator[Finding]:

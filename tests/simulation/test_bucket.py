@@ -16,7 +16,7 @@ from mindresume.simulation.standins import here, standing_in
 from mindresume.store.mirror import Mirror
 from mindresume.store.remote import Remote
 
-NAMES = ("bucket", "bucket nodes", "bucket slow", "two pods", "bucket afresh")
+NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods", "bucket afresh")
 
 
 def in_pod(work, schedule=None, bucket=None):
@@ -95,6 +95,19 @@ def test_an_outage_lasts():
                 found.append(None)
         return found
     assert in_pod(work, Schedule(strikes=(Strike(1, "outage", 2),))) == [[], None, None, [], []]
+
+
+def test_what_is_archived_is_listed_and_cannot_be_read():
+    bucket = Bucket()
+    bucket.put("obs://b/x", b"bytes")
+    bucket.archived = frozenset(["obs://b/x"])
+
+    def work(store, disk):
+        for read in (lambda: store.read("obs://b/x"), lambda: store.download("obs://b/x", "/x")):
+            with pytest.raises(RemoteError, match="archived"):
+                read()
+        return store.list("obs://b"), store.size("obs://b/x")
+    assert in_pod(work, bucket=bucket) == in_pod(work, bucket=bucket.copy()) == (["x"], 5)
 
 
 def test_listings_lag_behind_and_urls_do_not():

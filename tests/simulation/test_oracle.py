@@ -1,4 +1,6 @@
 """The oracle has eyes: what is damaged by hand is reported, as what it is; what is well is not."""
+import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -271,6 +273,46 @@ def test_what_the_jobs_were_told(fmt):
     assert kinds(found(protected=[("0001-00000000", 4)])) == {LOST} and found(protected=[(run, 6)]) == []
     later = {(run.replace("0001", "0002"), 2): {0, 1}}
     assert kinds(found(reported=later, sizes={run.replace("0001", "0002"): 2})) == {LOST}       # of a later run, though less far
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_as_many_stay_as_are_to_be_kept(fmt):
+    """What was given up counts as nothing."""
+    disk, told = once(fmt)
+    (run,) = told.sizes
+
+    def found(keep, **changed):
+        history = told.copy()
+        for name, value in changed.items():
+            getattr(history, name).extend(value) if isinstance(value, list) else getattr(history, name).update(value)
+        return judge({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), live=False)
+    given_up = {(run, 5): {0, 1}}
+    assert found(4) == [] and found(3, reported=given_up) == [] and kinds(found(4, reported=given_up)) == {LOST}
+    assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
+
+
+def test_who_died_before_the_first_step_says_nothing_of_the_checkpoint():
+    disk, told = once("ckpt")
+    (run,) = told.sizes
+    disk, died = disk.copy(), "0002-00000000"
+    note = {"output": "/out", "deaths": [], "began": {"run": died}}
+    put(disk, f"{ROOT}/.mindresume/trial-step-0000000006-run-{run}", json.dumps(note).encode())
+    (found,) = judge({SHARED: disk.copy()}, told.copy(), training("ckpt"), live=False)
+    assert found.kind == LOST and died in found.text
+    history = told.copy()
+    history.tried.add(died)
+    assert judge({SHARED: disk.copy()}, history, training("ckpt"), live=False) == []
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_where_nothing_struck_the_pointers_are_those_of_the_last_save(fmt):
+    disk, told = once(fmt)
+    assert oracle.pointed({SHARED: disk.copy()}, told, training(fmt)) == []
+    disk = disk.copy()
+    stale_pointer(disk, fmt)
+    (found,) = oracle.pointed({SHARED: disk}, told, training(fmt))
+    assert found.kind == LOST
+    assert oracle.pointed({SHARED: disk}, History(), training(fmt)) == []       # of a run that may not have come so far
 
 
 def test_people_and_the_job_are_given_different_answers(monkeypatch):

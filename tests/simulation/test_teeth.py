@@ -1,7 +1,7 @@
 """The simulation finds broken protocols: known ways to get them wrong, put back one by one, and how soon each is found.
 
-    pytest -s tests/simulation/test_teeth.py                    # each from a seed that finds it soon, with a table
-    python tests/simulation/test_teeth.py [PART OF A NAME]      # each from seed 0: the table of docs/reliability.md
+    pytest -s tests/simulation/test_teeth.py                            # each from a seed that finds it soon, with a table
+    python tests/simulation/test_teeth.py [PART OF A NAME [SECONDS]]    # each from seed 0: the table of docs/reliability.md
 
 A mutant is the product with some text of it replaced. It counts as found only if the product as it is passes with the same seeds.
 """
@@ -23,8 +23,8 @@ import pytest
 from mindresume import manifest
 from mindresume.formats import iterations, records
 from mindresume.resume import choosing, restore, select
-from mindresume.simulation.explore import SCENARIOS, SHARE, Counts, Failure, Known, operations_of, run
-from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNEQUAL, UNTIDY, WRONG
+from mindresume.simulation.explore import SCENARIOS, Counts, Failure, Known, operations_of, run
+from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNTIDY, WRONG
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
 from mindresume.store import (
@@ -80,17 +80,37 @@ def mutate(patch: Patch, edits: Sequence[Edit]) -> None:
                     patch.setattr(module, key, made[name])
 
 
-Draws = Callable[[int, int, Sequence[str]], Schedule]       # of a seed, for so many operations, with strikes of these kinds
+@dataclass(frozen=True)
+class Draws:
+    """Which schedule belongs to a seed. ``schedule(seed, operations, kinds)``: of a run of so many operations, for ``kinds`` of
+    strikes."""
+    about: str
+    schedule: Callable[[int, int, Sequence[str]], Schedule]
 
 
-def at_random(seed: int, operations: int, kinds: Sequence[str]) -> Schedule:
-    return draw(random.Random(seed), operations, kinds)
+AT_RANDOM = Draws("at random", lambda seed, operations, kinds: draw(random.Random(seed), operations, kinds))
+SWITCHES = Draws("switches at random", lambda seed, operations, _: _switches(random.Random(seed), operations))
+ONE_SWITCH = Draws("one switch", lambda seed, operations, _: Schedule(switches=((1 + seed % operations, 1),)))
 
 
-def one_strike(*kinds: str) -> Draws:
-    """Seeds are operations, at each of which one strikes."""
-    return lambda seed, operations, _: Schedule(seed, strikes=(Strike(1 + seed // len(kinds) % operations,
-                                                                      kinds[seed % len(kinds)]),))
+def _switches(chance: random.Random, operations: int) -> Schedule:
+    moments = sorted(chance.sample(range(1, operations + 1), chance.randrange(8, 30)))
+    return Schedule(switches=tuple((at, chance.randrange(1, 4)) for at in moments))
+
+
+def each(kind: str, amount: int = 0, then: int = 0, later: tuple[int, str] | None = None, **more: Any) -> Draws:
+    """It strikes at one operation, that of the number of the seed. ``then``: right after it another task goes on. ``later``: so
+    many operations later something else strikes. ``more``: of the schedule."""
+    def schedule(seed: int, operations: int, _: Sequence[str]) -> Schedule:
+        at = 1 + seed % operations
+        strikes = (Strike(at, kind, amount), *([Strike(at + later[0], later[1])] if later else []))
+        return Schedule(strikes=strikes, switches=((at + 1, then),) if then else (), **more)
+    return Draws(f"one {kind}{f', then {later[1]}' if later else ''}", schedule)
+
+
+def undisturbed(lag: float = 0.0) -> Draws:
+    """Scenarios may do something else for each seed."""
+    return Draws(f"listings lag by {lag:.0f} s" if lag else "nothing strikes", lambda seed, *_: Schedule(seed, lag=lag))
 
 
 @dataclass(frozen=True)
@@ -104,9 +124,9 @@ class Mutant:
     way: str
     kinds: tuple[str, ...]
     first: int = 0
-    within: int = 1
+    within: int = 5
     deaths: bool = True
-    draws: Draws = at_random
+    draws: Draws = AT_RANDOM
 
 
 def mutant(name: str, edits: list[Edit], where: tuple[str, str, str], kinds: str, **how: Any) -> Mutant:
@@ -117,11 +137,12 @@ MUTANTS = [
     # ---- defects of earlier versions -----------------------------------------------------------------------------------
     mutant("files are removed after the rename of their record was attempted", [
         Edit(shard, "write_shard", "return _settled(place, step, error)", "raise place.storage.remove(where) or error")],
-        ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1957),
+        ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=53, within=25,
+        draws=each("EIO after", then=3, tick=0.05)),
     mutant("what was committed meanwhile is reported as failed", [
         Edit(shard, "_settled", "found = _recorded(place, step, place.bases(step))", "found = None"),
         Edit(shard, "_settled", "may not be saved", "was not saved")],
-        ("save", "iteration", ""), TOLD, deaths=False, first=170),
+        ("save", "iteration", ""), TOLD, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes what is of another training", [
         Edit(commit.Committer, "prune", "self._is_over, self.place.lineage)", "self._is_over, None)")],
         ("afresh", "safetensors", ""), LOST),
@@ -134,16 +155,17 @@ MUTANTS = [
     mutant("nobody waits for what other ranks see", [
         Edit(choosing.Chooser, "choose", "settled = settle(disk, path, group, islands)",
              "from mindresume.resume.witness import Settled; settled = Settled()")], ("same hosts", "safetensors", ""), LOST,
-        deaths=False, first=43),
+        deaths=False, first=155, within=25,
+        draws=each("kill host", lag=60.0)),
     mutant("the signs of life of another job are expected as often as one's own", [
         Edit(acquire, "_watch", "owner.every if _is_told_by_beats(owner) else BEAT", "BEAT")], ("rare beats", "safetensors", ""),
-        STUCK, deaths=False, first=7),
+        STUCK, deaths=False, draws=undisturbed()),
     mutant("retention removes the last healthy one", [
-        Edit(protection, "protected", "for rule in RULES:", "for rule in RULES[:1] + RULES[2:]:")],
+        Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {newest_healthy}:")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
     mutant("nodes that share no disk upload what each has", [
         Edit(manager.CheckpointManager, "_start_mirror", "pledged=apart and self.settings.leave_check > 0", "pledged=False")],
-        ("bucket slow", "safetensors", ""), LOST, deaths=False, first=7),
+        ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("a manifest in the bucket that cannot be read ends the start", [
         Edit(restore.Restore, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
@@ -152,22 +174,24 @@ MUTANTS = [
         ("bucket archived", "safetensors", ""), UNTIDY, deaths=False),
     mutant("rank 0 is overtaken at the url and tells nobody", [
         Edit(mirror.Mirror, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
-        ("two pods", "safetensors", ""), TOLD, deaths=False, first=24),
+        ("two pods", "safetensors", ""), TOLD, deaths=False, draws=undisturbed(lag=30.0)),
     mutant("an attempt without inner folders is no attempt", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
              "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), UNTIDY),
     mutant("a late tracker counts as set back while a later save has no name", [
         Edit(iterations, "_from_tracker", " and (c.step in intended or parse_iteration(c.base) is not None)", "")],
-        ("prune", "iteration", ""), LOST, first=67),
+        ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
+        draws=each("EIO", later=(27, "power"))),
     mutant("memory that was given back is mapped anew", [
         Edit(staging.Staging, "unpack", "if self.fd < 0:", "if False:")],
-        ("save", "safetensors", "thread"), WRONG, deaths=False, first=726),
+        ("save", "safetensors", "thread"), WRONG, deaths=False, within=25, draws=each("slow", 100)),
 
     # ---- committing ----------------------------------------------------------------------------------------------------
     mutant("no fence", [
         Edit(shard, "write_shard", "fence(place.storage, place.root, place.run)", "pass"),
         Edit(commit.Committer, "try_commit", "fence(self.place.storage, self.place.root, self.place.run)", "pass")],
-        ("twice", "iteration", ""), LOST, deaths=False, first=15),
+        ("twice", "iteration", ""), LOST, deaths=False, first=140, within=25,
+        draws=each("pause", 100, seed=967630889)),
     mutant("a manifest before all records are there", [
         Edit(commit.Committer, "try_commit", "if missing:", "if 0 in missing:"),
         Edit(commit.Committer, "_manifest", "read, place.ranks)",
@@ -181,7 +205,7 @@ MUTANTS = [
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
         Edit(saver.Work, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
-        draws=one_strike("EIO")),
+        first=25, within=10, draws=each("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
         Edit(commit.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
         ("save", "iteration", ""), UNTIDY),
@@ -198,29 +222,30 @@ MUTANTS = [
              "place.run)")], ("save", "iteration", ""), LOST, first=2),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
-    mutant("older ones are removed before the pointers are changed", [
+    mutant("older ones are removed before the pointers are changed, and what these lead to", [
+        Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {named_by_meta}:"),
         Edit(commit.Committer, "_after", "self._point(self.place, manifest)", "self.prune(); self._point(self.place, manifest)")],
         ("prune", "safetensors", ""), LOST),
     mutant("policies count what is not committed", [
         Edit(removal, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
-        ("restarts", "safetensors", ""), LOST, draws=one_strike("EIO"), deaths=False),
+        ("restarts", "safetensors", ""), LOST, deaths=False, first=187, within=25, draws=each("EIO")),
     mutant("a hold is not looked for after the rename", [
         Edit(removal, "_uncommit", "who = holds().get(candidate.name)", "who = None")],
-        ("a reader", "safetensors", ""), WRONG, deaths=False, first=136),
+        ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
         Edit(removal, "_uncommit", "storage.rename(candidate.box, os.path.join(records, name))",
              "_clear_weights(storage, root, candidate.attempt, ()); storage.rename(candidate.box, os.path.join(records, name))")],
-        ("a reader", "safetensors", ""), WRONG, deaths=False, first=119),
+        ("a reader", "safetensors", ""), WRONG, deaths=False, first=60, within=50, draws=SWITCHES),
     mutant("a reader looks first, then holds", [
         Edit(holds, "hold", "claim = _claim_without_number(",
              "early = storage.status(box) is not None; claim = _claim_without_number("),
         Edit(holds, "hold", "there = storage.status(box) is not None", "there = early")],
-        ("a reader", "safetensors", ""), WRONG, deaths=False, first=5),
+        ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a run that lives counts as over", [
         Edit(claim, "ended", "return lambda run: run not in living", "return lambda run: True")], ("readers", "safetensors", ""),
-        LOST, deaths=False, first=51),
+        LOST, deaths=False, first=366, within=25, draws=each("pause", 20)),
     mutant("what all nodes have is not protected", [
-        Edit(protection, "protected", "for rule in RULES:", "for rule in RULES[:4] + RULES[5:]:")],
+        Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}", first=1),
 
     # ---- starting and ending together ----------------------------------------------------------------------------------
@@ -236,13 +261,13 @@ MUTANTS = [
         first=4),
     mutant("what rank 0 finds decides alone", [
         Edit(select, "proven_by_all", 'for row in rows if "refusal" in row]', 'for row in rows[:1] if "refusal" in row]')],
-        ("job", "safetensors", ""), WRONG, deaths=False, first=118),
+        ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a rank that is asked to leave leaves alone", [
         Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
-        ("job", "safetensors", ""), STUCK, deaths=False, first=3),
+        ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
         Edit(manager.CheckpointManager, "_save_last", "step.collect()", "pass")],
-        ("job", "safetensors", ""), STUCK, deaths=False, first=106),
+        ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
 ]
 
 
@@ -257,25 +282,26 @@ def mutated(one: Mutant) -> Iterator[None]:
 
 def hunt(one: Mutant, seeds: range, changed: bool = True) -> tuple[int | None, Failure | None, Counts]:
     """Returns the first of ``seeds`` that finds something; what; and the counts until then. ``changed`` False: of the product
-    as it is, and on no seed that ``until`` is not reached by."""
+    as it is."""
     scenario, counts, known = SCENARIOS[one.scenario], Counts(), Known()
     with replaced():
         size = operations_of(scenario, one.format, one.way)     # and the past, by the product as it is
         with mutated(one) if changed else pytest.MonkeyPatch.context():
             for seed in seeds:
-                failure = run(scenario, one.format, one.way, one.draws(seed, size, scenario.kinds), known, counts, one.deaths,
-                              SHARE)
+                schedule = one.draws.schedule(seed, size, scenario.kinds)
+                failure = run(scenario, one.format, one.way, schedule, known, counts, one.deaths)
                 if failure is not None:
                     return seed, failure, counts
     return None, None, counts
 
 
-def row_of(one: Mutant, seed: int, failure: Failure, counts: Counts, first: int) -> str:
+def row_of(one: Mutant, failure: Failure, counts: Counts, spent: float) -> str:
     where = ", ".join(filter(None, (one.scenario, one.format, one.way)))
-    return f"| {one.name} | {failure.findings[0].kind} | {where} | {seed - first + 1} | {counts.schedules:,} |"
+    return f"| {one.name} | {failure.findings[0].kind} | {where} | {one.draws.about} | {counts.schedules:,} | {spent:.1f} s |"
 
 
-HEAD = "| mutant | found by | in | seeds | schedules |\n|---|---|---|---|---|"
+STRIDE = 5                      # seeds that share what is known to be well
+HEAD = "| mutant | found by | in | schedules drawn | needed | CPU |\n|---|---|---|---|---|---|"
 
 
 @pytest.fixture(scope="module")
@@ -287,36 +313,33 @@ def table() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
 def test_a_mutant_is_found(one, table):
+    began = time.process_time()
     seed, failure, counts = hunt(one, range(one.first, one.first + one.within))
     assert failure is not None, "the mutant survives"
     assert failure.findings[0].kind in one.kinds, failure.findings
-    table.append(row_of(one, seed, failure, counts, one.first))
+    table.append(row_of(one, failure, counts, time.process_time() - began))
     # ... and it was the mutant
     assert hunt(one, range(one.first, seed + 1), changed=False)[1] is None
 
 
-def main(part: str, most: int, seconds: float, share: str = "0/1") -> None:
-    """From seed 0, at most so many seeds and seconds of CPU each."""
+def main(part: str = "", seconds: float = 60.0) -> None:
+    """From seed 0, at most so many seconds of CPU each."""
     print(HEAD, flush=True)
-    first, of = map(int, share.split("/"))
-    for one in [one for one in MUTANTS if part in one.name][first::of]:
-        began, first, counts = time.process_time(), 0, Counts()
-        seed = failure = None
-        while failure is None and first < most and time.process_time() - began < seconds:
-            seed, failure, more = hunt(one, range(first, first + 5))
-            counts = Counts(counts.runs + more.runs, counts.schedules + more.schedules, counts.states + more.states)
-            first += 5
+    for one in [one for one in MUTANTS if part in one.name]:
+        began, seed, counts, failure = time.process_time(), 0, Counts(), None
+        while failure is None and time.process_time() - began < seconds:
+            first, (found, failure, more) = seed, hunt(one, range(seed, seed + STRIDE))
+            counts.add(more)
+            seed += STRIDE
         spent = time.process_time() - began
         if failure is None:
-            print(f"| {one.name} | SURVIVES {first} seeds | {one.scenario} | | {counts.schedules:,} | {spent:.1f} s", flush=True)
+            print(f"| {one.name} | SURVIVES | | {one.draws.about} | {counts.schedules:,} | {spent:.1f} s |", flush=True)
             continue
-        control = hunt(one, range(seed, seed + 1), changed=False)
-        alone = hunt(one, range(seed, seed + 1))
-        good = failure.findings[0].kind in one.kinds and control[1] is None and alone[1] is not None
-        print(f"{row_of(one, seed, failure, counts, 0)} {spent:.1f} s, seed {seed} {'' if good else 'BAD'} "
-              f"{'' if control[1] is None else control[1].to_json()} {'' if alone[1] else 'not alone'} {failure.how} "
-              f"{failure.findings[0]}", flush=True)
+        wrong = [] if failure.findings[0].kind in one.kinds else [f"found as {failure.findings[0]}"]
+        control = hunt(one, range(first, found + 1), changed=False)[1]
+        wrong += [f"without the mutant: {control.to_json()}"] if control else []
+        print(f"{row_of(one, failure, counts, spent)} seed {found} {' '.join(wrong)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:2] or [""]), int((sys.argv[2:3] or ["1000"])[0]), float((sys.argv[3:4] or ["60"])[0]), *sys.argv[4:5])
+    main(*sys.argv[1:2], *map(float, sys.argv[2:3]))
