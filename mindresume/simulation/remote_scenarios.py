@@ -17,7 +17,6 @@ from mindresume.simulation.standins import here
 
 URL = "obs://bucket/job/checkpoint"
 SLOW = 3.0                      # seconds of an upload, where it is slower than the saves
-LONG = 0.1                      # seconds an operation: then what a job uploads at its end may be later than its deadline
 LATER = (0.0, 1.5, 3.0, 4.5)    # seconds after the first that a second job is started
 PAUSE = 20.0                    # seconds until a platform has another pod: longer than listings of a bucket lag
 
@@ -74,7 +73,7 @@ def _checks(play: Play) -> list[Finding]:
     others know what they have to know."""
     if play.stuck:
         return []
-    return [*_told(play), *(_ended(play) if not play.cluster.struck and play.schedule.tick < LONG else ())]
+    return [*_told(play), *(_ended(play) if not play.cluster.struck else ())]
 
 
 def _ended(play: Play) -> Iterator[Finding]:
