@@ -61,9 +61,9 @@ def _archived(play: Play) -> None:
 
 
 def _afresh(play: Play) -> None:
-    """A new training, on purpose, at the url of another one."""
+    """A new training, on purpose, at the url of another one. If it ends with an error it is resumed on the same disk."""
     play.history.protected = sorted(play.history.uploaded)
-    play.job(play.training).start()
+    restarted(play, lambda life: play.job(replace(play.training, fresh=not life)))
 
 
 # ---- what must hold of a run -----------------------------------------------------------------------------------------

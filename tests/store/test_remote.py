@@ -25,6 +25,7 @@ from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
 from mindresume.resume.restore import Restore, trace
 from mindresume.resume.select import select
+from mindresume.store import removal
 from mindresume.store.claim import Holds, next_run, occupy, owner_of_this_process, see_dead
 from mindresume.store.commit import Committer
 from mindresume.store.mirror import AGAIN, Mirror
@@ -283,6 +284,19 @@ def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, mo
     unfinished_afresh(world, [1])
     if not recorded:
         next(world.disk.rglob("rank_00001.json")).unlink()
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
+    assert not [path for path in content(world.disk) if LATER in path]
+
+
+def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    with monkeypatch.context() as dying:
+        dying.setattr(removal, "empty_trash", lambda *args: 1 / 0)
+        with pytest.raises(AgreementError, match="division by zero"):
+            world.restore_all()
     choice = world.restore_all()
     assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
     assert not [path for path in content(world.disk) if LATER in path]
