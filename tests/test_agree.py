@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 from folders import Ranks
 
-from mindresume.agree import LONGEST_PAUSE, AgreementError, Solo, Waiting, agreed, decide, report
+from mindresume.agree import LONGEST_PAUSE, AgreementError, Solo, Waiting, agreed, decide, followed, report
 from mindresume.simulation import standins
+from mindresume.simulation.group import ExchangeError
 from mindresume.simulation.standins import here
 
 
@@ -92,3 +93,24 @@ def test_a_rank_that_gets_no_thread_works_in_its_own(monkeypatch):
         raise RuntimeError("can't start new thread")
     monkeypatch.setattr(standins.Thread, "start", refuse)
     assert Ranks(2).run(lambda group: report(group, lambda: group.rank, Waiting())) == [[0, 1]] * 2
+
+
+def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
+    """The exchange fails after 600 seconds, and the work of this rank takes longer."""
+    done = []
+
+    def work(group):
+        if group.rank:
+            raise ValueError("this rank has ended")
+        followed(group, lambda: done.append(here().scheduler.sleep(900.0)), Waiting(patience=1e9))
+    error, _ = Ranks(2).run(work)
+    assert isinstance(error, ExchangeError) and done == [None]
+
+
+def test_work_that_is_followed_is_done_on_all_ranks_when_it_returns():
+    done = []
+
+    def work(group):
+        followed(group, lambda: here().scheduler.sleep(60.0 * group.rank) or done.append(group.rank), Waiting())
+        return len(done)
+    assert Ranks(3).run(work) == [3] * 3

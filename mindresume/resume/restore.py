@@ -81,6 +81,7 @@ class Restore:
     poison_limit: int = 0
     refused: list[Refusal] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
+    _fetched: list[str] = field(default_factory=list)
     _unhealthy: bool = False                            # one of those refused is
 
     def choose(self, pick: Callable[[], Choice]) -> Choice:
@@ -105,7 +106,9 @@ class Restore:
                 self.warn(f"{error}. The newest on this machine is taken")
             if failure is not None:
                 raise failure
-            if not chosen and self.refused:
+            if not chosen and self._tried:              # the choice would begin afresh
+                for attempt in self._fetched:
+                    self._refuse(attempt, "it was fetched, and on this disk it is not complete")
                 raise NoUsableCheckpointError(self._none_usable(), self.refused)
             return choice
 
@@ -185,10 +188,11 @@ class Restore:
         manifest, started = Manifest.read(io.BytesIO(data)), time.monotonic()
         share = self._share = _Share(self, attempt, manifest)
         problem = (self._all(share.prepare, leaders=True) or self._room(share) or self._all(share.download) or
-                   self._all(share.publish_records))
+                   self._all(share.publish_records) or self._all(lambda: share.publish_records(every=True), leaders=True))
         if problem is not None:
             self._all(share.withdraw)
             return problem
+        self._fetched.append(attempt)
         late = self._all(lambda: share.commit(data), leaders=True)
         total = sum(file.size or 0 for files in manifest.files for file in files)
         self.log(f"step {manifest.step} is fetched from {self.remote.url}: {share.fetched / 2**20:.1f} MiB by this rank, "
@@ -328,7 +332,6 @@ class _Share:
                 publish(self.storage, path, [data], self.manifest.run)
 
     def commit(self, data: bytes) -> None:
-        self.publish_records(every=True)
         publish(self.storage, os.path.join(self.base, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)
         if self.base.endswith(os.path.join(FOLDER, self.attempt)):
             place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)

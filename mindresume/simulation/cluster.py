@@ -34,6 +34,7 @@ class Host:
     def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
         self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
         self.memory = 1 << 40                           # bytes that its container may use
+        self.operations = 0                             # of its processes, until now
         self._listed: dict[str, tuple[float, list[str]]] = {}
         self._absent: dict[str, float] = {}             # names that were looked for and not there, and when
 
@@ -206,6 +207,7 @@ class Cluster:
         """Counts an operation of ``process``; others may go on before it. Returns (errno of an error that it is to report, 0:
         none; whether it takes effect all the same). Killed if it strikes the process dead."""
         number = self.at = self.scheduler.operation()
+        process.host.operations += 1
         if process.dead:
             raise Killed
         if self.trace.wanted:

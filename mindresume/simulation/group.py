@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mindresume.simulation.cluster import Process
+from mindresume.simulation.cluster import Host, Process
 from mindresume.simulation.standins import _Waiters, here
 
 LIMIT = 600.0                   # seconds; HCCL_EXEC_TIMEOUT is 1836 by default
@@ -30,7 +30,8 @@ class _Round:
 
 class Communicator:
     """What the ranks of one job share. ``limit``: seconds after which a call fails. ``longest``: that a rank waited in a call for
-    ranks that were alive, or had ended as if all were well."""
+    ranks that were alive, or had ended as if all were well; without the operations of other hosts, which in the simulation take
+    their time one after the other."""
 
     def __init__(self, size: int, limit: float = LIMIT):
         self.size, self.limit = size, limit
@@ -39,6 +40,13 @@ class Communicator:
         self.waiters = _Waiters()
         self.longest = 0.0
         self.mismatch = ""
+
+    def waited(self, since: float, before: dict[Host, int]) -> float:
+        """Seconds ``since`` a moment, less those of operations of hosts on which this job does not run. ``before``: operations of
+        each host at that moment."""
+        cluster, own = here(), {process.host for process in self.processes.values()}
+        elsewhere = sum(host.operations - before.get(host, 0) for host in cluster.hosts if host not in own)
+        return cluster.scheduler.now - since - cluster.scheduler.tick * elsewhere
 
     def member(self, rank: int, process: Process) -> Member:
         self.processes[rank] = process
@@ -68,7 +76,7 @@ class Member:
             shared.mismatch = f"call {self._number}: rank {self.rank} calls {kind}, others {current.kind}"
             raise MismatchError(shared.mismatch)
         current.messages[self.rank] = message
-        began = scheduler.now
+        began, before = scheduler.now, {host: host.operations for host in here().hosts}
         if len(current.messages) == self.size:
             shared.waiters.wake()
         while len(current.messages) < self.size:
@@ -79,7 +87,7 @@ class Member:
                 raise ExchangeError(f"rank {self.rank}: {kind}: rank {absent} did not come within {shared.limit:.0f} s")
             shared.waiters.wait(shared.limit - (scheduler.now - began), f"in {kind} {self._number}")
         if not any(process.dead and process.exit for process in shared.processes.values()):         # all live, or ended well
-            shared.longest = max(shared.longest, scheduler.now - began)
+            shared.longest = max(shared.longest, shared.waited(began, before))
         current.left += 1
         found = current.messages
         if current.left == self.size:

@@ -284,6 +284,8 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
             Request(training.root, output=training.output, converts=training.converts,
                     health=training.output if training.monitored else None))
         choice, trial, hold = found.choice, found.trial, found.hold
+        if choice is None and history.uploaded:
+            history.wrong.append(f"{job.name} begins afresh, though {max(history.uploaded, key=newer)} is at the url")
         if rank == 0:
             _judge_choice(job, choice, least)
     start = _loaded(job, choice, storage, rank) if choice is not None else 0

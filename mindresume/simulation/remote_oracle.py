@@ -85,7 +85,9 @@ def look(disks: Mapping[str, Disk], training: Training, findings: list[Finding])
 
 
 def _kept(disks: Mapping[str, Disk], history: History, training: Training) -> list[Finding]:
-    """Checkpoints of another training are never removed."""
+    """Checkpoints of another training are never removed; unless a job has gone on from them, so that they are of its own."""
+    if not set(history.chosen.values()).isdisjoint(history.protected):
+        return []
     boxes = _boxes(disks, training)
     return [Finding(LOST, f"step {step} of run {run}, which is of another training, was removed from the bucket")
             for run, step in history.protected if (run, step) not in boxes]

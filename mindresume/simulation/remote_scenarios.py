@@ -17,7 +17,6 @@ from mindresume.simulation.standins import here
 
 URL = "obs://bucket/job/checkpoint"
 SLOW = 3.0                      # seconds of an upload, where it is slower than the saves
-LONG = 0.1                      # seconds an operation: then what a job uploads at its end may be later than its deadline
 LATER = (0.0, 1.5, 3.0, 4.5)    # seconds after the first that a second job is started
 PAUSE = 20.0                    # seconds until a platform has another pod: longer than listings of a bucket lag
 
@@ -62,9 +61,9 @@ def _archived(play: Play) -> None:
 
 
 def _afresh(play: Play) -> None:
-    """A new training, on purpose, at the url of another one."""
+    """A new training, on purpose, at the url of another one. If it ends with an error it is resumed on the same disk."""
     play.history.protected = sorted(play.history.uploaded)
-    play.job(play.training).start()
+    restarted(play, lambda life: play.job(replace(play.training, fresh=not life)))
 
 
 # ---- what must hold of a run -----------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ def _checks(play: Play) -> list[Finding]:
     others know what they have to know."""
     if play.stuck:
         return []
-    return [*_told(play), *(_ended(play) if not play.cluster.struck and play.schedule.tick < LONG else ())]
+    return [*_told(play), *(_ended(play) if not play.cluster.struck else ())]
 
 
 def _ended(play: Play) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, s
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import STUCK, Finding, judge, pointed
 from mindresume.simulation.schedule import KINDS, Schedule
-from mindresume.simulation.scheduler import Killed, Stuck, TooLong
+from mindresume.simulation.scheduler import TICK, Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import ended as ended_runs
@@ -64,7 +64,7 @@ class Play:
 
     def __init__(self, scenario: Scenario, fmt: str, schedule: Schedule, way: str = "", most: int = 20_000):
         self.scenario, self.format, self.way, self.schedule = scenario, fmt, way, schedule
-        self.training = replace(scenario.training, format=fmt, async_save=way or False)
+        self.training = _in_time(replace(scenario.training, format=fmt, async_save=way or False), schedule.tick)
         disks, past = _past(scenario.past and replace(scenario.past, format=fmt), self.training.apart, self.training.hosts,
                             bool(self.training.url))
         self.history = past.copy()
@@ -139,6 +139,15 @@ class Play:
         made = Job(self.cluster, self.history, training, hosts, f"job{len(self.jobs)}")
         self.jobs.append(made)
         return made
+
+
+def _in_time(training: Training, tick: float) -> Training:
+    """Where operations take long, so may an upload, which is many of them: what is to be found are orders of operations, not that
+    20 seconds are too short for 80 of them."""
+    if not training.url or tick <= TICK:
+        return training
+    settings = replace(training.settings, commit_timeout=training.settings.commit_timeout + SHORT_WORK * tick)
+    return replace(training, settings=settings)
 
 
 def _may_end_with(error: BaseException | None) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mindresume.agree import Group, Solo, Waiting, followed, report, watched
+from mindresume.agree import Group, Solo, Waiting, agreed, followed, report, watched
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.records import listed
@@ -45,10 +45,6 @@ from mindresume.store.storage import Storage
 from mindresume.store.trials import PendingTrial
 
 _OTHERS = 10.0                          # seconds for the records of other ranks after an error
-
-
-def _nothing() -> None:
-    return None
 
 
 class CheckpointManager:
@@ -102,8 +98,12 @@ class CheckpointManager:
     def begin(self, step: int, resumed: Resumed | None = None, remote: Remote | None = None) -> None:
         """Cleans up what earlier runs left, and makes what saves. ``step``: behind which the training begins. ``resumed``: what
         it has loaded. ``remote``: where checkpoints are uploaded to."""
-        share = share_of_rank(self.group) if self.options.async_save else UNKNOWN   # before rank 0 works on files alone
+        share = share_of_rank(self.group) if self.options.async_save else UNKNOWN
         self._seen = step
+        agreed(self.group, lambda: self._begin(share, resumed, remote), Waiting("cleaning up"))     # rank 0 for all that is there
+        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
+
+    def _begin(self, share: int, resumed: Resumed | None, remote: Remote | None) -> None:
         self.session.begin(resumed)
         try:
             for name in clean_own_folder(self.place):
@@ -112,7 +112,6 @@ class CheckpointManager:
             self.log.warning("mindresume: cleaning up %s: %s", self.options.shown or self.options.root, error)
         self._saver = self._make_saver(self.policy if self.session.leads else None, share)
         self._mirror = self.session.exchange.uploads = self._start_mirror(remote) if remote is not None else None
-        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
 
     def _make_saver(self, policy: Policy | None, share: int) -> Saver:
         """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
@@ -282,7 +281,7 @@ class CheckpointManager:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def end(self, step: Step, closing: Callable[[], None] = _nothing) -> None:
+    def end(self, step: Step, closing: Callable[[], None] = lambda: None) -> None:
         """Saves the last step, waits until everything is committed and uploaded, and gives the folder back; no rank is done much
         before the others. ``closing()`` is called when nothing can be saved any more. Errors from then on, and that of the last
         save, are raised when all of this is done."""
@@ -311,15 +310,15 @@ class CheckpointManager:
     def _keep_error(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:          # whatever it is, the other parts of the end are done before it is raised
+        except Exception as error:          # whatever it is, the other parts of the end are done before
             self._errors.append(error)
 
     def _together(self, what: str, work: Callable[[], None]) -> None:
         """Does ``work`` on all ranks, which follow it with short exchanges: rank 0 may commit and upload for minutes when the
         others are done. Errors are kept. After a failed exchange, because another rank is lost, no other one follows."""
-        waiting = Waiting(what, patience=max(Waiting.patience, 3 * self.settings.commit_timeout))
+        patience = max(Waiting.patience, 3 * self.settings.commit_timeout)
         try:
-            followed(self.group, lambda: self._keep_error(work), waiting)
+            followed(self.group, lambda: self._keep_error(work), Waiting(what, patience=patience))
         except Exception as error:          # of the exchange: the work keeps its own
             self._errors.append(error)
             self.group = Solo(self.group.rank)

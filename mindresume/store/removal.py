@@ -16,7 +16,7 @@ good, or a power loss could bring weights back that nobody knows any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -190,11 +190,10 @@ def free_names(storage: Storage, root: str, paths: Collection[str], run: str, de
     job that has claimed ``root`` lives."""
     folder = os.path.join(root, FOLDER)
 
-    def in_the_way() -> set[str]:
-        found = [c for c in scan_records(storage, root)[0] if not c.existed and not c.base and c.run != run]
-        return {c.name for c in found if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, c.name)))}
-    names = in_the_way()
-    if names:
+    def in_the_way(names: Iterable[str]) -> set[str]:
+        return {name for name in names if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, name)))}
+    names = in_the_way(c.name for c in scan_records(storage, root, brief=True)[0] if not (c.existed or c.base or c.run == run))
+    if names or in_the_way(name for name in storage.list(folder) if name.startswith(TRASH)):        # begun before
         dead()
         runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
         made = plan(storage, root, KEEP_ALL, holds(), ended=runs.__contains__)

@@ -3,13 +3,15 @@ import pytest
 
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.group import LIMIT, Communicator, ExchangeError, MismatchError
+from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.standins import here, standing_in
+from mindresume.simulation.scheduler import TICK
+from mindresume.simulation.standins import here, running, standing_in
 
 
-def ran(*works, limit=LIMIT, picks=()):
+def ran(*works, limit=LIMIT, picks=(), tick=TICK):
     """Each ``work(member)`` as a rank. Returns (cluster, communicator, what each returned, in the order of the ranks)."""
-    cluster, shared, found = Cluster(Schedule(picks=picks)), Communicator(len(works), limit), {}
+    cluster, shared, found = Cluster(Schedule(picks=picks, tick=tick)), Communicator(len(works), limit), {}
     with standing_in(cluster):
         host = cluster.host()
         for rank, work in enumerate(works):
@@ -99,3 +101,19 @@ def test_who_is_killed_says_nothing_any_more():
         return member.gather(b"")
     cluster, shared, _ = ran(dies, kills, limit=30.0)
     assert isinstance(cluster.processes[1].error, ExchangeError) and list(shared.rounds[1].messages) == [1]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_operations_of_other_jobs_are_no_waiting(own):
+    """They take their time one after the other."""
+    def busy():
+        mount = Mount(here(), running())
+        for _ in range(20):
+            mount.status("/")
+
+    def late(member):
+        here().process(running().host if own else here().host("desk"), "other", busy)
+        here().scheduler.sleep(10.0)
+        member.gather(b"")
+    cluster, shared, _ = ran(lambda member: member.gather(b""), late, limit=600.0, tick=1.0)
+    assert shared.longest == pytest.approx(20.0 if own else 0.0)

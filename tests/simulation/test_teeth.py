@@ -150,8 +150,8 @@ MUTANTS = [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(removal, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), UNTIDY, deaths=False),
     mutant("a job counts against a checkpoint from the moment it was chosen", [
-        Edit(manager.CheckpointManager, "begin", "self.session.begin(resumed)",
-             "self.session.begin(resumed); self.meet(); self.begin_trial()")], ("restarts", "safetensors", ""), LOST),
+        Edit(manager.CheckpointManager, "begin", "agreed(self.group", "self.meet(); self.begin_trial(); agreed(self.group")],
+        ("restarts", "safetensors", ""), LOST),
     mutant("nobody waits for what other ranks see", [
         Edit(choosing.Chooser, "choose", "settled = settle(disk, path, group, islands)",
              "from mindresume.resume.witness import Settled; settled = Settled()")], ("same hosts", "safetensors", ""), LOST,
@@ -254,7 +254,7 @@ MUTANTS = [
         ("damaged", "safetensors", ""), UNTIDY, deaths=False),
     mutant("the number of a run is used again", [
         Edit(claim, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
-        ("restarts", "safetensors", ""), f"{STUCK} {UNTIDY} {LOST} {UNEQUAL} {WRONG}"),
+        ("restarts", "safetensors", ""), f"{STUCK} {UNTIDY} {LOST} {WRONG}"),
     mutant("ranks do not agree on a suffix", [
         Edit(save_session, "open_save_session", "[row[1] for row in rows if row] + suffixes)",
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{UNTIDY} {LOST}",

@@ -22,8 +22,9 @@ from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
 from mindresume.resume.restore import Restore, trace
-from mindresume.resume.select import select
+from mindresume.resume.select import Choice, select
 from mindresume.simulation.standins import here
+from mindresume.store import removal
 from mindresume.store.acquire import occupy, see_dead
 from mindresume.store.claim import next_run, owner_of_this_process
 from mindresume.store.commit import Committer
@@ -289,6 +290,19 @@ def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, mo
     assert not [path for path in content(world.disk) if LATER in path]
 
 
+def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    with monkeypatch.context() as dying:
+        dying.setattr(removal, "empty_trash", lambda *args: 1 / 0)
+        with pytest.raises(AgreementError, match="division by zero"):
+            world.restore_all()
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
+    assert not [path for path in content(world.disk) if LATER in path]
+
+
 def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
@@ -359,8 +373,8 @@ class OtherNode(type(STORAGE)):
         return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
 
 
-def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
-    """Rank folders: each its own files and record; rank 0 all records, which it judges by."""
+def restored_apart(tmp_path, monkeypatch, fetched=Remote):
+    """What two nodes that share no disk choose, on empty disks. ``fetched``: the store of rank 0."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     world.mirror(5)
@@ -368,16 +382,43 @@ def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
 
     def work(group):
         storage, store = STORAGE, MoxingStore(moxing.file, lambda seconds: None)
+        remote = fetched(store, URL) if group.rank == 0 else Remote(store, URL)
         if group.rank == 1:
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
             store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        found = Restore(storage, Remote(store, URL), str(world.disk), group, 2, log=world.log.append, warn=world.log.append)
+        found = Restore(storage, remote, str(world.disk), group, 2, log=world.log.append, warn=world.log.append)
         return found.choose(lambda: select(storage, str(world.disk), group, 2))
-    for choice in Ranks(2).run(work):
+    return world, Ranks(2).run(work)
+
+
+def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
+    """Rank folders: each its own files and record; rank 0 all records, which it judges by."""
+    world, choices = restored_apart(tmp_path, monkeypatch)
+    for choice in choices:
         assert choice.chosen.step == 5 and len(choice.shards) == 1
     assert sorted(os.listdir(tmp_path / "node1")) == [FOLDER, "rank_1"]
     assert "rank_1" not in os.listdir(world.disk)
+
+
+def test_records_of_other_nodes_that_do_not_come_are_no_fresh_start(tmp_path, monkeypatch):
+    class Failing(Remote):
+        def record(self, attempt, rank):
+            if rank == 1:
+                raise RemoteError("Network is unreachable")
+            return super().record(attempt, rank)
+    _, errors = restored_apart(tmp_path, monkeypatch, Failing)
+    assert [type(error) for error in errors] == [NoUsableCheckpointError] * 2
+    assert "step 5: rank 0: Network is unreachable" in str(errors[0])
+
+
+def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path, size=1)
+    world.mirror(5)
+    world.empty_disk()
+    with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
+        Restore(STORAGE, world.remote, str(world.disk), Solo()).choose(lambda: Choice(None, (), (), True))
 
 
 def test_another_number_of_ranks(world):
