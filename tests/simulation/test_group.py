@@ -99,3 +99,12 @@ def test_who_is_killed_says_nothing_any_more():
         return member.gather(b"")
     cluster, shared, _ = ran(dies, kills, limit=30.0)
     assert isinstance(cluster.processes[1].error, ExchangeError) and list(shared.rounds[1].messages) == [1]
+
+
+def test_a_limit_that_no_difference_of_two_times_reaches():
+    """671.821 + 600 - 671.821 is less than 600: nobody waits for that difference for ever."""
+    def work(member):
+        here().scheduler.sleep(671.821)
+        member.gather(b"")
+    cluster, _, _ = ran(work, lambda member: here().kill(here().running), limit=600.0)
+    assert isinstance(cluster.processes[0].error, ExchangeError)
