@@ -35,8 +35,8 @@ def verified(storage: Storage, root: str, rows: Iterable[Seen], again: Callable[
             break
         known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
         later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
-        found = [verdict for verdict in found if verdict not in gone]
-        found += [(row.candidate, damage(storage, root, row, progress)) for row in later]
+        found = [*((row.candidate, damage(storage, root, row, progress)) for row in later),
+                 *(verdict for verdict in found if verdict not in gone)]
     return found
 
 
