@@ -40,7 +40,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
            step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None) -> None:
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
-    What mindformers wrote has no checksums: there headers, sizes and counters are checked, and it is said so.
+    What mindformers wrote has no checksums: there headers, sizes and counters are checked, and it is said so. What a job removes
+    while it is read is no damage.
     Exit status: 0 all is as it was written, 1 something is damaged or missing, 3 there is no checkpoint.
     """
     storage = PosixStorage()
