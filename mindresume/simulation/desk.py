@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -73,7 +74,7 @@ def convert(play: Play) -> None:
     storage, training = _Files(play.cluster, running()), play.training
     for number, pause in enumerate(_pauses(play)):
         here().scheduler.sleep(pause)
-        with _complaints(play, "conversion"), reading(storage, training.root, log=running().log.append) as source:
+        with _judged(play, "conversion"), reading(storage, training.root, log=running().log.append) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 
@@ -98,7 +99,7 @@ def verify(play: Play) -> None:
     storage, training = _Slow(play.cluster, running()), play.training
     for pause in _pauses(play):
         here().scheduler.sleep(pause)
-        with _complaints(play, "verify"):
+        with _judged(play, "verify"):
             found, rows = survey(storage, training.root, nobody_knows)
             for candidate, bad in verified(storage, found.root, rows, lambda: survey(storage, training.root, nobody_knows)[1]):
                 if bad and candidate.existed and not _is_struck(play):
@@ -110,22 +111,15 @@ def _pauses(play: Play) -> list[float]:
     return [chance.uniform(*PAUSES) for _ in range(AGAIN)]
 
 
-class _complaints:
-    """An error is one of the product unless something was in the way of this process."""
-
-    def __init__(self, play: Play, what: str):
-        self.play, self.what = play, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, MindResumeError | OSError):
-            return False
-        running().log.append(f"{self.what}: {type(error).__name__}: {error}")
-        if not _is_struck(self.play):
-            self.play.history.wrong.append(f"{self.what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
-        return True
+@contextmanager
+def _judged(play: Play, what: str) -> Iterator[None]:
+    """An error inside is one of the product unless something was in the way of this process."""
+    try:
+        yield
+    except (MindResumeError, OSError) as error:
+        running().log.append(f"{what}: {type(error).__name__}: {error}")
+        if not _is_struck(play):
+            play.history.wrong.append(f"{what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
 
 
 def _is_struck(play: Play) -> bool:
