@@ -29,7 +29,7 @@ from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import assumption
-from mindresume.resume.survey import survey
+from mindresume.resume.survey import Seen, survey
 from mindresume.resume.verified import verified
 from mindresume.store.storage import PosixStorage
 from mindresume.words import size_text
@@ -40,7 +40,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
            step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None) -> None:
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
-    What mindformers wrote has no checksums: there headers, sizes and counters are checked, and it is said so.
+    What mindformers wrote has no checksums: there headers, sizes and counters are checked, and it is said so. What a job removes
+    while it is read is no damage.
     Exit status: 0 all is as it was written, 1 something is damaged or missing, 3 there is no checkpoint.
     """
     storage = PosixStorage()
@@ -52,7 +53,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}; {offered(found.candidates)}")
-    read, started, results = 0, time.monotonic(), []
+    read, started = 0, time.monotonic()
     with progress_bar("verifying", json) as meter:
         meter.expect(sum(read_size(row.candidate, list(row.candidate.files)) for row in wanted if row.candidate.existed))
 
@@ -60,15 +61,19 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             nonlocal read
             read += count
             meter.advance(count)
-        for row in wanted:
-            if complete:
-                results.append(merged.verify(storage, path, progress))
-                continue
-            results.append((row.candidate, verified(storage, found.root, row, progress)))
+        def again() -> list[Seen]:
+            return [row for row in survey(storage, path, strategies(storage), world_size)[1]
+                    if step is None or row.candidate.step == step]
+        if complete:
+            results = [merged.verify(storage, path, progress) for _ in wanted]
+        else:
+            results = verified(storage, found.root, wanted, again, progress)
+    removed = sorted({row.candidate.step for row in wanted} - {candidate.step for candidate, _ in results} - {None})
     seconds = time.monotonic() - started
     damaged = any(bad for candidate, bad in results if candidate.existed)
     if json:
-        print_json({"root": found.root, "damaged": damaged, "bytes": read, "seconds": round(seconds, 3), "checkpoints": [
+        print_json({"root": found.root, "damaged": damaged, "removed": removed, "bytes": read, "seconds": round(seconds, 3),
+                    "checkpoints": [
             {"step": candidate.step, "run": candidate.run, "origin": candidate.origin, "state": _state(candidate, bad),
              "absent": list(candidate.absent),
              "problems": [refusal_json(found.root, refusal) for refusal in bad]} for candidate, bad in results]})
@@ -77,6 +82,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             _print(found.root, candidate, bad)
         say(f"{size_text(read)} read in {seconds:.1f} s ({size_text(read / seconds if seconds else 0)}/s)"
             if results else f"{found.root}: no checkpoints")
+        if removed:
+            say(f"step {', '.join(map(str, removed))}: removed by a job or by hand while it was read")
         for note in (*found.notes, *assumption(found, world_size)):
             say(note)
     sys.exit(NOTHING if not results else 1 if damaged else 0)

@@ -40,7 +40,7 @@ from mindresume.store.holds import hold
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 
-_TRIES = 10                     # checkpoints that are removed one after the other, right before they are held
+_TRIES = 10                     # looks at a folder in which a job completes and removes checkpoints
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,11 @@ class Source:
         return self.candidate is not None and bool(self.candidate.base)
 
 
-class _Removed(MissingCheckpointError):
-    """Retention was faster: what is there has to be looked for anew."""
+Keep = Callable[[str, Candidate], None]
+
+
+class _Gone(MissingCheckpointError):
+    """A job has removed it, or given it its final name: what is there has to be looked for anew."""
 
 
 @contextmanager
@@ -91,25 +94,17 @@ def reading(storage: Storage, path: str, step: int | None = None, strategy: str 
             log(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}")
             return
         if claim is None:
-            raise _Removed(f"step {candidate.step} of {root} was removed before it could be read")
+            raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
         held.append(claim)
 
-    def opened() -> Source:
-        for left in reversed(range(_TRIES)):
-            try:
-                return open_source(storage, path, step, strategy, keep)
-            except _Removed:
-                if not left:
-                    raise
-        raise AssertionError
     try:
-        yield opened()
+        yield open_source(storage, path, step, strategy, keep)
     finally:
         leave()
 
 
 def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-                keep: Callable[[str, Candidate], None] = lambda root, candidate: None) -> Source:
+                keep: Keep = lambda root, candidate: None) -> Source:
     """``step``: of a folder with several, default the newest that is whole. ``strategy``: file or folder, needed for what
     mindformers wrote on several ranks unless the folder ``strategy`` lies beside. Headers and records are checked, no tensor is
     read. ``keep(root, candidate)``: called before the files of a checkpoint are looked at. MissingCheckpointError,
@@ -118,6 +113,17 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
         if strategy is not None:
             raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
         return open_complete(storage, path, step)
+    for left in reversed(range(_TRIES)):
+        try:
+            return _newest(storage, path, step, strategy, keep)
+        except _Gone:
+            if not left:
+                raise
+    raise AssertionError
+
+
+def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> Source:
+    """_Gone if what is there changes while it is looked at."""
     found, insists = candidates_for(storage, path)
     if found.strange:
         raise MissingCheckpointError(found.strange)
@@ -130,9 +136,11 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
         try:
             keep(found.root, candidate)
             return replace(open_candidate(storage, found.root, candidate, strategy), refused=tuple(refused), notes=found.notes)
-        except _Removed:
+        except _Gone:
             raise
         except MindResumeError as error:
+            if candidate.box and storage.status(candidate.box) is None:
+                raise _Gone(f"step {candidate.step} of {found.root} was removed while it was opened") from error
             if insists or step is not None or len(wanted) == 1:
                 raise
             refused.append(candidate.refuse(str(error)))

@@ -1,16 +1,56 @@
-"""Every byte of a checkpoint compared with what was written, for people: ``mindresume verify``."""
+"""Every byte of every checkpoint compared with what was written, for people: ``mindresume verify``. Beside a job as well.
+
+    for candidate, bad in verified(storage, root, rows, again, progress): ...
+
+A job that saves there completes and removes checkpoints while they are read. So before one is called damaged it is looked for
+once more: what was removed is no damage, and what has only now become complete is verified as it is now.
+"""
 from __future__ import annotations
 
-from mindresume.formats import Refusal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mindresume.formats import Candidate, Refusal
 from mindresume.resume.prove import Progress, prove
 from mindresume.resume.remarks import damaged_beside, stand_in_text
 from mindresume.resume.survey import Seen
 from mindresume.resume.understood import Layouts
 from mindresume.store.storage import Storage
 
+_LOOKS = 20                             # each of them after a change of the folder
+Verdict = tuple[Candidate, list[Refusal]]
 
-def verified(storage: Storage, root: str, row: Seen, progress: Progress = lambda count: None) -> list[Refusal]:
-    """Returns what is damaged or missing of one step of ``survey``; nothing: all is as it was written."""
+
+def verified(storage: Storage, root: str, rows: Iterable[Seen], again: Callable[[], Iterable[Seen]],
+             progress: Progress = lambda count: None) -> list[Verdict]:
+    """Returns (step, what is damaged or missing of it) of ``rows`` of a survey, but for what was removed meanwhile. ``again()``:
+    the rows of a new survey."""
+    found = [(row.candidate, damage(storage, root, row, progress)) for row in rows]
+    for _ in range(_LOOKS):
+        if not any(candidate.existed for candidate, bad in found if bad):
+            break
+        now = {_identity(row.candidate): row for row in again()}
+        gone = [verdict for verdict in found if verdict[1] and not _is_there(storage, verdict[0], now)]
+        if not gone:
+            break
+        known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
+        later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
+        found = [*((row.candidate, damage(storage, root, row, progress)) for row in later),
+                 *(verdict for verdict in found if verdict not in gone)]
+    return found
+
+
+def _identity(candidate: Candidate) -> Any:
+    return candidate.box, candidate.run, candidate.step, tuple(file.path for file in candidate.every_file), candidate.committed
+
+
+def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, Seen]) -> bool:
+    """As it was when it was read. A listing may be old; a name that is looked up is not."""
+    return _identity(candidate) in now and (not candidate.box or storage.status(candidate.box) is not None)
+
+
+def damage(storage: Storage, root: str, row: Seen, progress: Progress = lambda count: None) -> list[Refusal]:
+    """Returns what is damaged or missing of one step of a survey; nothing: all is as it was written."""
     candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
     layouts = Layouts(storage, root, candidate)
     proofs = [] if candidate.problem else [prove(storage, root, candidate, rank, progress, layouts=layouts)

@@ -13,5 +13,7 @@
     oracle.py        what must hold of the disk afterwards
     left_scenarios.py   scenarios that begin with what runs before have left
     remote_*.py      scenarios and oracle of jobs with an object store
+    remote_decay.py  the same where objects cannot be read, and checkpoints are not healthy
+    more_scenarios.py   quotas, memory limits, copies, and somebody beside a job (desk.py: converts, verifies)
     explore.py       random and systematic search, and shrinking
 """

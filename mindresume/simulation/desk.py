@@ -5,7 +5,9 @@ The commands' own work is run, without what they print: ``mindresume convert``, 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -30,12 +32,22 @@ from mindresume.simulation.standins import here, running
 
 TARGETS = "/converted"
 AGAIN = 3                       # times that somebody converts, or verifies
-PAUSE = 1.3                     # seconds before each: so it falls into the saves of a job with one a two seconds
+PAUSES = (0.1, 2.2)             # seconds before each: so it falls into the saves of a job that makes one in two seconds
+READING = 0.2                   # seconds for which a file is read, while others go on
 COUNTERS = ("step_num", "global_step")
 ELSEWHERE = ("ENOSPC", "EDQUOT", "kill all", "power")          # strike more than the process at whose operation they do
 
 
-class Files(Mount):
+class _Slow(Mount):
+    """Reading takes time."""
+
+    def open(self, path: str) -> BinaryIO:
+        found = super().open(path)
+        here().scheduler.sleep(READING)
+        return found
+
+
+class _Files(_Slow):
     """What it opens are files of the kernel, as those who read at positions of it want them."""
 
     def open(self, path: str) -> BinaryIO:
@@ -59,14 +71,14 @@ class _Conversion(Conversion):
 
 def convert(play: Play) -> None:
     """As ``mindresume convert``: some times the newest checkpoint that is there then, each time into another folder."""
-    storage, training = Files(play.cluster, running()), play.training
-    for number in range(AGAIN):
-        here().scheduler.sleep(PAUSE)
-        with _complaints(play, "conversion"), reading(storage, training.root, log=running().log.append) as source:
+    storage, training = _Files(play.cluster, running()), play.training
+    for number, pause in enumerate(_pauses(play)):
+        here().scheduler.sleep(pause)
+        with _judged(play, "conversion"), reading(storage, training.root, log=running().log.append) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 
-def _carry_out(storage: Files, source: Source, target: str, training: Training) -> None:
+def _carry_out(storage: _Files, source: Source, target: str, training: Training) -> None:
     strategy = own_strategy(source.weights)
     job = to_iteration(source, strategy) if source.is_iteration else to_ranks(source, strategy, source.weights.format)
     conversion = _Conversion(storage, job, target)
@@ -84,33 +96,30 @@ def _carry_out(storage: Files, source: Source, target: str, training: Training) 
 
 def verify(play: Play) -> None:
     """As ``mindresume verify``: nothing here is ever damaged."""
-    storage, training = Mount(play.cluster, running()), play.training
-    for _ in range(AGAIN):
-        here().scheduler.sleep(PAUSE)
-        with _complaints(play, "verify"):
+    storage, training = _Slow(play.cluster, running()), play.training
+    for pause in _pauses(play):
+        here().scheduler.sleep(pause)
+        with _judged(play, "verify"):
             found, rows = survey(storage, training.root, nobody_knows)
-            for row in rows:
-                bad = verified(storage, found.root, row)
-                if bad and row.candidate.existed and not _is_struck(play):
-                    play.history.wrong.append(f"verify calls step {row.candidate.step} damaged: {bad[0].reason}")
+            for candidate, bad in verified(storage, found.root, rows, lambda: survey(storage, training.root, nobody_knows)[1]):
+                if bad and candidate.existed and not _is_struck(play):
+                    play.history.wrong.append(f"verify calls step {candidate.step} damaged: {bad[0].reason}")
 
 
-class _complaints:
-    """An error is one of the product unless something was in the way of this process."""
+def _pauses(play: Play) -> list[float]:
+    chance = random.Random(play.schedule.seed)
+    return [chance.uniform(*PAUSES) for _ in range(AGAIN)]
 
-    def __init__(self, play: Play, what: str):
-        self.play, self.what = play, what
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, MindResumeError | OSError):
-            return False
-        running().log.append(f"{self.what}: {type(error).__name__}: {error}")
-        if not _is_struck(self.play):
-            self.play.history.wrong.append(f"{self.what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
-        return True
+@contextmanager
+def _judged(play: Play, what: str) -> Iterator[None]:
+    """An error inside is one of the product unless something was in the way of this process."""
+    try:
+        yield
+    except (MindResumeError, OSError) as error:
+        running().log.append(f"{what}: {type(error).__name__}: {error}")
+        if not _is_struck(play):
+            play.history.wrong.append(f"{what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
 
 
 def _is_struck(play: Play) -> bool:

@@ -77,15 +77,16 @@ class Member:
             raise MismatchError(shared.mismatch)
         current.messages[self.rank] = message
         began, before = scheduler.now, {host: host.operations for host in here().hosts}
+        until = began + shared.limit
         if len(current.messages) == self.size:
             shared.waiters.wake()
         while len(current.messages) < self.size:
-            if scheduler.now - began >= shared.limit:
+            if scheduler.now >= until:
                 absent = [rank for rank in range(self.size) if rank not in current.messages]
                 if all(not shared.processes[rank].dead or shared.processes[rank].exit == 0 for rank in absent):
                     shared.longest = max(shared.longest, scheduler.now - began)
                 raise ExchangeError(f"rank {self.rank}: {kind}: rank {absent} did not come within {shared.limit:.0f} s")
-            shared.waiters.wait(shared.limit - (scheduler.now - began), f"in {kind} {self._number}")
+            shared.waiters.wait(until - scheduler.now, f"in {kind} {self._number}")
         if not any(process.dead and process.exit for process in shared.processes.values()):         # all live, or ended well
             shared.longest = max(shared.longest, shared.waited(began, before))
         current.left += 1

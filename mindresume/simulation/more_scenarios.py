@@ -19,6 +19,8 @@ from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, QUOTA, 
 from mindresume.simulation.standins import here
 
 OTHER = "/other"                # output folder of the job of which a snapshot is taken
+SOON = replace(Training().settings, heartbeat=2.0)  # so that another job is known to live before it ends
+LONG = 0.1                      # seconds an operation: then a save may take longer than others wait for it
 MOMENTS = (1.0, 3.0, 5.0, 6.5, 7.0, 9.0)            # seconds after its start, of a job that trains for some
 MEMORIES = (1 << 40, 0)         # bytes: room for every copy, and for none
 COPIED = ("at once", "in order", "backwards", "in any order")
@@ -39,10 +41,13 @@ def _memory(play: Play) -> None:
 
 
 def _relaunched(play: Play) -> None:
-    """A platform starts the command again as soon as its launcher is gone, whatever became of the ranks."""
+    """A platform starts the command again as soon as its launcher is gone, on the same host or another one, whatever its ranks
+    do."""
+    hosts = [play.cluster.host()] if play.schedule.seed % 2 else None
+
     def work() -> None:
         for _ in range(LIVES):
-            job = play.job(play.training)
+            job = play.job(play.training, hosts=hosts)
             launcher = job.start()
             while not launcher.dead:
                 here().scheduler.sleep(1.0)
@@ -118,9 +123,19 @@ def cloned(disk: Disk, source: str, target: str) -> None:
 
 def _well(play: Play) -> list[Finding]:
     """Where nothing struck, everybody ends well. A writer that a training has left behind has its limit."""
-    if play.stuck or play.cluster.struck:
+    if play.stuck or play.cluster.struck or play.schedule.tick >= LONG:
         return []
     return list(_ends(play))
+
+
+def _orphans_go_on(play: Play) -> list[Finding]:
+    """Ranks whose launcher alone was killed train to their end, whatever is started beside them."""
+    if play.stuck or play.cluster.lag or play.schedule.tick >= LONG:
+        return []
+    if any(row.strike.kind != KILL_LAUNCHER for row in play.cluster.struck):
+        return []
+    return [Finding(STUCK, f"{process.name}, an orphan, ended with {process.exit}: {type(process.error).__name__}: "
+                           f"{process.error}") for process in play.jobs[0].ranks if process.exit]
 
 
 def _ends(play: Play) -> Iterator[Finding]:
@@ -135,7 +150,7 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
     Scenario("memory", "hosts have no memory for a copy, at the start or for a while", _memory,
              Training(hosts=2, steps=8, keep=2), ways=("thread", "process"), kinds=(*KINDS, *(MEMORY,) * 6), checks=_well),
     Scenario("launcher", "the launcher alone is killed, and the command is started again beside its ranks", _relaunched,
-             Training(steps=8, keep=2, pruned=True), kinds=(*KINDS, *(KILL_LAUNCHER,) * 8), checks=_well),
+             Training(steps=8, keep=2, pace=3.0, settings=SOON), kinds=(*KINDS, *(KILL_LAUNCHER,) * 20), checks=_orphans_go_on),
     Scenario("copied", "a job goes on in a copy of a folder whose files have the times of the copy", _copied,
              Training(steps=12, keep=2), Training(steps=8), checks=_well),
     Scenario("snapshot", "a job goes on from a snapshot of the folder of another one, which goes on as well", _snapshot,

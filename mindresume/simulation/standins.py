@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread, _cluster, _Waiters, here, running
 from mindresume.store.staging import Staging
 
@@ -171,11 +172,19 @@ def _listen(trial: Any) -> None:
 
 
 class _Staging(Staging):
-    """Its memory is given back when the cluster ends; a process that is killed does not."""
+    """Its memory is given back when the cluster ends; a process that is killed does not. Who takes more than its host has left is
+    killed by the kernel."""
 
     def __init__(self, shared: bool = False, fd: int = -1):
         super().__init__(shared, fd)
         here().at_end.append(self.close)
+
+    def _grow(self, size: int) -> None:
+        process = running()
+        if size - self.size > process.host.memory:
+            here().kill(process)
+            raise Killed
+        super()._grow(size)
 
 
 def _product() -> list[types.ModuleType]:

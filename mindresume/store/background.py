@@ -74,6 +74,7 @@ class Background:
         self._staging = Staging(shared=kind == "process")
         self._writer: _Writer | None = None
         self._flight: int | None = None             # step that the writer has
+        self._known: int | None = None              # the same step once its outcome is known and it is being committed
         self._polling = False
         self._outcomes: list[Outcome] = []
         self._lost: FolderInUseError | None = None
@@ -93,6 +94,7 @@ class Background:
                                   f"written after {self.timeout:.0f} s")
                 self._outcomes.append(Outcome(save.step, False, error))
                 return
+        self._known = None                                  # the step may be saved for the second time
         reason = self._cannot_stage(save)
         if reason is None:
             try:
@@ -106,6 +108,7 @@ class Background:
             self.log(f"step {save.step} is saved in the training thread: {reason}")
             outcome = Work(self.place, None, self.log).write(save)
             self._outcomes.append(outcome)
+            self._known = save.step
             self._send(("commit", outcome), save.step)
         self.counts.stopped += time.monotonic() - started
 
@@ -206,6 +209,7 @@ class Background:
                 self.log(values[0])
             elif kind == "outcome":
                 self._outcomes.append(values[0])
+                self._known = values[0].step
                 self._newest = values[0] if values[0].saved else self._newest
             elif kind == "lost":
                 self._lost = values[0]
@@ -221,7 +225,7 @@ class Background:
                      f"looks after step {self._orphan.step}")
         if self._flight is not None:
             step, self._flight = self._flight, None
-            if all(outcome.step != step for outcome in self._outcomes):
+            if step != self._known:                 # else it died when it had said what became of it
                 self._outcomes.append(Outcome(step, False, SaveError(
                     f"step {step} may not be saved on rank {self.place.rank}: the {self.kind} that wrote it died ({reason}). It "
                     f"counts if its record is there")))

@@ -320,6 +320,27 @@ def test_verify_of_a_deleted_file_without_replicas(tmp_path, read):
     assert status == 1 and found["checkpoints"][0]["problems"][0]["file"] == str(path_of(tmp_path, 5, 1))
 
 
+def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, monkeypatch):
+    for step in (5, 10):
+        save(tmp_path, step)
+    verify_module = sys.modules["mindresume.cli.verify"]            # the name is that of the command
+    look = verify_module.survey
+
+    def late(*values):
+        monkeypatch.setattr(verify_module, "survey", look)
+        found = look(*values)
+        for path in paths(tmp_path, 5):
+            os.remove(path)
+        shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
+        return found
+    monkeypatch.setattr(verify_module, "survey", late)
+    status, found = read("verify", tmp_path)
+    assert status == 0 and found["removed"] == [5] and [row["step"] for row in found["checkpoints"]] == [10]
+    save(tmp_path, 5)
+    monkeypatch.setattr(verify_module, "survey", late)
+    assert "step 5: removed by a job or by hand while it was read" in call("verify", tmp_path)[1]
+
+
 def test_a_save_that_never_completed_is_no_damage(tmp_path, read, call):
     save(tmp_path, 5)
     write_rank(tmp_path, 10, 0, 4)

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from folders import STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
+from folders import RUN, STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded, shard_file
 
 from mindresume.errors import (
@@ -17,11 +17,13 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.formats.names import FileName
-from mindresume.manifest import FOLDER
+from mindresume.manifest import FOLDER, attempt_name
+from mindresume.reshard import source as source_module
 from mindresume.reshard.direct import whole_tensors
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import identity_of, open_source
+from mindresume.reshard.source import identity_of, open_source, reading
 from mindresume.reshard.source import state_of as state_from
+from mindresume.store.claim import holds
 from mindresume.strategy import Strategy, write_strategy
 
 MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
@@ -425,3 +427,89 @@ def test_nothing_is_written(tmp_path):
     opened(tmp_path / "checkpoint")
     opened(tmp_path / "ours")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# ---- beside a job ------------------------------------------------------------------------------------------------------
+
+def names_of(root):
+    return sorted(os.listdir(root / FOLDER))
+
+
+def test_what_is_read_is_held(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+    before = names_of(tmp_path)
+    with reading(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 10 and list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
+    assert names_of(tmp_path) == before
+    with pytest.raises(KeyboardInterrupt), reading(STORAGE, str(tmp_path), 5) as source:
+        assert list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
+        raise KeyboardInterrupt
+    assert names_of(tmp_path) == before
+
+
+def test_what_mindformers_wrote_is_read_without_a_trace(tmp_path):
+    write_foreign(tmp_path, 5, 1)
+    with reading(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and not (tmp_path / FOLDER).exists()
+
+
+def test_one_that_is_refused_is_not_held(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+    cut_short(tmp_path, 10)
+    with reading(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
+
+
+def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monkeypatch):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+
+    def late(storage, root, attempt, box):
+        monkeypatch.undo()
+        shutil.rmtree(box)
+        for rank in range(4):
+            path_of(tmp_path, 10, rank).unlink()
+        return source_module.hold(storage, root, attempt, box)
+    monkeypatch.setattr(source_module, "hold", late)
+    with reading(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and source.refused == ()
+
+
+def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, monkeypatch):
+    save(tmp_path, 5, replicas=1)
+    box, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
+    open_one, scan = source_module.open_candidate, source_module.candidates_for
+
+    def moved(*values):
+        monkeypatch.setattr(source_module, "open_candidate", open_one)
+        box.rename(aside)
+        return open_one(*values)
+
+    def looked(*values):
+        if aside.exists():
+            aside.rename(box)
+        return scan(*values)
+    monkeypatch.setattr(source_module, "open_candidate", moved)
+    monkeypatch.setattr(source_module, "candidates_for", looked)
+    assert opened(tmp_path).state.step == 5
+
+
+def test_a_folder_that_never_rests_is_an_error_in_the_end(tmp_path, monkeypatch):
+    save(tmp_path, 5, replicas=1)
+    monkeypatch.setattr(source_module, "hold", lambda *_: None)
+    with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
+            reading(STORAGE, str(tmp_path)):
+        pass
+
+
+def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+    save(tmp_path, 5, replicas=1)
+    monkeypatch.setattr(source_module, "hold", refused)
+    said = []
+    with reading(STORAGE, str(tmp_path), log=said.append) as source:
+        assert source.state.step == 5
+    assert len(said) == 1 and "may be removed: [Errno 13]" in said[0]

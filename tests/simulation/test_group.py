@@ -117,3 +117,12 @@ def test_operations_of_other_jobs_are_no_waiting(own):
         member.gather(b"")
     cluster, shared, _ = ran(lambda member: member.gather(b""), late, limit=600.0, tick=1.0)
     assert shared.longest == pytest.approx(20.0 if own else 0.0)
+
+
+def test_a_limit_that_no_difference_of_two_times_reaches():
+    """671.821 + 600 - 671.821 is less than 600: nobody waits for that difference for ever."""
+    def work(member):
+        here().scheduler.sleep(671.821)
+        member.gather(b"")
+    cluster, _, _ = ran(work, lambda member: here().kill(here().running), limit=600.0)
+    assert isinstance(cluster.processes[0].error, ExchangeError)

@@ -4,7 +4,21 @@ import random
 
 import pytest
 
-from mindresume.simulation.schedule import DEATHS, ERRORS, KINDS, Schedule, Strike, draw
+from mindresume.simulation.schedule import (
+    DEATHS,
+    ERRORS,
+    EXPLAINED,
+    KILL_LAUNCHER,
+    KINDS,
+    MEMORY,
+    OUTAGE,
+    QUOTA,
+    QUOTA_OF_HOST,
+    UNREADABLE,
+    Schedule,
+    Strike,
+    draw,
+)
 
 DRAWN = [draw(random.Random(seed), 150) for seed in range(200)]
 
@@ -36,6 +50,15 @@ def test_only_what_is_asked_for_strikes():
     drawn = [draw(random.Random(seed), 150, kinds=("kill",), lags=(5.0,)) for seed in range(50)]
     assert {strike.kind for schedule in drawn for strike in schedule.strikes} == {"kill"}
     assert {schedule.lag for schedule in drawn} == {5.0}
+
+
+def test_what_strikes_in_few_scenarios_has_amounts_of_its_own():
+    rare = (OUTAGE, QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE)
+    strikes = [strike for seed in range(200) for strike in draw(random.Random(seed), 150, kinds=rare).strikes]
+    amounts = {kind: {strike.amount for strike in strikes if strike.kind == kind} for kind in rare}
+    assert amounts[QUOTA] == amounts[QUOTA_OF_HOST] == {20, 200, 2000} and amounts[OUTAGE] == {3, 30, 300}
+    assert amounts[MEMORY] == {0, 100, 1 << 40} and amounts[KILL_LAUNCHER] == {0} and len(amounts[UNREADABLE]) > 20
+    assert not set(rare) & set(KINDS) and {*rare, *KINDS} == set(EXPLAINED)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), *DRAWN[:40]])

@@ -21,7 +21,7 @@ from mindresume.simulation.standins import here, running, standing_in
 from mindresume.store import background
 from mindresume.store.background import Background
 from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.saver import Extra, Save
+from mindresume.store.saver import Extra, Outcome, Save
 from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.staging import Staging
 from mindresume.store.storage import PosixStorage
@@ -209,6 +209,50 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
     saver.save(Save(shard(10)))
     assert saver.finish(PATIENCE)[0].saved
     assert steps(tmp_path / "checkpoint") == [10, 1]
+
+
+class Mortal:
+    """A writer that says that a step is saved, if it says anything, and is never done with it."""
+    silent = False
+
+    def __init__(self, *_):
+        self.said, self.lives = [], True
+
+    def send(self, message):
+        if message[0] == "save" and not self.silent:
+            self.said.append(("outcome", Outcome(message[1].save.step, True)))
+
+    def receive(self, patience):
+        return self.said.pop(0) if self.said else None
+
+    def alive(self):
+        return self.lives
+
+    def end(self):
+        return "killed"
+
+
+@pytest.mark.parametrize("budget", [0, 1])              # 1: written in the training, committed by the writer
+def test_a_writer_that_dies_while_it_commits_has_saved(tmp_path, monkeypatch, budget):
+    monkeypatch.setitem(background._WRITERS, "thread", Mortal)
+    saver = saver_in(tmp_path, "thread", budget=budget)
+    saver.save(Save(shard(5)))
+    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.busy()
+    saver._writer.lives = False
+    assert saver.poll() == [] and not saver.busy()
+
+
+def test_a_writer_that_dies_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(background._WRITERS, "thread", Mortal)
+    saver = saver_in(tmp_path, "thread", world=2, rank=1)
+    saver.save(Save(shard(5, 1)))
+    saver.poll()
+    saver._writer.lives = False
+    assert saver.poll() == []
+    monkeypatch.setattr(Mortal, "silent", True)
+    saver.save(Save(shard(5, 1)))
+    saver._writer.lives = False
+    assert [(outcome.saved, "died (killed)" in str(outcome.error)) for outcome in saver.poll()] == [(False, True)]
 
 
 @pytest.mark.parametrize("late", ["before the next step", "after it", "at the end"])

@@ -1,0 +1,279 @@
+"""Quotas, memory limits, a killed launcher, copies, and somebody at a desk beside a job: what strikes, and what is found."""
+import random
+from dataclasses import replace
+
+import pytest
+
+from mindresume.errors import FolderInUseError, UnusableError
+from mindresume.reshard import source
+from mindresume.resume import restore, select
+from mindresume.resume.restore import Restore
+from mindresume.resume.select import Choice
+from mindresume.simulation import desk
+from mindresume.simulation.bucket import BUCKET
+from mindresume.simulation.cluster import SHARED
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.explore import SCENARIOS, Counts, Known, operations_of, run
+from mindresume.simulation.more_scenarios import MOMENTS, cloned
+from mindresume.simulation.scenarios import Play
+from mindresume.simulation.schedule import (
+    KILL_LAUNCHER,
+    MEMORY,
+    QUOTA,
+    QUOTA_OF_HOST,
+    UNREADABLE,
+    Schedule,
+    Strike,
+    draw,
+)
+from mindresume.simulation.standins import replaced
+from mindresume.store import claim, remote
+from mindresume.store.background import Background
+from mindresume.store.saver import Work
+
+NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "bucket unreadable",
+         "bucket health")
+RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE}
+
+
+NOTHING = Schedule()
+
+
+def played(name, schedule=NOTHING, fmt="ckpt", way=""):
+    return Play(SCENARIOS[name], fmt, schedule, way).run()
+
+
+def kinds_of(play):
+    return {finding.kind for finding in play.findings()}
+
+
+def found(name, seeds, fmt="ckpt", way=""):
+    """Kinds of what the first seed finds, of random schedules without a death at every moment."""
+    scenario = SCENARIOS[name]
+    with replaced():
+        size = operations_of(scenario, fmt, way)
+        for seed in range(seeds):
+            failure = run(scenario, fmt, way, draw(random.Random(seed), size, scenario.kinds), Known(), Counts(), deaths=False)
+            if failure is not None:
+                return {finding.kind for finding in failure.findings}
+    return set()
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_strike_everybody_ends_well(name):
+    scenario = SCENARIOS[name]
+    for fmt in scenario.formats:
+        play = played(name, fmt=fmt, way=scenario.ways[-1])
+        assert play.findings() == [] and not any(process.exit for process in play.cluster.processes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_schedules(name):
+    scenario = SCENARIOS[name]
+    assert found(name, 5, scenario.formats[-1], scenario.ways[-1]) == set()
+
+
+def test_what_strikes_here_strikes_nowhere_else():
+    assert {name for name, scenario in SCENARIOS.items() if RARE & set(scenario.kinds)} == {
+        "quota", "memory", "launcher", "bucket unreadable"}
+
+
+# ---- strikes ---------------------------------------------------------------------------------------------------------
+
+def first(play, process, name):
+    return next(number for number, who, what, _ in play.cluster.trace.rows if (who, what) == (process, name))
+
+
+def traced(name, fmt="ckpt", way=""):
+    play = Play(SCENARIOS[name], fmt, Schedule(), way)
+    play.cluster.trace.wanted = True
+    return play.run()
+
+
+@pytest.mark.parametrize("way", ["", "thread", "process"])
+@pytest.mark.parametrize(("kind", "alone"), [(QUOTA, True), (QUOTA_OF_HOST, True)])
+def test_a_quota_is_of_one_rank_and_its_writer(way, kind, alone):
+    rows = traced("quota", way=way).cluster.trace.rows
+    at = next(number for number, who, name, path in rows
+              if who == f"job0.1{'.writer' if way == 'process' else ''}" and name == "write" and "_1_" in path)
+    play = played("quota", Schedule(strikes=(Strike(at, kind, 10_000),)), way=way)
+    assert play.findings() == []
+    failed = {(process, "quota" in text.lower()) for (_, process), text in play.history.failed.items()}
+    assert (1, True) in failed and (0, True) not in failed
+
+
+def test_an_exhausted_quota_ends():
+    at = first(traced("quota"), "job0.1", "write")
+    assert not played("quota", Schedule(strikes=(Strike(at, QUOTA, 20),))).history.failed
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("way", ["thread", "process"])
+def test_a_rank_without_memory_saves_in_the_training(seed, way):
+    play = played("memory", Schedule(seed=seed), way=way)
+    for rank, process in enumerate(play.jobs[0].ranks):
+        assert any("is saved in the training thread" in line for line in process.log) == bool(seed >> rank & 1)
+    assert play.findings() == []
+
+
+def test_memory_changes_at_an_operation():
+    at = first(traced("memory", way="thread"), "job0.1", "write")
+    play = played("memory", Schedule(strikes=(Strike(at, MEMORY, 0),)), way="thread")
+    assert [host.memory for host in play.cluster.hosts[:2]] == [1 << 40, 0] and play.findings() == []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_launcher_alone_is_killed(seed):
+    at = first(traced("launcher"), "job0.1", "write")
+    play = played("launcher", Schedule(seed, strikes=(Strike(at, KILL_LAUNCHER),)))
+    first_job, *others = play.jobs
+    assert first_job.launcher.exit == -9 and [process.exit for process in first_job.ranks] == [0, 0]
+    assert others and any("in use" in str(process.error) for job in others for process in job.ranks)
+    assert play.findings() == []
+
+
+def test_an_object_that_cannot_be_read_stays_in_listings_until_it_is_put_again():
+    play = played("bucket unreadable")
+    bucket = play.cluster.disks[BUCKET]
+    names = bucket.list("obs://bucket")
+    bucket.spoil(len(names) + 1)
+    url = sorted(bucket.objects)[1]
+    assert bucket.unreadable == bucket.copy().unreadable == {url} and bucket.list("obs://bucket") == names
+    assert bucket.signature() != replace_in(bucket, url).signature() and not replace_in(bucket, url).unreadable
+
+
+def replace_in(bucket, url):
+    made = bucket.copy()
+    made.put(url, made.objects[url].data)
+    return made
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+def test_times_of_copies_differ_by_seed():
+    def times(seed):
+        play = Play(SCENARIOS["copied"], "ckpt", Schedule(seed=seed))
+        SCENARIOS["copied"].attack(play)
+        files = sorted(play.cluster.disks[SHARED].walk())
+        return play.variant, [path for path, _ in sorted(files, key=lambda row: row[1].mtime)], len({f.mtime for _, f in files})
+    rows = [times(seed) for seed in range(40)]
+    assert {variant.split(" ")[0] for variant, *_ in rows} == {"at", "in", "backwards"}
+    assert {distinct == 1 for _, _, distinct in rows} == {True, False}
+
+
+def test_a_clone_is_whole_durable_and_apart():
+    disk = Disk()
+    disk.make_folder("/a")
+    disk.make_folder("/a/b")
+    file = disk.create("/a/b/x", b"bytes")
+    cloned(disk, "/a", "/c")
+    file.data = b"other"
+    disk.lose_power(lambda: False)
+    assert disk.find("/c/b/x").data == b"bytes"
+    cloned(disk, "/missing", "/d")
+    assert disk.find("/d") is None
+
+
+@pytest.mark.parametrize("seed", range(len(MOMENTS)))
+def test_a_job_goes_on_from_a_snapshot_beside_the_one_of_which_it_is(seed):
+    play = played("snapshot", Schedule(seed=seed))
+    (start,) = play.history.chosen.values()
+    assert play.findings() == [] and (start is not None) == (seed > 0)
+
+
+# ---- broken products -------------------------------------------------------------------------------------------------
+
+def test_what_a_quota_prevents_and_is_called_saved_is_found(monkeypatch):
+    write = Work.write
+    monkeypatch.setattr(Work, "write", lambda work, save: replace(write(work, save), saved=True))
+    assert "lost" in found("quota", 30)
+
+
+def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
+    monkeypatch.setattr(Background, "_cannot_stage", lambda *_: None)
+    assert "stuck" in kinds_of(played("memory", Schedule(seed=3), way="thread"))
+
+
+def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
+    monkeypatch.setattr(claim, "_watch", lambda storage, root, *_: claim.claims(storage, root))
+    assert found("launcher", 30) & {"stuck", "lost"}
+
+
+def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
+    candidates_for = select.candidates_for
+
+    def by_time(storage, path, *more):
+        scan, insists = candidates_for(storage, path, *more)
+        rows = sorted(scan.candidates, key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime, reverse=True)
+        return replace(scan, candidates=tuple(rows)), insists
+    monkeypatch.setattr(select, "candidates_for", by_time)
+    assert "lost" in found("copied", 20)
+
+
+def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
+    def watch(storage, root, *_):
+        if claim.claims(storage, root):
+            raise FolderInUseError("somebody")
+        return []
+    monkeypatch.setattr(claim, "_watch", watch)
+    assert "stuck" in found("snapshot", 10)
+
+
+@pytest.mark.parametrize(("name", "fmt"), [("conversion", "iteration"), ("conversion of files", "ckpt")])
+def test_a_conversion_without_a_hold_is_found(name, fmt, monkeypatch):
+    class Nothing:
+        def leave(self):
+            pass
+    monkeypatch.setattr(source, "hold", lambda *_: Nothing())
+    assert "wrong" in found(name, 30, fmt)
+
+
+def test_a_target_that_is_not_whole_is_found(monkeypatch):
+    play = played("conversion of files")
+    disk = play.cluster.disks[SHARED]
+    path = next(path for path, _ in disk.walk(desk.TARGETS) if path.endswith(".ckpt"))
+    disk.remove(path)
+    assert "wrong" in {finding.kind for finding in desk.judge_conversions(play.cluster.disks, play.history, play.training)}
+
+
+def test_a_verify_that_looks_once_is_found(monkeypatch):
+    monkeypatch.setattr("mindresume.resume.verified._LOOKS", 0)
+    assert "wrong" in found("verify", 30)
+
+
+def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
+    def kinds():
+        play = played("bucket unreadable")
+        bucket = play.cluster.disks[BUCKET]
+        bucket.unreadable |= {url for url in bucket.objects if url.endswith("manifest.json")}
+        return kinds_of(play)
+    assert kinds() == set()
+    choose = Restore.choose
+
+    def afresh(self, pick):
+        try:
+            return choose(self, pick)
+        except UnusableError:
+            return Choice(None, (), (), True)
+    monkeypatch.setattr(Restore, "choose", afresh)
+    assert kinds() == {"wrong"}
+
+
+def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
+    monkeypatch.setattr(Restore, "_refuse", lambda self, attempt, reason: self._tried.update(
+        self.remote.look().committed()))
+    assert found("bucket unreadable", 60)
+
+
+def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
+    saved = remote._Saved
+    monkeypatch.setattr(remote, "_Saved", lambda step, at, metrics, health: saved(step, at, metrics, 0))
+    assert "lost" in kinds_of(played("bucket health"))
+
+
+def test_an_unhealthy_checkpoint_that_is_taken_from_a_bucket_is_found(monkeypatch):
+    monkeypatch.setattr(restore, "is_sick", lambda *_: False)
+    monkeypatch.setattr(select, "is_sick", lambda *_: False, raising=False)
+    assert kinds_of(played("bucket health")) & {"unequal", "wrong"}
