@@ -97,14 +97,14 @@ def test_an_outage_lasts():
     assert in_pod(work, Schedule(strikes=(Strike(1, "outage", 2),))) == [[], None, None, [], []]
 
 
-def test_what_is_archived_is_listed_and_cannot_be_read():
+def test_what_is_unreadable_is_listed_and_cannot_be_read():
     bucket = Bucket()
     bucket.put("obs://b/x", b"bytes")
-    bucket.archived = frozenset(["obs://b/x"])
+    bucket.unreadable.add("obs://b/x")
 
     def work(store, disk):
         for read in (lambda: store.read("obs://b/x"), lambda: store.download("obs://b/x", "/x")):
-            with pytest.raises(RemoteError, match="archived"):
+            with pytest.raises(RemoteError, match="denied"):
                 read()
         return store.list("obs://b"), store.size("obs://b/x")
     assert in_pod(work, bucket=bucket) == in_pod(work, bucket=bucket.copy()) == (["x"], 5)
