@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.simulation.explore import SCENARIOS, Counts, Search, known_here, search, shrunk, systematic
+from mindresume.simulation import explore
+from mindresume.simulation.explore import SCENARIOS, Counts, Search, search, shrunk, systematic
 
 SEEDS = 4                       # of a portion: about a second, as all that is lost of a portion that is stopped
 PARTS = 16                      # into which the schedules of one scenario, format and way are cut
@@ -50,7 +51,7 @@ def at_random(wanted: Search) -> Found:
 def all_switches(wanted: Switches) -> Found:
     counts, found = Counts(), []
     for failure in systematic(SCENARIOS[wanted.scenario], wanted.format, wanted.way, wanted.switches, counts, deaths=True,
-                              part=wanted.part, known=known_here):
+                              part=wanted.part, known=explore.known_here):
         if failure.kind not in _seen:
             _seen.add(failure.kind)
             found.append({"seed": None, **shrunk(failure).to_json()})

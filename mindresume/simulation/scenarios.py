@@ -338,8 +338,8 @@ def _read(play: Play, pause: float = 0.8) -> None:
 
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("save", "two ranks save one step", lambda play: _core(play, (4,))),
-    Scenario("replace", "they save one step, commit it, and remove the one before", lambda play: _core(play, (4,), keep=1)),
     Scenario("prune", "they save two steps, and only the newest is kept", lambda play: _core(play, (4, 6), keep=1)),
+    Scenario("replace", "they save one step, commit it, and remove the one before", lambda play: _core(play, (4,), keep=1)),
     Scenario("first", "a job in an empty folder", _one, past=None),
     Scenario("job", "a job goes on from a checkpoint, saves twice, keeps one", _one, Training(steps=6, keep=1)),
     Scenario("older", "a job may choose between two checkpoints", _one, Training(steps=8, keep=1), Training(steps=4)),

@@ -42,7 +42,7 @@ def unflushed(monkeypatch):
     """A product that flushes no folder. What was judged before does not count."""
     monkeypatch.setattr(Mount, "sync", lambda self, folder: None)
     monkeypatch.setattr(workers, "Workers", InThisProcess)
-    monkeypatch.setattr(explore, "_known", explore.Known())
+    monkeypatch.setattr(explore, "known_here", explore.Known())
     monkeypatch.setattr(explore, "_sizes", {})
     monkeypatch.setattr(portions, "_seen", set())
 
