@@ -41,15 +41,15 @@ def _memory(play: Play) -> None:
 
 
 def _relaunched(play: Play) -> None:
-    """A platform starts the command again as soon as its launcher is gone, on the same host or another one, whatever its ranks
-    do."""
+    """A platform starts the command again as soon as its first launcher is gone, on the same host or another one, whatever its
+    ranks do; later ones, which wait for these, it lets end. (Two that wait for the same orphans start together: "twice".)"""
     hosts = [play.cluster.host()] if play.schedule.seed % 2 else None
 
     def work() -> None:
-        for _ in range(LIVES):
+        for life in range(LIVES):
             job = play.job(play.training, hosts=hosts)
             launcher = job.start()
-            while not launcher.dead:
+            while not launcher.dead or (life and job.ranks and not job.over):
                 here().scheduler.sleep(1.0)
             if launcher.exit == 0 and not any(process.exit for process in job.ranks):
                 return

@@ -23,7 +23,7 @@ from mindresume.reshard.direct import whole_tensors
 from mindresume.reshard.load import read_regions
 from mindresume.reshard.source import identity_of, open_source, reading
 from mindresume.reshard.source import state_of as state_from
-from mindresume.store.claim import holds
+from mindresume.store.holds import holds
 from mindresume.strategy import Strategy, write_strategy
 
 MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),

@@ -9,8 +9,8 @@ from mindresume.manifest import FOLDER, attempt_name
 from mindresume.resume.absent import nobody_knows
 from mindresume.resume.survey import survey
 from mindresume.resume.verified import verified
-from mindresume.store.claim import holds
 from mindresume.store.commit import Committer
+from mindresume.store.holds import holds
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KeepLast
 from mindresume.store.shard import Place

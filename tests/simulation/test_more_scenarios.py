@@ -27,7 +27,7 @@ from mindresume.simulation.schedule import (
     draw,
 )
 from mindresume.simulation.standins import replaced
-from mindresume.store import claim, remote
+from mindresume.store import acquire, claim, remote
 from mindresume.store.background import Background
 from mindresume.store.saver import Work
 
@@ -197,7 +197,9 @@ def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
 
 
 def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
-    monkeypatch.setattr(claim, "_watch", lambda storage, root, *_: claim.claims(storage, root))
+    def dead(storage, root, me, *_, **__):
+        return [other for other in claim.claims(storage, root) if other.run != me.run and other.purpose == claim.SAVING]
+    monkeypatch.setattr(acquire, "_watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
 
@@ -213,11 +215,11 @@ def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
 
 
 def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
-    def watch(storage, root, *_):
-        if claim.claims(storage, root):
+    def watch(storage, root, me, *_, **__):
+        if any(other.run != me.run for other in claim.claims(storage, root)):
             raise FolderInUseError("somebody")
         return []
-    monkeypatch.setattr(claim, "_watch", watch)
+    monkeypatch.setattr(acquire, "_watch", watch)
     assert "stuck" in found("snapshot", 10)
 
 
