@@ -116,6 +116,7 @@ def signature_of(play: Play, disks: dict[str, Disk], history: History, power: bo
     """Equal for what is judged equally; with ``power`` also after any loss of power. Nobody reads a file that has no name yet."""
     least = due(history)
     text = f"{least} {sorted(history.failed)} {history.wrong} {sorted(history.uploaded)} {sorted(history.tried)} "
+    text += f"{history.older} {history.expelled}"
     return xxhash.xxh3_64_intdigest(f"{text} {_disks_of(play, disks, power)}".encode())
 
 

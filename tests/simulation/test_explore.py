@@ -208,6 +208,14 @@ def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypa
     assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
 
 
+@pytest.mark.parametrize("name", ["wrong", "older", "expelled"])
+def test_what_was_seen_of_a_run_is_judged_though_its_disk_is_known(name):
+    play = Play(SCENARIOS["save"], "ckpt", Schedule())
+    before = signature_of(play, play.cluster.disks, play.history)
+    getattr(play.history, name).append("job1 did what it must not")
+    assert signature_of(play, play.cluster.disks, play.history) != before
+
+
 def test_half_a_file_that_has_no_name_yet_is_as_good_as_another():
     one, other, named = Disk(), Disk(), Disk()
     for disk, name, content in ((one, ".a.mindresume-tmp", b"1"), (other, ".a.mindresume-tmp", b"22"), (named, "a", b"1")):

@@ -243,12 +243,16 @@ MUTANTS = [
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a run that lives counts as over", [
         Edit(claim, "ended", "return lambda run: run not in living", "return lambda run: True")], ("readers", "safetensors", ""),
-        LOST, deaths=False, first=366, within=25, draws=each("pause", 20)),
+        LOST, deaths=False, first=390, within=30, draws=each("pause", 20)),
     mutant("what all nodes have is not protected", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}", first=1),
 
     # ---- starting and ending together ----------------------------------------------------------------------------------
+    mutant("a claim that cannot be read is none", [
+        Edit(claim, "look", "unreadable[run] = str(error)", "pass")],
+        ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,
+        draws=each("EIO", later=(9, "EIO"), seed=2)),
     mutant("a note on trial stays while the training goes on from another", [
         Edit(trials.Trial, "_forget_others", "if self.limit else ()", "if False else ()")],
         ("damaged", "safetensors", ""), UNTIDY, deaths=False),
