@@ -86,7 +86,7 @@ def test_a_death_while_the_disk_is_full_is_not_a_full_disk():
 
 
 def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
-    failures = [*found((0, 4)), *found((0, 2), "prune", "iteration", "thread"), *found((0, 1), "job", "safetensors", "process")]
+    failures = [*found((0, 6)), *found((0, 2), "prune", "iteration", "thread"), *found((0, 1), "job", "safetensors", "process")]
     assert len(failures) > 4
     for failure in failures:
         again = Failure(failure.scenario, failure.format, failure.way, Schedule.from_json(
