@@ -78,6 +78,13 @@ class Host:
         self._listed.pop(path, None)
         self._absent.pop(path, None)
 
+    def moves(self, disk: Disk, old: str, new: str) -> None:
+        """This host renames. What it remembers of ``new`` and below is of what was there before; of ``old``, of what has gone."""
+        for path in (old, new):
+            self.changes(disk, path)
+            self._listed = {name: row for name, row in self._listed.items() if not name.startswith(f"{path}/")}
+            self._absent = {name: since for name, since in self._absent.items() if not name.startswith(f"{path}/")}
+
 
 class Process:
     """``exit``: its status; None while it runs."""

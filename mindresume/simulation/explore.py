@@ -22,7 +22,7 @@ from mindresume.simulation.cluster import lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
 from mindresume.simulation.more_scenarios import SCENARIOS
-from mindresume.simulation.oracle import Finding, due
+from mindresume.simulation.oracle import Finding
 from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.scheduler import Task
@@ -114,9 +114,8 @@ def died(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
 
 def signature_of(play: Play, disks: dict[str, Disk], history: History, power: bool = False) -> int:
     """Equal for what is judged equally; with ``power`` also after any loss of power. Nobody reads a file that has no name yet."""
-    least = due(history)
-    text = f"{least} {sorted(history.failed)} {history.wrong} {sorted(history.uploaded)} {sorted(history.tried)} "
-    text += f"{history.older} {history.expelled}"
+    text = f"{sorted(history.complete())} {sorted(history.failed)} {sorted(history.uploaded)} {sorted(history.tried)} "
+    text += f"{history.wrong} {history.older} {history.expelled}"
     return xxhash.xxh3_64_intdigest(f"{text} {_disks_of(play, disks, power)}".encode())
 
 

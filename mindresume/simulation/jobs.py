@@ -286,8 +286,6 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
         choice, trial, hold = found.choice, found.trial, found.hold
         if choice is None and history.uploaded:
             history.wrong.append(f"{job.name} begins afresh, though {max(history.uploaded, key=newer)} is at the url")
-        if rank == 0:
-            _judge_choice(job, choice, least)
     start = _loaded(job, choice, storage, rank) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
                           iterations=training.format == ITERATION)
@@ -298,6 +296,8 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     opened.append(manager.place.run)
     history.opened.setdefault(manager.place.run, here().scheduler.now)
     history.sizes[manager.place.run] = training.ranks
+    if rank == 0 and not training.fresh:
+        _judge_choice(job, choice, least)
     if rank == 0:
         history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if hold is not None:
@@ -339,8 +339,8 @@ def _no_complete_weights(storage: Any, path: str) -> Choice:
 
 
 def _judge_choice(job: Job, choice: Choice | None, least: Saved | None) -> None:
-    """``least``: what all ranks had been told is saved when the job began. With an error it may be passed over, and so may one
-    on which jobs have died."""
+    """Of a job that has acquired the folder. ``least``: what all ranks had been told is saved when it began. With an error it may
+    be passed over, and so may one on which jobs have died."""
     refused = choice.refused if choice is not None else ()
     if least is None or job.struck(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
         return

@@ -84,8 +84,7 @@ class Mount:
     def rename(self, old: str, new: str) -> None:
         def act(disk: Disk) -> None:
             disk.rename(old, new)
-            self.host.changes(disk, old)
-            self.host.changes(disk, new)
+            self.host.moves(disk, old, new)
             self.cluster.renamed(self.process, old, new)
         self._do("rename", new, act, also=old)
 

@@ -39,7 +39,8 @@ RUN = "0002-1111aaaa"
 LIVES = 3                       # times that a platform starts a job
 LONGEST_EXCHANGE = 10.0         # seconds; the ranks of a job here wait up to 20 for records
 LATER = (0.0, 0.0, 2.5)         # seconds after a first job that a second one is started
-SHORT_WORK = 200                # operations that others may need meanwhile
+A_COMMIT = 200                  # operations, with the removal behind it
+SHORT_WORK = 2 * A_COMMIT        # of others: rank 0 commits several steps at once if their records are listed late
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _in_time(training: Training, tick: float) -> Training:
     20 seconds are too short for 80 of them."""
     if not training.url or tick <= TICK:
         return training
-    settings = replace(training.settings, commit_timeout=training.settings.commit_timeout + SHORT_WORK * tick)
+    settings = replace(training.settings, commit_timeout=training.settings.commit_timeout + A_COMMIT * tick)
     return replace(training, settings=settings)
 
 

@@ -26,6 +26,7 @@ from mindresume.simulation.explore import (
     signature_of,
     systematic,
 )
+from mindresume.simulation.jobs import History
 from mindresume.simulation.scenarios import SCENARIOS, Play
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
@@ -201,8 +202,8 @@ def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypa
         return []
     scenario, known = replace(SCENARIOS["save"], judges=judges), Known()
     with replaced():
-        for text in ("one", "two"):
-            monkeypatch.setattr("mindresume.simulation.explore.due", lambda history, text=text: text)
+        for step in (1, 2):
+            monkeypatch.setattr(History, "complete", lambda history, step=step: [("0001-00000000", step)])
             run(scenario, "ckpt", "", Schedule(), known, Counts())
     half = len(started) // 2
     assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
