@@ -459,7 +459,7 @@ ITERATION_MUTANTS = [
            "rename checkpoint/.mindresume/step-0000000020"),
     Mutant("intent forgotten", intent_forgotten, "pointers", "kill all", LOST_WORK, "latest"),
     Mutant("intents are never settled", intents_are_never_settled, "pointers", "kill all", LEFT, "remove"),
-    Mutant("renamed without sync", renamed_without_sync, "pointers", "reorder", LOST_WORK, "sync checkpoint", seed=1),
+    Mutant("renamed without sync", renamed_without_sync, "pointers", "reorder", LOST_WORK, "sync checkpoint", seed=8),
     Mutant("iteration removed without rename", iteration_removed_without_rename, "prune", "kill all", LEFT, "remove"),
     Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK, "list"),
     Mutant("publish without sync", publish_without_sync, "pointers", "power", LOST_WORK, "latest"),
