@@ -511,13 +511,22 @@ def hunt(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
             yield cell(setup, task, fault)
 
 
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    """The table of docs/reliability.md: pytest -s tests/drill/test_teeth.py."""
+    rows: list[str] = []
+    yield rows
+    print("\n" + "\n".join(["| mutant | found by | in | fault | cells |", "|---|---|---|---|---|", *rows]))
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.story}, {mutant.format}")
-def test_a_mutant_is_found(mutant, folder):
+def test_a_mutant_is_found(mutant, folder, table):
     setup, fmt = Setup(folder, seed=mutant.seed), mutant.format or FORMATS[MUTANTS.index(mutant) % 2]
     right, = prepare(setup, [mutant.story], [fmt])
     with pytest.MonkeyPatch.context() as patch:
         mutant.mutate(patch)
         if mutant.verdict == CONTROL:
+            table.append(f"| {mutant.name} | the story itself | {mutant.story}, {fmt} | {mutant.fault} | 1 |")
             if mutant.fault:
                 assert run._play(setup, stories.STORIES[mutant.story], fmt, Fault(mutant.fault, FAR))[1].verdict != "PASS"
             else:
@@ -525,9 +534,11 @@ def test_a_mutant_is_found(mutant, folder):
                     prepare(setup, [mutant.story], [fmt])
             return
         task, = prepare(setup, [mutant.story], [fmt])
-        found = next((found for found in hunt(setup, task, mutant) if verdict_of(found) != "PASS"), None)
+        cells = ((number, found) for number, found in enumerate(hunt(setup, task, mutant), 1) if verdict_of(found) != "PASS")
+        needed, found = next(cells, (0, None))
     assert found is not None, "the mutant survives"
     assert verdict_of(found) == mutant.verdict, found
+    table.append(f"| {mutant.name} | {mutant.verdict} | {mutant.story}, {fmt} | {mutant.fault} | {needed} |")
     # ... and it was the mutant: the product passes when the same operation is struck.
     struck = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
     for number in struck[:2] or [min(found.operation, len(right.operations))]:
