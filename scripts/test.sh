@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Sets up .venv if it is missing, then runs everything: ruff, the unit tests (tests/) and the system tests (st/: the real
 # Trainer in real processes). Arguments go to pytest of st/ (--soak: everything, more than an hour longer).   FAST=1: without st/.
-# The random examples are the same each time here, so that what fails was changed; plain pytest draws new ones.
+# The random examples are the same each time here, so that what fails was changed; plain pytest draws new ones. But for one schedule
+# of each scenario of the simulation: a failure prints it, and MINDRESUME_FIRST_SEED=N runs the same again.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 echo "== ruff"
 "$PYTHON" -m ruff check .
-echo "== unit tests"
+export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 1000000000))}"
+echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
 "$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests
 if [ "${FAST:-0}" != 1 ]; then
     need_system "st/test_syscalls.py looks at the system calls of a save" strace strace command -v strace ||
