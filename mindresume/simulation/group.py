@@ -83,7 +83,8 @@ class Member:
         while len(current.messages) < self.size:
             if scheduler.now >= until:
                 absent = [rank for rank in range(self.size) if rank not in current.messages]
-                if all(not shared.processes[rank].dead or shared.processes[rank].exit == 0 for rank in absent):
+                gone = [process for rank in absent if (process := shared.processes.get(rank)) is not None and process.dead]
+                if all(process.exit == 0 for process in gone):
                     shared.longest = max(shared.longest, scheduler.now - began)
                 raise ExchangeError(f"rank {self.rank}: {kind}: rank {absent} did not come within {shared.limit:.0f} s")
             shared.waiters.wait(until - scheduler.now, f"in {kind} {self._number}")

@@ -216,7 +216,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, history: History, training: Training, hosts: list[Host], name: str = "job"):
         self.cluster, self.history, self.training, self.hosts, self.name = cluster, history, training, hosts, name
-        self.communicator = Communicator(training.ranks, 2.0 if training.rescue else LIMIT)
+        self.communicator = Communicator(training.ranks, 2.0 + 400 * cluster.scheduler.tick if training.rescue else LIMIT)
         self.ranks: list[Process] = []
         self.launcher: Process | None = None
 

@@ -119,6 +119,21 @@ def test_operations_of_other_jobs_are_no_waiting(own):
     assert shared.longest == pytest.approx(20.0 if own else 0.0)
 
 
+def test_a_rank_that_never_began_is_waited_for_like_one_that_lives():
+    cluster = Cluster(Schedule())
+    shared, found = Communicator(2, 5.0), []
+
+    def work():
+        member = shared.member(0, running())
+        with pytest.raises(ExchangeError, match=r"rank \[1\] did not come"):
+            member.gather(b"")
+        found.append(shared.longest)
+    with standing_in(cluster):
+        cluster.process(cluster.host(), "one", work)
+        cluster.scheduler.run()
+    assert found == [5.0]
+
+
 def test_a_limit_that_no_difference_of_two_times_reaches():
     """671.821 + 600 - 671.821 is less than 600: nobody waits for that difference for ever."""
     def work(member):
