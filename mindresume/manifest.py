@@ -238,7 +238,7 @@ class Record:
         tail = _dump(details.to_json(), DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
                 "state": self.state.to_json(), "saved_at": self.saved_at, "files": [file.to_json() for file in self.files],
-                "deduplicated": self.deduplicated, **_named("lineage", self.lineage), **_named("part", list(self.part)),
+                "deduplicated": self.deduplicated, **_named("lineage", self.lineage), **_named("part", _ranges(self.part)),
                 "details": xxhash.xxh3_128_hexdigest(tail)}
         return seal(head) + tail + b"\n"
 
@@ -357,15 +357,28 @@ def _lineage(head: Mapping[str, Any]) -> str:
     return head["lineage"]
 
 
+def _ranges(ranks: Sequence[int]) -> list[list[int]]:
+    """[first, last] of each unbroken range of ``ranks``, which ascend: every record has them, of thousands of ranks."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found
+
+
 def _part(value: Any, world_size: int) -> tuple[int, ...]:
-    """Some ranks, ascending, not all; empty where there is no such field."""
+    """Some ranks, ascending, not all: as they are in a manifest, as ranges in a record. Empty where there is no such field."""
     if value is None:
         return ()
-    ranks = tuple(_row(value, None, "part"))
-    if not 0 < len(ranks) < world_size or not all(is_count(rank, 0, world_size - 1) for rank in ranks) or \
-            any(rank >= later for rank, later in itertools.pairwise(ranks)):
+    bounds = [row if isinstance(row, list) and len(row) == 2 else [row, row] for row in _row(value, None, "part")]
+    if not all(is_count(bound, 0, world_size - 1) for row in bounds for bound in row) or any(
+            first > last for first, last in bounds) or any(
+            last >= first for (_, last), (first, _) in itertools.pairwise(bounds)) or not 0 < sum(
+            last - first + 1 for first, last in bounds) < world_size:
         raise RecordError(f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending")
-    return ranks
+    return tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in bounds))
 
 
 def seal(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:

@@ -53,7 +53,7 @@ from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote, records_of
 from mindresume.store.removal import free_names
 from mindresume.store.shard import Place
-from mindresume.store.storage import Storage, publish, read_bytes, temporary_name
+from mindresume.store.storage import Storage, parallel, publish, read_bytes, temporary_name
 from mindresume.store.trials import deaths_by_key, suspicion
 
 CHECKPOINT = "checkpoint"       # below output_dir, where mindformers has folders of its own, and below remote_save_url
@@ -318,9 +318,8 @@ class _Share:
         """Of this rank's share; ``every``: those too that are still missing here, as on nodes that share no disk."""
         self.storage.make_folder(self.records)
         names = set(self.storage.list(self.records)) if every else set()
-        for rank in range(self.manifest.world_size) if every else self.ranks:
-            if record_name(rank) in names:
-                continue
+
+        def fetch(rank: int) -> None:
             path = os.path.join(self.records, record_name(rank))
             data = self.remote.record(self.attempt, rank)
             record, _ = read_details(io.BytesIO(data))
@@ -330,6 +329,8 @@ class _Share:
             if self.storage.status(path) is None or read_bytes(self.storage, path) != data:
                 self._new.append(path)
                 publish(self.storage, path, [data], self.manifest.run)
+        wanted = range(self.manifest.world_size) if every else self.ranks
+        parallel(self.storage, fetch, [rank for rank in wanted if record_name(rank) not in names])
 
     def commit(self, data: bytes) -> None:
         publish(self.storage, os.path.join(self.base, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)

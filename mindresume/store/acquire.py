@@ -27,6 +27,7 @@ from mindresume.store.claim import (
     Owner,
     claim_path,
     claimed,
+    claims,
     half_written,
     is_of_a_job,
     lives,
@@ -91,8 +92,12 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
 
 def see_dead(storage: Storage, root: str, log: Text = lambda text: None, clock: Callable[[], float] = time.monotonic,
              sleep: Callable[[float], None] = time.sleep) -> None:
-    """Waits as ``occupy`` does, and claims nothing. FolderInUseError if a job that saves into ``root`` lives, or may live."""
-    _watch(storage, root, owner_of_this_process(SAVING), log, clock, sleep)
+    """Waits as ``occupy`` does, and claims nothing. FolderInUseError if a job that saves into ``root`` lives, or may live. One
+    that failed in this process, and has left its claim, is none."""
+    me = owner_of_this_process(SAVING)
+    own = [owner.run for owner in claims(storage, root)
+           if (owner.machine, owner.pid, owner.started) == (me.machine, me.pid, me.started)]
+    _watch(storage, root, me, log, clock, sleep, own)
 
 
 def _acquire(claim: Claim, dead: list[Owner], watch: Callable[..., list[Owner]]) -> list[Owner]:

@@ -118,18 +118,36 @@ class Committer:
         missing = self._missing(step, by_name)
         if missing:                         # or its folder has its other name already: a writer died before it said so
             return [] if self.place.iterations and is_committed(self.place, step) else missing
-        for older in [other for other in self.pending if other < step]:
-            if self._commits(older, by_name=True):              # or it would be removed, as one that never completed
-                self.pending.remove(older)
         fence(self.place.storage, self.place.root, self.place.run)
+        manifest = self._publish(step)
+        for older in [other for other in self.pending if other < step]:
+            if self._is_late(older):
+                self.pending.remove(older)
+                self.committed.append(older)
+        self._after(step, manifest)
+        return []
+
+    def _publish(self, step: int) -> Manifest:
+        """The commit itself: the manifest."""
         manifest = self._manifest(self.place, step)
         # A rank may stand between the rename of its record and the flush: a manifest must not outlive a record that it names.
         self.place.storage.sync(self.place.attempt(step))
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
         self.log(f"step {step} committed: {ranks_count(len(manifest.files))}, "
                  f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")
-        self._after(step, manifest)
-        return []
+        return manifest
+
+    def _is_late(self, step: int) -> bool:
+        """A later one is committed: now or never. If ``step`` is complete, and was only listed late, it is committed, too; else
+        it is removed, as one that never completed. The pointers go by the later one."""
+        try:
+            if self._missing(step, by_name=True):
+                return False
+            self._publish(step)
+        except (OSError, RecordError) as error:
+            self._reasons[step] = str(error)
+            return False
+        return True
 
     def _after(self, step: int, manifest: Manifest) -> None:
         """Pointers and pruning. The commit stands, whatever fails here; it is done again next time. What old pointers lead to
@@ -219,6 +237,8 @@ class Committer:
         for candidate in reversed(found):                       # the newest last: the pointers are its
             making = candidate.base.startswith(FOLDER)
             if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
+                continue
+            if candidate.part and not self.place.part:          # of one node, whose folder was brought here
                 continue
             place = Place(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.part, candidate.lineage)
             step = candidate.step or 0

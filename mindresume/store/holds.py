@@ -24,7 +24,6 @@ from mindresume.store.claim import (
     Claim,
     Owner,
     claim_path,
-    claims,
     is_of_a_job,
     lives,
     look,
@@ -78,8 +77,10 @@ def _claim_without_number(storage: Storage, root: str, purpose: str, names: tupl
 
 
 def _is_going(storage: Storage, root: str, attempt: str) -> bool:
-    return any(owner.purpose == REMOVING and attempt in owner.holds and lives(owner) is not False
-               for owner in claims(storage, root))
+    """Perhaps, if a claim cannot be read."""
+    found, unreadable = look(storage, root)
+    return any(owner.purpose == REMOVING and attempt in owner.holds and lives(owner) is not False for owner in found) or any(
+        not is_of_a_job(run) for run in unreadable)
 
 
 class Holds:

@@ -299,13 +299,23 @@ class CheckpointManager:
         errors: list[RemoteError] = []
         if mirror is not None:
             self._together("uploading the last step", lambda: errors.extend(mirror.finish(deadline)))
+        for error in errors:
+            self._keep_error(partial(self._heed, [error]))
         if self.session is not None:
             self._together("giving the folder back", self.session.leave)
         self._listen_no_more()
-        for error in errors:
-            self._keep_error(partial(self._heed, [error]))
+        self._raise_together()
+
+    def _raise_together(self) -> None:
+        """Raises the first error of the end; on the ranks that have none, that another rank ends with one: a later exchange would
+        wait for it."""
+        failing: list[int] = []
+        self._keep_error(lambda: failing.extend(
+            rank for rank, (_, fails) in enumerate(report(self.group, lambda: [True, bool(self._errors)])) if fails))
         if self._errors:
             raise self._errors[0]
+        if failing:
+            raise SaveError(f"the training ends with an error, because rank {listed(failing)} does: its log names it")
 
     def _keep_error(self, work: Callable[[], None]) -> None:
         try:
@@ -348,10 +358,7 @@ class CheckpointManager:
         if number in self._saved:
             step.collect()
         else:
-            try:
-                step.save(self, True)
-            except SaveError as error:
-                self._errors.append(error)
+            self._keep_error(lambda: step.save(self, True))
 
     def settle(self) -> None:
         """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records

@@ -48,9 +48,14 @@ def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
 
 
 def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """And where folders of nodes were brought together, the newest that is not of some of them alone."""
     candidate = next((c for c in found if is_whole(storage, root, c)), None)
     if candidate is not None:
         yield candidate, NEWEST_WHOLE
+    if candidate is not None and candidate.part:
+        of_all = next((c for c in found if not c.part and is_whole(storage, root, c)), None)
+        if of_all is not None:
+            yield of_all, "the newest one of all ranks"
 
 
 def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
@@ -76,8 +81,8 @@ def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> It
         folder = folder_name(rank)
         try:
             path = f"{folder}/{read_json(storage, os.path.join(root, folder, META))['last_ckpt_file']}"
-        except (FileNotFoundError, ValueError, KeyError, TypeError):        # it leads nowhere
-            continue
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError, KeyError, TypeError):
+            continue                                            # it leads nowhere, or nobody can follow it
         # A name can have been used twice. The newest of all stays anyway.
         candidate = next((c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None)
         if candidate not in (None, committed[0]):

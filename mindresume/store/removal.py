@@ -155,10 +155,9 @@ def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict,
     trash: dict[str, Candidate] = {}
     moving = [candidate.name for candidate in made.victims if candidate.base]       # with their weights
     with _announced(storage, root, moving):
-        held = holds() if moving else {}
         for candidate in (*made.victims, *made.debris):
             try:
-                name = _uncommit(storage, root, candidate, held, holds, log)
+                name = _uncommit(storage, root, candidate, holds, log)
             except OSError as error:
                 log(_cannot(f"step {candidate.step}, {candidate.box},", error))
                 continue
@@ -200,11 +199,11 @@ def free_names(storage: Storage, root: str, paths: Collection[str], run: str, de
         carry_out(storage, root, Plan(debris=tuple(c for c in made.debris if c.name in names)), holds, log)
 
 
-def _uncommit(storage: Storage, root: str, candidate: Candidate, held: Mapping[str, str], holds: Holds,
-              log: Callable[[str], None]) -> str:
-    """Name of its trash, which can be emptied; empty if it was held or gone. ``held``: what was held before. Whoever begins to
-    read publishes its hold and then looks whether the folder is still there; this renames and then looks for holds. So at least
-    one of the two sees the other."""
+def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> str:
+    """Name of its trash, which can be emptied; empty if it was held or gone. Whoever begins to read publishes its hold and then
+    looks whether the folder is still there; this renames and then looks for holds. So at least one of the two sees the other. For
+    what moves with its weights it looks right before, too."""
+    held = holds() if candidate.base else {}
     if candidate.name in held:
         log(f"step {candidate.step} stays for now: {held[candidate.name]}")
     if not candidate.box or candidate.name in held:

@@ -10,7 +10,7 @@ from owners import ELSEWHERE, ME, Time, dead_process, left_by, start
 
 from mindresume.errors import FolderInUseError
 from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence, seal, unseal
-from mindresume.store.acquire import PATIENCE, occupy
+from mindresume.store.acquire import PATIENCE, occupy, see_dead
 from mindresume.store.claim import BEAT, Claim, claims, ended, fence, next_run
 from mindresume.store.storage import PosixStorage
 
@@ -381,3 +381,14 @@ def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
     path.write_bytes(seal(head))
     time = Time()
     assert run_sequence(start(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
+
+
+def test_a_training_that_failed_in_this_process_is_not_taken_for_another_job(tmp_path):
+    left, time = start(tmp_path), Time()
+    see_dead(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
+    assert time.now == 0
+    left.leave()
+    other = left_by(tmp_path, ELSEWHERE, 7)
+    time.also = lambda now: other.beat()
+    with pytest.raises(FolderInUseError, match="run 0007-0000aaaa"):
+        see_dead(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)

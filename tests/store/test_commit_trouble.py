@@ -1,4 +1,6 @@
 """A step that cannot be committed, or not yet: what the log says, and records that are listed late."""
+import errno
+import os
 from dataclasses import replace
 
 from folders import RUN, STORAGE, path_of, place_of, write_rank
@@ -58,3 +60,30 @@ def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
     committer = Committer(written(tmp_path, 5))
     committer.saved(5)
     assert committer.pending == [5] and committer.finish(deadline=0.0) == {} and committer.committed == [5]
+
+
+class LooksInVain(PosixStorage):
+    """Nobody can look at the weights of rank 1. Counts how often a record is opened."""
+    opened = 0
+
+    def open(self, path):
+        self.opened += os.path.basename(path).startswith("rank_0000")
+        return super().open(path)
+
+    def status(self, path):
+        if f"{os.sep}rank_1{os.sep}" in path:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().status(path)
+
+
+def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
+    disk, log = LooksInVain(), []
+    committer = Committer(replace(place_of(tmp_path, 0, 2), storage=disk), log=log.append)
+    for step in range(1, 9):
+        for rank in range(2):
+            write_rank(tmp_path, step, rank, 2)
+        committer.saved(step)
+    disk.opened = 0
+    assert committer.poll() == list(range(1, 9)) and disk.opened == 2 * 8
+    committer.place = replace(committer.place, storage=PosixStorage())
+    assert committer.poll() == [] and sorted(committer.committed) == list(range(1, 9))

@@ -3,12 +3,13 @@ import os
 from dataclasses import replace
 
 import pytest
-from folders import STORAGE, save
+from folders import RUN, STORAGE, save
 from owners import ELSEWHERE, Time, dead_process, left_by, start
 
 from mindresume.manifest import FOLDER, attempt_name, run_name
 from mindresume.store.claim import BEAT, claims, fence
 from mindresume.store.holds import GIVEN_UP, Holds, about_to_remove, hold, holds
+from mindresume.store.storage import PosixStorage
 
 
 def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
@@ -115,3 +116,24 @@ def test_a_reader_that_beats_rarely_is_given_time(tmp_path):
     assert set(seen()) == {"step-x"}
     now[0] = 2 * BEAT * GIVEN_UP + 1
     assert seen() == {}
+
+
+def test_a_claim_without_a_number_that_cannot_be_read_may_be_of_who_removes(tmp_path):
+    """As written by another user, whose files nobody else may read."""
+    save(tmp_path, 5, world=1)
+    name = attempt_name(5, RUN)
+    going, waits = about_to_remove(STORAGE, str(tmp_path), [name]), []
+
+    class Private(PosixStorage):
+        def open(self, path):
+            if going.run in path:
+                raise PermissionError(13, "Permission denied", path)
+            return super().open(path)
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            going.leave()
+    claim = hold(Private(), str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=sleep)
+    assert claim is not None and len(waits) == 3
+    claim.leave()

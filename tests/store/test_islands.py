@@ -278,12 +278,13 @@ def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path
     assert whole.part == () and quick(STORAGE, str(tmp_path), whole, 6) is None
 
 
-@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3]])
+@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3], [[0, 3]],
+                                  [[3, 2]], [[2]], [[2, 3, 3]], [[1, 2], [2, 3]], [[1, "2"]]])
 def test_a_record_of_an_impossible_part(tmp_path, part):
     save_part(tmp_path, 5)
     with open(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2), "rb") as file:
         head, _ = unseal(file, "record")
-    assert head["part"] == [2, 3]
+    assert head["part"] == [[2, 3]]
     with pytest.raises(RecordError, match="part"):
         read_record(io.BytesIO(seal({**head, "part": part})))
 
@@ -353,3 +354,17 @@ def test_a_folder_that_all_see_has_no_such_note(tmp_path):
     save(tmp_path, 5)
     assert spared(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
     assert Islands((0, 0)).apart is False
+
+
+def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brought_together(tmp_path):
+    for rank, part in ((0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))):
+        write_rank(tmp_path, 10, rank, 4, part=part)
+    Committer(place_of(tmp_path, 0, 4)).saved(10)
+    for rank in (0, 1):
+        write_rank(tmp_path, 20, rank, 4, part=(0, 1))
+    assert Committer(place_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).adopt() == []
+    Committer(place_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                          # it had done that before
+    found = scan(STORAGE, str(tmp_path)).candidates
+    assert [(c.step, c.committed, c.part) for c in found] == [(20, True, (0, 1)), (10, True, ())]
+    made = plan(STORAGE, str(tmp_path), KeepLast(1), {}, ended=lambda run: True)
+    assert made.victims == () and made.reasons[found[1].box] == "the newest one of all ranks"

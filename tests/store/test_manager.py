@@ -344,7 +344,7 @@ def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_pa
     job = Job(tmp_path).steps(5)
     job.manager.group = Peer(UNSAVED, busy=1)
     job.end()
-    assert job.collected == [5, 5] and job.manager.group.busy == -3 and job.manager.group.told == [SAVED, None, None]
+    assert job.collected == [5, 5] and job.manager.group.busy == -3 and job.manager.group.told == [SAVED, None, None, SAVED]
 
 
 def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
@@ -397,7 +397,38 @@ def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
     (tmp_path / "rank_0").write_text("in the way")
     with pytest.raises(SaveError, match="step 6"):
         job.end()
-    assert job.manager.group.told == [UNSAVED, None, None, None] and uploads.done == ["finished"]
+    assert job.manager.group.told == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
+
+
+class Other(Peer):
+    """``last``: what the other rank says in the last exchange of the end."""
+    last = RAISES
+
+    def gather(self, message):
+        if not isinstance(json.loads(message), list) and len(self.told) == 3:
+            self.row = self.last
+        return super().gather(message)
+
+
+def test_an_error_that_another_rank_alone_has_at_the_end_is_one_of_all(tmp_path):
+    """Who leaves after a signal comes to one exchange more, and would wait there for the rank that raised."""
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Other(SAVED)
+    with pytest.raises(SaveError, match="rank 1 does: its log names it"):
+        job.end()
+    assert committed(tmp_path) == [5] and list((tmp_path / FOLDER).glob("claim-*")) == []
+
+
+def test_whatever_the_last_save_raises_the_others_are_told_first(tmp_path):
+    class Broken(Arrays):
+        def collect(self):
+            raise MemoryError("no room for a copy")
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Peer(SAVED)
+    job.step += 1
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        job.manager.end(Broken(job))
+    assert job.manager.group.told == [UNSAVED, None, None, [True, True]]
 
 
 @pytest.mark.parametrize("part", ["commits", "uploads"])

@@ -7,17 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import folders
+import iterations
 import pytest
 from folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
 
 from mindresume.agree import Solo
-from mindresume.formats.names import meta_json
+from mindresume.formats.names import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, trash_name, untrashed
 from mindresume.resume.select import select
 from mindresume.store.commit import Committer
+from mindresume.store.holds import Holds, hold
 from mindresume.store.protection import NEWEST_HEALTHY, NEWEST_WHOLE
-from mindresume.store.removal import NOTHING_WHOLE, carry_out, plan
+from mindresume.store.removal import NOTHING_WHOLE, Plan, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
 from mindresume.store.storage import PosixStorage
 
@@ -559,3 +561,35 @@ def test_the_committer_never_takes_a_later_run_for_over(saved):
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
     Committer(folders.place_of(saved, 0, 2), KeepLast(1), ended=over).prune()
     assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
+
+
+def test_what_is_held_while_others_are_removed_is_not_moved(tmp_path):
+    """However long these take: it is looked for right before."""
+    iterations.save(tmp_path, 1, 2, 3)
+    moved, held = [], []
+    victims = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]
+
+    class Slow(PosixStorage):
+        def rename(self, old, new):
+            if os.path.basename(old).startswith("iteration_"):
+                moved.append(os.path.basename(old))
+                if len(moved) == 1:
+                    other = next(c for c in victims if c.base != moved[0])
+                    held.append(hold(STORAGE, str(tmp_path), other.name, other.box, sleep=lambda seconds: None))
+            super().rename(old, new)
+    carry_out(Slow(), str(tmp_path), Plan(victims=tuple(victims)), Holds(STORAGE, str(tmp_path)))
+    assert len(moved) == 1 and held[0] is not None
+    held[0].leave()
+
+
+def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
+    for step in (5, 6, 7):
+        save(tmp_path, step, world=1)
+
+    class Private(PosixStorage):
+        def open(self, path):
+            if path.endswith(META):
+                raise PermissionError(13, "Permission denied", path)
+            return super().open(path)
+    made = plan(Private(), str(tmp_path), KeepLast(1), {}, ended=over)
+    assert steps(made.victims) == [6, 5]
