@@ -215,6 +215,9 @@ def test_the_order_is_told_from_a_wrong_one(strace, base):
     """The rules see every flush that is left out, and every file that gets its name one call too early."""
     setup = Setup("safetensors", "foreground")
     calls = [call for call in clean(base, setup, [STEP, NEXT]) if call.changes and not call.error]
+    # The folder of a record is flushed by its rank, and by rank 0 before the manifest: here one of the two would do.
+    calls = [call for index, call in enumerate(calls)
+             if call.kind != "fsync" or (calls[index - 1].kind, calls[index - 1].path) != ("fsync", call.path)]
 
     def wrong(changed: list[Call]) -> bool:
         order = Order(changed, PAST)
