@@ -86,7 +86,9 @@ def test_a_job_that_was_taken_over_stops_saving(whole_single, tmp_path):
     run.start("--callbacks.1.save_checkpoint_steps 2")
     run.until(4)
     owner = owner_of_this_process(SAVING, 1)
-    Claim(PosixStorage(), str(run.checkpoints), type(owner)(**{**vars(owner), "run": run_name(2, "0000beef")})).publish()
+    later = Claim(PosixStorage(), str(run.checkpoints), type(owner)(**{**vars(owner), "run": run_name(2, "0000beef")}))
+    later.publish()
+    later.beat()                                                # it has acquired the folder
     assert run.wait(LIMIT) != 0
     assert "run 0002-0000beef on host" in run.launcher_log() and "has taken over" in run.launcher_log()
     assert steps_of(run)[-1] < 40
