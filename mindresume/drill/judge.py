@@ -20,7 +20,7 @@ from mindresume.resume.prove import quick
 from mindresume.resume.remarks import damaged_beside
 from mindresume.resume.select import Choice, select
 from mindresume.store.acquire import occupy
-from mindresume.store.claim import Owner
+from mindresume.store.claim import PREFIX, READER, Owner
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
 from mindresume.store.shard import clean_own_folder
@@ -190,7 +190,8 @@ def _next_life(world: World, storage: Storage, found: Verdict) -> Verdict:
 def _left(world: World, storage: Storage, step: int) -> list[str]:
     """Files of no checkpoint, and checkpoints that should have gone."""
     candidates, known, _ = scan_records(storage, world.root)
-    attempted = storage.list(os.path.join(world.root, FOLDER))
+    # What says who removes goes when its process is seen dead. Here that is this one, which lives: the simulation looks after it.
+    attempted = [name for name in storage.list(os.path.join(world.root, FOLDER)) if f"{PREFIX}{READER:04}-" not in name]
     if world.format == ITERATION:
         base = iteration_name(step)
         known |= {file.path for candidate in candidates for file in candidate.small}
