@@ -278,8 +278,8 @@ class Committer:
         can still be writing (one save in flight). Otherwise they stay until a later save is committed, and on a full disk none
         ever would be. Returns their steps."""
         found, _, _ = scan_records(self.place.storage, self.place.root)
-        own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step),
-                     key=lambda c: c.step or 0)
+        own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step
+                      and self._missing(c.step or 0, by_name=True)), key=lambda c: c.step or 0)     # not only listed late
         removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self._log_once)
         steps = [candidate.step or 0 for candidate in removed]
         self.pending = [other for other in self.pending if other not in steps]
