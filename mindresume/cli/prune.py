@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -58,21 +57,15 @@ def prune(folder: Root, json: AsJson = False,
     At least one --keep option is needed; what any of them keeps stays. Always stay: the newest checkpoint whose files are whole,
     what a job is reading now, incomplete saves of a job that may still run, and everything that mindformers wrote alone.
     """
-    from mindresume.store.claim import ended as ended_runs
+    from mindresume.store.claim import ended
     from mindresume.store.holds import Holds, holds
     policy = _policy(last, every, best, metric, mode, minutes)
     storage, root = (_LookingOnly() if dry_run else PosixStorage()), locate(folder)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
         raise ConfigError(f"{root} is not a checkpoint folder; give the folder of the rank folders")
-    known: list[Callable[[str], bool]] = []
-
-    def ended(run: str) -> bool:                # claims are read when the plan asks, that is after it has read the folder
-        if not known:
-            known.append(ended_runs(storage, root))
-        return known[0](run)
     held, records = holds(storage, root), os.path.join(root, FOLDER)
     lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
-    made = plan(storage, root, policy, held, ended=ended, lineage=lineage)
+    made = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
     going = [*made.victims, *made.debris]
     size = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}

@@ -26,7 +26,7 @@ from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import TICK, Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
 from mindresume.store.background import Background, work_for
-from mindresume.store.claim import ended as ended_runs
+from mindresume.store.claim import ended
 from mindresume.store.holds import Holds, hold, holds
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepLast
@@ -297,13 +297,7 @@ def _prune(play: Play, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -
     storage, root = Mount(play.cluster, running()), play.training.root
     for keep in keeps:
         here().scheduler.sleep(pause)
-        known: list[Callable[[str], bool]] = []
-
-        def ended(run: str, known: list[Callable[[str], bool]] = known) -> bool:
-            if not known:
-                known.append(ended_runs(storage, root))
-            return known[0](run)
-        made = plan(storage, root, KeepLast(keep), holds(storage, root), ended=ended)
+        made = plan(storage, root, KeepLast(keep), holds(storage, root), ended=ended(storage, root))
         carry_out(storage, root, made, Holds(storage, root))
 
 

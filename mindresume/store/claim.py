@@ -228,10 +228,17 @@ def fence(storage: Storage, root: str, run: str) -> None:
 
 
 def ended(storage: Storage, root: str) -> Callable[[str], bool]:
-    """Whether a run is over for certain: it left no claim, or its process is seen to be gone."""
-    found, unreadable = look(storage, root)
-    living = {owner.run for owner in found if owner.purpose == SAVING and lives(owner) is not False} | set(unreadable)
-    return lambda run: run not in living
+    """Returns what tells whether a run is over for certain: it left no claim, or its process is seen to be gone. Claims are read
+    once, when it is first asked: who makes a plan asks after it has read the folder."""
+    living: list[set[str]] = []
+
+    def over(run: str) -> bool:
+        if not living:
+            found, unreadable = look(storage, root)
+            saving = {owner.run for owner in found if owner.purpose == SAVING and lives(owner) is not False}
+            living.append(saving | set(unreadable))
+        return run not in living[0]
+    return over
 
 
 class Claim:

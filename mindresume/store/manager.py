@@ -355,10 +355,7 @@ class CheckpointManager:
                             f"which the log of that rank tells. What all ranks have written counts; start the same command again")
         if all(saved for saved, _ in rows):
             return
-        if number in self._saved:
-            step.collect()
-        else:
-            self._keep_error(lambda: step.save(self, True))
+        self._keep_error(step.collect if number in self._saved else lambda: step.save(self, True))
 
     def settle(self) -> None:
         """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records

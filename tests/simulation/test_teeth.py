@@ -242,7 +242,7 @@ MUTANTS = [
         Edit(holds, "hold", "there = storage.status(box) is not None", "there = early")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a run that lives counts as over", [
-        Edit(claim, "ended", "return lambda run: run not in living", "return lambda run: True")], ("readers", "safetensors", ""),
+        Edit(claim, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
         LOST, deaths=False, first=390, within=30, draws=each("pause", 20)),
     mutant("what all nodes have is not protected", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
@@ -270,7 +270,7 @@ MUTANTS = [
         Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
-        Edit(manager.CheckpointManager, "_save_last", "step.collect()", "pass")],
+        Edit(manager.CheckpointManager, "_save_last", "step.collect if", "(lambda: None) if")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
 ]
 

@@ -419,16 +419,26 @@ def test_an_error_that_another_rank_alone_has_at_the_end_is_one_of_all(tmp_path)
     assert committed(tmp_path) == [5] and list((tmp_path / FOLDER).glob("claim-*")) == []
 
 
+class Broken(Arrays):
+    def collect(self):
+        raise MemoryError("no room for a copy")
+
+
 def test_whatever_the_last_save_raises_the_others_are_told_first(tmp_path):
-    class Broken(Arrays):
-        def collect(self):
-            raise MemoryError("no room for a copy")
     job = Job(tmp_path).steps(5)
     job.manager.group = Peer(SAVED)
     job.step += 1
     with pytest.raises(MemoryError, match="no room for a copy"):
         job.manager.end(Broken(job))
     assert job.manager.group.told == [UNSAVED, None, None, [True, True]]
+
+
+def test_who_takes_part_in_a_save_of_others_and_fails_tells_them_first(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.group = Peer(UNSAVED)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        job.manager.end(Broken(job))
+    assert job.manager.group.told == [SAVED, None, None, [True, True]]
 
 
 @pytest.mark.parametrize("part", ["commits", "uploads"])
