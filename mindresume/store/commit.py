@@ -121,7 +121,7 @@ class Committer:
         fence(self.place.storage, self.place.root, self.place.run)
         manifest = self._publish(step)
         for older in [other for other in self.pending if other < step]:
-            if self._is_late(older):
+            if self._commits_late(older):
                 self.pending.remove(older)
                 self.committed.append(older)
         self._after(step, manifest)
@@ -137,7 +137,7 @@ class Committer:
                  f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")
         return manifest
 
-    def _is_late(self, step: int) -> bool:
+    def _commits_late(self, step: int) -> bool:
         """A later one is committed: now or never. If ``step`` is complete, and was only listed late, it is committed, too; else
         it is removed, as one that never completed. The pointers go by the later one."""
         try:

@@ -77,7 +77,7 @@ def _claim_without_number(storage: Storage, root: str, purpose: str, names: tupl
 
 
 def _is_going(storage: Storage, root: str, attempt: str) -> bool:
-    """Perhaps, if a claim cannot be read."""
+    """Whether somebody is about to remove it. A claim that cannot be read may say so, and counts."""
     found, unreadable = look(storage, root)
     return any(owner.purpose == REMOVING and attempt in owner.holds and lives(owner) is not False for owner in found) or any(
         not is_of_a_job(run) for run in unreadable)

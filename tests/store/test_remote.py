@@ -278,6 +278,12 @@ def unfinished_afresh(world, ranks):
         folders.write_rank(world.disk, 5, rank, 2, LATER)
 
 
+def restored_without_it(world):
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
+    assert not [path for path in content(world.disk) if LATER in path]
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, monkeypatch, recorded):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
@@ -285,9 +291,7 @@ def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, mo
     unfinished_afresh(world, [1])
     if not recorded:
         next(world.disk.rglob("rank_00001.json")).unlink()
-    choice = world.restore_all()
-    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
-    assert not [path for path in content(world.disk) if LATER in path]
+    restored_without_it(world)
 
 
 def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path, monkeypatch):
@@ -298,9 +302,7 @@ def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path,
         dying.setattr(removal, "empty_trash", lambda *args: 1 / 0)
         with pytest.raises(AgreementError, match="division by zero"):
             world.restore_all()
-    choice = world.restore_all()
-    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
-    assert not [path for path in content(world.disk) if LATER in path]
+    restored_without_it(world)
 
 
 def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
