@@ -13,12 +13,13 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from mindresume.events.log_lines import progress_text
+from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal
 from mindresume.formats.location import locate as locate_below
-from mindresume.gauge import Gauge
+from mindresume.formatting import shown
 from mindresume.layout import MAX_RANKS
 from mindresume.store.storage import PosixStorage
-from mindresume.words import shown, size_text
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
@@ -122,8 +123,7 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Meter]
         yield _NoMeter()
         return
     if not sys.stderr.isatty():
-        yield Gauge(what, lambda line: print(line, file=sys.stderr, flush=True),
-                    amount=size_text if unit == "bytes" else lambda count: f"{count:,.0f} {unit}")
+        yield ProgressReporter(what, lambda event: print(progress_text(event), file=sys.stderr, flush=True), unit=unit)
         return
     from rich.console import Console
     from rich.progress import (

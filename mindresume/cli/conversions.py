@@ -13,13 +13,13 @@ import typer
 
 from mindresume.cli.common import locate, print_json, progress_bar, say
 from mindresume.errors import ConfigError, EngineError
+from mindresume.formatting import size_text
 from mindresume.reshard.conversion import Conversion, Job
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.source import Source, open_source, reading
 from mindresume.store.storage import PosixStorage
-from mindresume.words import size_text
 
 MAX_WORKERS = 256               # more threads or processes at once help no disk
 

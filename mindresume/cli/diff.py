@@ -15,6 +15,7 @@ from mindresume.cli.common import AsJson, locate, print_json, progress_bar, say
 from mindresume.cli.inspect import is_strategy, print_table
 from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
+from mindresume.formatting import size_text
 from mindresume.reshard.compare import ONLY_A, ONLY_B, VALUES, Difference, by_size, comparable, compare
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.counters import with_counters
@@ -22,7 +23,6 @@ from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.source import Source, open_source
 from mindresume.reshard.weights import Tensor
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.words import size_text
 
 MOST_SHOWN = 20
 

@@ -11,13 +11,13 @@ from mindresume.cli.common import AsJson, print_json, say
 from mindresume.cli.conversions import DryRun, Dst, From, Memory, Src, Step, Workers, bytes_of, carry_out, numbers, opened
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
+from mindresume.formatting import size_text
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import tile_for, writer
 from mindresume.reshard.huggingface import DTYPES, KEEP, Export, read_config, to_huggingface, verify_woven
 from mindresume.reshard.reading import WOVEN
 from mindresume.store.storage import PosixStorage
-from mindresume.words import size_text
 
 _CONTIGUOUS_HELP = "The model was trained with {}."
 

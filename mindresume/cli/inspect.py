@@ -18,13 +18,13 @@ from mindresume.errors import ConfigError
 from mindresume.formats.complete import is_complete
 from mindresume.formats.records import ranks_count
 from mindresume.formats.scan import is_root
+from mindresume.formatting import shown, size_text
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import Region, held, shape_of, whole
 from mindresume.reshard.source import Source, open_source
 from mindresume.reshard.weights import Tensor
 from mindresume.store.storage import PosixStorage, Storage, parallel
 from mindresume.strategy import Strategy, read_strategy
-from mindresume.words import shown, size_text
 
 WIDE = 1000                     # columns of a table that goes into a file or a pipe: nothing is wrapped
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

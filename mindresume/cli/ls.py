@@ -9,6 +9,7 @@ from mindresume.cli.common import AsJson, Folder, WorldSize, locate, print_json,
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MERGED, MINDFORMERS
 from mindresume.formats.complete import is_complete
+from mindresume.formatting import size_text
 from mindresume.manifest import run_sequence
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
@@ -16,7 +17,6 @@ from mindresume.resume.select import assumption
 from mindresume.resume.survey import Seen, size_of, survey
 from mindresume.store.claim import lives, users_of
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.words import size_text
 
 
 @app.command()

@@ -14,12 +14,12 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.names import folder_rank
 from mindresume.formats.records import scan_records, sizes
+from mindresume.formatting import shown, size_text
 from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, run_sequence, untrashed
 from mindresume.store.lineage import newest_lineage
 from mindresume.store.removal import Plan, carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, Policy, any_of
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.words import shown, size_text
 
 Row = dict[str, Any]
 Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder "

@@ -25,6 +25,7 @@ from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.complete import is_complete
 from mindresume.formats.records import absent_text, listed, offered, ranks_count
+from mindresume.formatting import size_text
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import read_size
@@ -32,7 +33,6 @@ from mindresume.resume.select import assumption
 from mindresume.resume.survey import Seen, survey
 from mindresume.resume.verified import verified
 from mindresume.store.storage import PosixStorage
-from mindresume.words import size_text
 
 
 @app.command()

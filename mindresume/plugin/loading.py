@@ -11,9 +11,9 @@ import numpy as np
 
 from mindresume.agree import agreed
 from mindresume.errors import LoadError
+from mindresume.events.progress import ProgressReporter
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
-from mindresume.gauge import Gauge
 from mindresume.network import check_fit
 from mindresume.plugin import adapter, convert, session, streaming, telling
 from mindresume.resume.account import account_of, warnings_of
@@ -111,7 +111,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session,
 
 
 def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None,
-               gauge: Gauge | None = None) -> None:
+               gauge: ProgressReporter | None = None) -> None:
     """Loads what this rank proved into ``network``. ``early``: reads it already, and ``gauge`` tells how far it is.
     AgreementError on all ranks if it does not fit on one."""
     log, choice, gauge = adapter.logger(), current.choice, gauge or telling.gauge("loading")
@@ -143,10 +143,11 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current
     adapter.logger().info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
 
 
-def read_shard(storage: Storage, root: str, shard: ProvenShard, gauge: Gauge | None = None) -> tuple[dict[str, np.ndarray], bool]:
+def read_shard(storage: Storage, root: str, shard: ProvenShard, gauge: ProgressReporter | None = None
+               ) -> tuple[dict[str, np.ndarray], bool]:
     """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
     again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
-    arrays, deduplicated, gauge = {}, False, gauge or Gauge.silent()
+    arrays, deduplicated, gauge = {}, False, gauge or ProgressReporter.silent()
     gauge.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:
         path = os.path.join(root, source.file.path)

@@ -6,19 +6,18 @@ mindformers writes for TensorBoard (``tensorboard: tensorboard_dir``), all below
 """
 from __future__ import annotations
 
-from functools import partial
-
 from mindresume.agree import Waiting
-from mindresume.gauge import Gauge
+from mindresume.events.log_lines import LogLines
+from mindresume.events.progress import ProgressReporter
 from mindresume.plugin import adapter
 from mindresume.reshard.direct import Traffic
 
 
-def gauge(what: str) -> Gauge:
-    return Gauge(what, partial(adapter.logger().info, "mindresume: %s"))
+def gauge(what: str) -> ProgressReporter:
+    return ProgressReporter(what, LogLines(adapter.logger()).emit)
 
 
-def waiting(made: Gauge) -> Waiting:
+def waiting(made: ProgressReporter) -> Waiting:
     """Returns how the ranks wait for work whose progress ``made`` counts."""
     return Waiting(made.what, lambda: made.done)
 

@@ -5,12 +5,12 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape as escape_html
 
+from mindresume.formatting import shown, size_text
 from mindresume.report.account import Share, total_of
 from mindresume.report.disk import Checkpoint
 from mindresume.report.history import DIED, NORMAL, RUNNING, UNKNOWN, Life
 from mindresume.report.made import Report, looked_for
 from mindresume.resume.survey import COMPLETE, PART
-from mindresume.words import shown, size_text
 
 
 def escape(text: str) -> str:

@@ -18,10 +18,12 @@ from typing import Any
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.events.log_lines import progress_text
+from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.complete import is_complete
 from mindresume.formats.location import find as find_checkpoints
-from mindresume.gauge import Gauge
+from mindresume.formatting import size_text
 from mindresume.host_memory import share_of_rank
 from mindresume.log import Log
 from mindresume.resume.absent import StrategyOf, nobody_knows
@@ -40,7 +42,6 @@ from mindresume.store.kept import KeptFiles, disk_of
 from mindresume.store.remote import Remote
 from mindresume.store.storage import Storage
 from mindresume.store.trials import Trial
-from mindresume.words import size_text
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Chooser:
             return with_remote(pick, group.size, islands), converts
         if decide(group, lambda: is_complete_resume(disk, path, converts)):
             return self.choose_complete(storage, path), True
-        gauge = Gauge("checking", partial(self.log.info, "mindresume: %s"))
+        gauge = ProgressReporter("checking", lambda event: self.log.info("mindresume: %s", progress_text(event)))
         ranks, world_size = partial(_share, group) if converts else None, None if converts else group.size
 
         def next_one(candidate: Candidate) -> None:

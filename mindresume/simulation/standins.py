@@ -32,7 +32,7 @@ from mindresume.simulation.threads import Condition, Event, Lock, RLock, SimpleQ
 from mindresume.store.staging import Staging
 
 _SPARED = ("mindresume.simulation.", "mindresume.drill.", "mindresume.cli.")          # whose time is real
-_ROOMS = ("store", "resume", "formats", "files", "agree", "host_memory", "gauge")          # what a cluster can run
+_ROOMS = ("store", "resume", "formats", "files", "agree", "host_memory", "events")          # what a cluster can run
 
 
 # ---- modules -------------------------------------------------------------------------------------------------------

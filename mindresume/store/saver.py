@@ -16,9 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
+from mindresume.events.log_lines import progress_text
+from mindresume.events.progress import ProgressReporter
 from mindresume.files import encode
 from mindresume.formats.names import parse_name
-from mindresume.gauge import Gauge
 from mindresume.store.commit import Committer
 from mindresume.store.shard import Place, Shard, write_shard
 from mindresume.store.storage import Storage, publish
@@ -100,7 +101,8 @@ class Work:
         """FolderInUseError is raised, every other SaveError is in the outcome."""
         started = time.monotonic()
         try:
-            written = write_shard(self.place, save.shard, gauge=Gauge(f"saving step {save.step}", self.log))
+            written = write_shard(self.place, save.shard, gauge=ProgressReporter(
+                f"saving step {save.step}", lambda event: self.log(progress_text(event))))
         except FolderInUseError:
             raise
         except SaveError as error:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mindresume.errors import NoRoomError, RecordError, SaveError
+from mindresume.events.progress import ProgressReporter
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed, file_checksum
 from mindresume.formats.iteration_files import MODEL, OPTIMIZER, WeightFile, iteration_name
 from mindresume.formats.names import FileName, folder_name, label
-from mindresume.gauge import Gauge
 from mindresume.layout import TensorLayout
 from mindresume.manifest import (
     EMERGENCY,
@@ -120,7 +120,8 @@ class Written:
     doubt: SaveError | None = None
 
 
-def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time, gauge: Gauge | None = None) -> Written:
+def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time,
+                gauge: ProgressReporter | None = None) -> Written:
     """Writes this rank's files and its record, or finds that this run has written them already. SaveError names what failed. A
     disk or quota without room for them is an error before the first byte. FolderInUseError if a later run has taken over the
     folder.
@@ -142,7 +143,7 @@ def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.ti
         there = {target for target in targets if place.storage.status(target) is not None}
         needed = sum(size for target, size in zip(targets, expected, strict=True) if target not in there)
         _check_room(place, step, needed)
-        gauge = gauge or Gauge.silent()
+        gauge = gauge or ProgressReporter.silent()
         gauge.expect(needed)
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, targets)]):
             place.storage.make_folder(folder)

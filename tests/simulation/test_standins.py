@@ -385,7 +385,7 @@ def test_what_has_no_stand_in_is_refused(module, name):
 
 WATCHED = [getattr(module, name) for module, table in standins._REPLACED.items() for name in table]
 ROOMS = ("mindresume.store", "mindresume.resume", "mindresume.formats", "mindresume.files", "mindresume.agree",
-         "mindresume.host_memory", "mindresume.gauge")
+         "mindresume.host_memory", "mindresume.events")
 
 
 def modules():

@@ -1,7 +1,7 @@
 """Names as they are printed."""
 import pytest
 
-from mindresume.words import shown
+from mindresume.formatting import shown
 
 
 @pytest.mark.parametrize("text, expected", [

@@ -1,0 +1,50 @@
+"""Passes events on to handlers."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from mindresume.events import Event, warning
+
+
+class Handler(Protocol):
+    """What becomes of an event. Any thread may call it."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """``time_s``: seconds since 1970."""
+
+    def close(self) -> None:
+        """The training is over. Called once, the last."""
+
+
+class Emitter:
+    """``emit = Emitter(LogLines(logger), event_file)``; then ``emit(event)`` from any thread.
+
+    No error of a handler reaches the caller: a training does not end because a line could not be written. A handler that fails is
+    left out from then on, and the others receive one Notice of it.
+    """
+
+    def __init__(self, *handlers: Handler, clock: Callable[[], float] = time.time):
+        self._handlers, self._clock = list(handlers), clock
+
+    def add(self, handler: Handler) -> None:
+        self._handlers.append(handler)
+
+    def __call__(self, event: Event) -> None:
+        now = self._clock()
+        for handler in tuple(self._handlers):
+            try:
+                handler.handle(event, now)
+            except Exception as error:
+                if handler in self._handlers:               # not again by another thread
+                    self._handlers.remove(handler)
+                    self(warning(f"{type(handler).__name__} failed and is off from now on: {error}"))
+
+    def close(self) -> None:
+        """Closes all handlers. Idempotent."""
+        handlers, self._handlers = self._handlers, []
+        for handler in handlers:
+            with suppress(Exception):
+                handler.close()

@@ -1,0 +1,102 @@
+"""The event file of a run: one JSON object a line, appended, on the local disk below mindformers' output folder.
+
+    {output}/mindresume_events/20261123T052200-rank_0-4711.jsonl      start (UTC), rank, process id
+    {"time": 1795411320.25, "rank": 0, "event": "save_committed", "step": 500, "ranks": 8, "size_bytes": 1073741824}
+
+Rank 0 writes all of its events. Any other rank keeps the newest ones in memory and writes them when it fails, so that the reason
+of a failure is there, whichever rank it was. A process that is killed can leave a last line that is torn: a reader leaves it out.
+
+Both the size of a file and the number of files are bounded: beyond ``LIMIT`` bytes only what says how the run went on is written
+(failures, the end), and the oldest files beyond ``MAX_FILES`` are removed when a new run begins.
+"""
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+from mindresume.events import FAILED, CandidateRefused, Event, SaveFailed, TrainingEnded, WorkProgress
+
+FOLDER = "mindresume_events"
+SUFFIX = ".jsonl"
+LIMIT = 16 << 20                # bytes of one file, after which only failures and the end are written, at most as much again
+MAX_FILES = 200                 # of one folder
+KEPT = 200                      # newest events that a rank without a file remembers
+TEXT_LIMIT = 2000               # characters of a text in an event
+
+
+class EventFile:
+    """Handler. ``folder``: the output folder of the training; ``rank``: of this process. Creates the file with the first event of
+    rank 0, and with the failure of another rank. ``handle`` raises OSError if the file cannot be written."""
+
+    def __init__(self, folder: str, rank: int, limit: int = LIMIT):
+        self.folder, self.rank, self.limit = os.path.join(folder, FOLDER), rank, limit
+        self.path: str | None = None
+        self._file = -1
+        self._size = 0
+        self._kept: deque[bytes] = deque(maxlen=KEPT)
+        self._is_closed = False
+        self._lock = threading.RLock()                  # a signal can interrupt the thread that holds it
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, WorkProgress):             # of no use once the work is done
+            return
+        line = _line(event, time_s, self.rank)
+        with self._lock:
+            if self._is_closed:
+                return
+            if self._file < 0:
+                self._kept.append(line)
+                if self.rank and not _is_failure(event):
+                    return
+                self._open(time_s)
+                line = b"".join(self._kept)
+                self._kept.clear()
+            if self._size + len(line) <= self.limit or _says_more(event) and self._size + len(line) <= 2 * self.limit:
+                self._write(line)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file, self._is_closed = -1, True
+
+    def _open(self, time_s: float) -> None:
+        os.makedirs(self.folder, exist_ok=True)
+        if self.rank == 0:
+            _remove_oldest(self.folder)
+        start = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time_s))
+        self.path = os.path.join(self.folder, f"{start}-rank_{self.rank}-{os.getpid()}{SUFFIX}")
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _write(self, line: bytes) -> None:
+        done = os.write(self._file, line)
+        self._size += done
+        if done < len(line):                            # a full disk: what follows must begin a line of its own
+            raise OSError(f"{self.path}: {done} of {len(line)} bytes written")
+
+
+def _line(event: Event, time_s: float, rank: int) -> bytes:
+    values = {"time": round(time_s, 3), "rank": rank, **event.to_json()}
+    short = {name: value[:TEXT_LIMIT] if isinstance(value, str) else value for name, value in values.items()}
+    return json.dumps(short, allow_nan=False).encode("ascii") + b"\n"
+
+
+def _is_failure(event: Event) -> bool:
+    return isinstance(event, SaveFailed) or isinstance(event, TrainingEnded) and event.outcome == FAILED
+
+
+def _says_more(event: Event) -> bool:
+    """Whether an event is written even when the file is long already."""
+    return isinstance(event, (SaveFailed, TrainingEnded, CandidateRefused))
+
+
+def _remove_oldest(folder: str) -> None:
+    """Names begin with the time of the start, so their order is that of the runs."""
+    with suppress(OSError):
+        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
+        for name in names[:max(len(names) - MAX_FILES + 1, 0)]:
+            os.remove(os.path.join(folder, name))

@@ -1,0 +1,191 @@
+"""Log lines of events: the one place where the log of a training is worded. Nothing reads these lines but people."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from mindresume import events as ev
+from mindresume.events import Event
+from mindresume.formatting import size_text
+
+PREFIX = "mindresume: "
+_Kind = TypeVar("_Kind", bound=Event)
+_LINES: dict[type[Event], tuple[str | Callable[[Any], str], Callable[[Any], str]]] = {}
+
+
+class LogLines:
+    """Handler: writes each event that has a line to ``logger``, a ``logging.Logger`` or what has its methods."""
+
+    def __init__(self, logger: Any):
+        self.logger = logger
+
+    def handle(self, event: Event, time_s: float) -> None:
+        level, text = line_of(event)
+        if text:
+            getattr(self.logger, level)("%s%s", PREFIX, text)
+
+    def emit(self, event: Event) -> None:
+        """For whoever has only a logger, and no time to record."""
+        self.handle(event, 0.0)
+
+    def close(self) -> None:
+        pass
+
+
+def line_of(event: Event) -> tuple[str, str]:
+    """Returns (level, text): "info", "warning" or "error", and an empty text for an event that is only recorded."""
+    level, make = _LINES.get(type(event), (ev.INFO, lambda _: ""))
+    return level(event) if callable(level) else level, make(event)
+
+
+def _line(kind: type[_Kind], level: str | Callable[[_Kind], str] = ev.INFO
+          ) -> Callable[[Callable[[_Kind], str]], Callable[[_Kind], str]]:
+    def register(make: Callable[[_Kind], str]) -> Callable[[_Kind], str]:
+        _LINES[kind] = (level, make)
+        return make
+    return register
+
+
+@_line(ev.RunOpened)
+def _(event: ev.RunOpened) -> str:
+    return f"run {event.run_id} saves to {event.checkpoint_dir} as {event.file_prefix}-..."
+
+
+@_line(ev.PreemptionRequested, ev.WARNING)
+def _(event: ev.PreemptionRequested) -> str:
+    return f"{event.reason}: all ranks save step {event.step}, then the training stops"
+
+
+@_line(ev.TrainingEnded)
+def _(event: ev.TrainingEnded) -> str:
+    if event.outcome == ev.PREEMPTED:
+        return f"stopped because of {event.reason}; start the same command again to continue"
+    return event.reason if event.outcome == ev.NOTHING_TO_TRAIN else ""       # of a failure the error itself is logged
+
+
+@_line(ev.CandidateRefused, ev.WARNING)
+def _(event: ev.CandidateRefused) -> str:
+    step = "?" if event.step is None else event.step
+    file = f" ({event.file})" if event.file else ""
+    return f"not {'taking the weights of' if event.weights_only else 'resuming from'} step {step}: {event.reason}{file}"
+
+
+@_line(ev.CheckpointSelected)
+def _(event: ev.CheckpointSelected) -> str:
+    counters = "" if event.step is None else f" step {event.step}, epoch {event.epoch},"
+    return f"{'weights of' if event.weights_only else 'resume from'}{counters} {event.description}"
+
+
+@_line(ev.FreshStart, lambda event: ev.INFO if event.is_expected else ev.WARNING)
+def _(event: ev.FreshStart) -> str:
+    return f"fresh start: {event.checkpoint_dir} {event.reason}; weights {event.weights}"
+
+
+@_line(ev.WeightsLoaded)
+def _(event: ev.WeightsLoaded) -> str:
+    source = f", of {event.source}" if event.source else ""
+    read = "" if event.read_bytes is None else f": {size_text(event.read_bytes)} read"
+    return f"rank {event.rank} loaded {_plural(event.tensors, 'tensor')}, {size_text(event.size_bytes)}{source}{read}"
+
+
+@_line(ev.ProgressRestored)
+def _(event: ev.ProgressRestored) -> str:
+    scaled = "" if event.step_scale == 1 else f"; steps scaled by {event.step_scale:g} from {event.saved_step}"
+    return (f"continues after step {event.step} ({event.epochs_done} epochs done), global batch size {event.global_batch_size}, "
+            f"loss scale {event.loss_scale}{scaled}")
+
+
+@_line(ev.Resumed)
+def _(event: ev.Resumed) -> str:
+    lines = [f"resumed after step {event.step}{_lost(event)}"]
+    width = max((len(name) for name, _, _ in event.summary), default=0)
+    return "\n".join(lines + [f"  {name:<{width}}  {how:<10}  {details}" for name, how, details in event.summary])
+
+
+def _lost(event: ev.Resumed) -> str:
+    if event.lost_steps is None:
+        return ""
+    lost = (f"at least {_plural(event.lost_steps, 'step')} of the previous job lost" if event.lost_steps else
+            "how many steps the previous job lost is not known")
+    since = "" if event.lost_seconds is None else f", {event.lost_seconds:.0f} s after the checkpoint was saved"
+    return f": {lost}{since}"
+
+
+@_line(ev.SaveStaged)
+def _(event: ev.SaveStaged) -> str:
+    return f"step {event.step} is being saved as {event.name}; training stopped for {event.stall_seconds:.3f} s"
+
+
+@_line(ev.SaveWritten)
+def _(event: ev.SaveWritten) -> str:
+    return f"saved step {event.step}, {size_text(event.size_bytes)} in {event.write_seconds:.2f} s"
+
+
+@_line(ev.SaveCommitted)
+def _(event: ev.SaveCommitted) -> str:
+    earlier = f" of run {event.run_id}, which ended before it could commit it" if event.run_id else ""
+    return f"step {event.step}{earlier} committed: {_plural(event.ranks, 'rank')}, {size_text(event.size_bytes)}"
+
+
+@_line(ev.SaveFailed, ev.ERROR)
+def _(event: ev.SaveFailed) -> str:
+    return f"{event.reason} ({event.failures_in_a_row} failed in a row)"
+
+
+@_line(ev.SaveSkipped, ev.WARNING)
+def _(event: ev.SaveSkipped) -> str:
+    return f"step {event.step} is not saved: {event.reason} ({event.skipped_in_total} skipped so far)"
+
+
+@_line(ev.SaveAbandoned, ev.WARNING)
+def _(event: ev.SaveAbandoned) -> str:
+    return f"step {event.step} is not committed: {event.reason}. A resume takes an older step"
+
+
+@_line(ev.CheckpointsRemoved)
+def _(event: ev.CheckpointsRemoved) -> str:
+    return f"removed {_steps(event.steps)} from {event.where}" + (f": kept {event.kept}" if event.kept else "")
+
+
+@_line(ev.UploadFinished)
+def _(event: ev.UploadFinished) -> str:
+    seconds = "" if event.seconds is None else f" in {event.seconds:.1f} s"
+    what = f"step {event.step} is" if event.is_whole else f"this rank's part of step {event.step} is"
+    return f"{what} in {event.url}: {size_text(event.size_bytes)} uploaded by this rank{seconds}"
+
+
+@_line(ev.UploadsSkipped, ev.WARNING)
+def _(event: ev.UploadsSkipped) -> str:
+    return f"{_steps(event.steps)} not uploaded: uploads are slower than saves ({event.skipped_in_total} skipped so far)"
+
+
+@_line(ev.CheckpointFetched)
+def _(event: ev.CheckpointFetched) -> str:
+    return f"step {event.step} fetched from {event.url}: {size_text(event.size_bytes)} by this rank"
+
+
+@_line(ev.Notice, lambda event: event.level)
+def _(event: ev.Notice) -> str:
+    return event.text
+
+
+@_line(ev.WorkProgress)
+def progress_text(event: ev.WorkProgress) -> str:
+    """Returns for example ``saving step 500: 12.3 GiB of 80.0 GiB (15 %), 1.9 GiB/s, 36 s left``."""
+    def amount(count: float) -> str:
+        return size_text(count) if event.unit == "bytes" else f"{count:,.0f} {event.unit}"
+    rate = event.done / max(event.seconds, 1e-9)
+    text = f"{event.what}: {amount(event.done)}"
+    if event.total:
+        text += f" of {amount(event.total)} ({min(100, 100 * event.done // event.total)} %)"
+    text += f", {amount(rate)}/s"
+    return text + (f", {max(event.total - event.done, 0) / rate:.0f} s left" if event.total and rate else "")
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _steps(steps: Iterable[int]) -> str:
+    numbers = list(map(str, steps))
+    return f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(numbers)}"

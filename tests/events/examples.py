@@ -1,0 +1,67 @@
+"""One example of every event. ``PYTHONPATH=.:tests python -m events.examples`` writes the table of docs/events.md."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mindresume import events as ev
+from mindresume.events.log_lines import line_of
+from mindresume.formatting import shown
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "events.md"
+BEGIN, END = "<!-- examples: made by tests/events/examples.py -->", "<!-- end of examples -->"
+EXAMPLES = (
+    ev.TrainingStarted("node-0", 4711, 8, "0.1.0"),
+    ev.RunOpened("3-5f0c21aa", "/data/output/checkpoint", "qwen3_rank_0-3", 8),
+    ev.CandidateRefused(600, "rank 5 has no record: the save never completed"),
+    ev.CandidateRefused(500, "recorded 1024 bytes, found 512", "rank_1/qwen3_rank_1-500_1.safetensors"),
+    ev.CheckpointSelected(400, 1, "2-5f0c21aa", "/data/output/checkpoint", "8 ranks of run 2-5f0c21aa, every byte verified"),
+    ev.FreshStart("/data/output/checkpoint", "holds no checkpoint that was ever complete", "are initialised at random"),
+    ev.WeightsLoaded(0, 311, 5 << 30, 5 << 30, "step 400"),
+    ev.ProgressRestored(200, 1, 400, 0.5, 64, 1024.0),
+    ev.Resumed(200, (("step", "recomputed", "400 * 32 / 64 = 200"), ("random state", "restored", "mindspore, numpy")),
+               12.5, 37, 420.0),
+    ev.SaveBegun(500),
+    ev.SaveStaged(500, "qwen3_rank_0-3-500_1.safetensors", 0.412),
+    ev.SaveWritten(500, 5 << 30, 21.4, 0.412),
+    ev.SaveCommitted(500, 8, 40 << 30),
+    ev.SaveCommitted(600, 8, 40 << 30, "2-5f0c21aa"),
+    ev.SaveFailed(600, "step 600 was not saved on rank 3: no space left on device", 1),
+    ev.SaveSkipped(700, "the previous save is still being written", 1),
+    ev.SaveAbandoned(600, "no record of rank 3 within 600 s"),
+    ev.CheckpointsRemoved((100, 200), "/data/output/checkpoint", "the newest 3"),
+    ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, 31.0),
+    ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, is_whole=False),
+    ev.UploadsSkipped((600, 700), 2),
+    ev.CheckpointFetched(400, "s3://bucket/run/checkpoint", 5 << 30),
+    ev.WorkProgress("saving step 500", 12 << 30, 80 << 30, 6.0),
+    ev.WorkProgress("looking at files", 1200, 0, 6.0, "files"),
+    ev.PreemptionRequested(710, "SIGTERM"),
+    ev.TrainingEnded(ev.FINISHED, step=1000),
+    ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", 710),
+    ev.TrainingEnded(ev.NOTHING_TO_TRAIN, "step 1000 is the end of 1 epoch of 1000 steps; for more, raise runner_config.epochs"),
+    ev.TrainingEnded(ev.FAILED, "ValueError: the loss is not finite", 812),
+    ev.Notice("waited 12 s until this host lists what the others see"),
+    ev.warning("the uploader is off: no space left on device"),
+)
+
+
+def table() -> str:
+    """Returns the table: event, its line in the event file, and its line in the log."""
+    rows = ["| event | in the event file | in the log |", "|---|---|---|"]
+    for event in EXAMPLES:
+        level, text = line_of(event)
+        log = f"{level.upper()} {text}" if text else "(not logged)"
+        values = json.dumps({key: value for key, value in event.to_json().items() if key != "event"})
+        rows.append(f"| `{event.kind}` | `{values}` | {shown(log, keep=chr(10)).replace(chr(10), '<br>')} |")
+    return "\n".join(rows)
+
+
+def with_table(document: str) -> str:
+    """Returns ``document`` with the table of now."""
+    before, _, rest = document.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,73 @@
+"""Events reach all handlers; what a handler does wrong reaches nobody."""
+import pytest
+
+from mindresume.events import Notice, SaveBegun
+from mindresume.events.emitter import Emitter
+from mindresume.events.log_lines import LogLines
+
+
+class Recorder:
+    def __init__(self):
+        self.events, self.times, self.closed = [], [], 0
+
+    def handle(self, event, time_s):
+        self.events.append(event)
+        self.times.append(time_s)
+
+    def close(self):
+        self.closed += 1
+
+
+class Broken(Recorder):
+    def handle(self, event, time_s):
+        super().handle(event, time_s)
+        raise OSError("disk full")
+
+    def close(self):
+        raise OSError("disk full")
+
+
+def test_all_handlers_receive_it_with_its_time():
+    one, other = Recorder(), Recorder()
+    emit = Emitter(one, clock=lambda: 5.0)
+    emit(SaveBegun(1))
+    emit.add(other)
+    emit(SaveBegun(2))
+    assert one.events == [SaveBegun(1), SaveBegun(2)] and other.events == [SaveBegun(2)] and one.times == [5.0, 5.0]
+
+
+def test_a_handler_that_fails_is_left_out_and_the_others_are_told():
+    broken, good = Broken(), Recorder()
+    emit = Emitter(broken, good)
+    for step in (1, 2):
+        emit(SaveBegun(step))
+    assert len(broken.events) == 1
+    assert [event for event in good.events if isinstance(event, SaveBegun)] == [SaveBegun(1), SaveBegun(2)]
+    told = [event for event in good.events if isinstance(event, Notice)]
+    assert len(told) == 1 and "Broken" in told[0].text and told[0].level == "warning"
+
+
+def test_all_of_them_broken():
+    emit = Emitter(Broken(), Broken())
+    emit(SaveBegun(1))
+
+
+def test_closing_is_done_once_and_stops_nobody():
+    good = Recorder()
+    emit = Emitter(Broken(), good)
+    emit.close()
+    emit.close()
+    emit(SaveBegun(1))
+    assert good.closed == 1 and good.events == []
+
+
+@pytest.mark.parametrize(("event", "lines"), [
+    (SaveBegun(1), []), (Notice("a % sign", "error"), [("error", "mindresume: a % sign")])])
+def test_a_logger_gets_a_line_or_none(event, lines):
+    said = []
+
+    class Logger:
+        def __getattr__(self, level):
+            return lambda text, *values: said.append((level, text % values))
+    LogLines(Logger()).handle(event, 0.0)
+    assert said == lines

@@ -1,0 +1,68 @@
+"""Every event survives the event file; what is not understood is left out."""
+import dataclasses
+import json
+import pickle
+
+import pytest
+from events.examples import DOCUMENT, EXAMPLES, with_table
+
+from mindresume import events as ev
+from mindresume.events import event_from_json
+from mindresume.events.log_lines import line_of
+
+
+def all_kinds():
+    return [kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event) and kind is not ev.Event]
+
+
+def test_there_is_an_example_of_every_event():
+    assert {type(event) for event in EXAMPLES} == set(all_kinds())
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
+def test_there_and_back(event):
+    assert event_from_json(json.loads(json.dumps(event.to_json(), allow_nan=False))) == event
+    assert pickle.loads(pickle.dumps(event)) == event               # a writer in a process of its own sends them
+
+
+@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.kind)
+def test_kinds_are_frozen_and_hold_what_json_has(kind):
+    assert kind.__dataclass_params__.frozen
+    assert {field.type.removesuffix(" | None") for field in dataclasses.fields(kind)} <= {
+        "int", "float", "str", "bool", "tuple[int, ...]", "tuple[tuple[str, str, str], ...]"}
+
+
+@pytest.mark.parametrize("value", [
+    {}, {"event": "what_a_later_version_says"}, {"event": 7}, {"event": ["save_begun"]},
+    {"event": "save_begun"}, {"event": "save_begun", "step": "5"}, {"event": "save_begun", "step": True},
+    {"event": "save_begun", "step": 5.5}, {"event": "checkpoints_removed", "steps": 5, "where": "/x"},
+    {"event": "checkpoints_removed", "steps": ["5"], "where": "/x"}, {"event": "resumed", "step": 5, "summary": [["a", "b"]]},
+    {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e300}])
+def test_what_is_no_event_of_this_version_is_left_out(value):
+    assert event_from_json(value) is None
+
+
+def test_a_field_of_a_later_version_is_passed_over_and_one_with_a_default_may_be_missing():
+    found = event_from_json({"event": "save_failed", "step": None, "reason": "full", "colour": "red"})
+    assert found == ev.SaveFailed(None, "full", 1)
+
+
+def test_a_number_that_json_has_not_is_none():
+    staged = ev.WeightsLoaded(0, 1, 1)
+    lost = ev.Resumed(5, load_seconds=float("nan"))
+    assert "load_seconds" not in lost.to_json() and staged.to_json()["event"] == "weights_loaded"
+
+
+def test_an_outcome_is_one_of_four():
+    with pytest.raises(ValueError, match="sunshine"):
+        ev.TrainingEnded("sunshine")
+
+
+def test_the_table_in_the_documents_is_what_the_handlers_make():
+    assert DOCUMENT.read_text(encoding="utf-8") == with_table(DOCUMENT.read_text(encoding="utf-8")), \
+        "run: PYTHONPATH=tests python -m events.examples"
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
+def test_a_line_has_a_level_that_a_logger_has(event):
+    assert line_of(event)[0] in ("info", "warning", "error")

@@ -1,0 +1,52 @@
+"""One event every few seconds, and none for what is done sooner."""
+from mindresume.events import WorkProgress
+from mindresume.events.log_lines import progress_text
+from mindresume.events.progress import ProgressReporter
+
+
+def reporter(total):
+    now, events = [0.0], []
+    made = ProgressReporter("saving step 5", events.append, 10.0, lambda: now[0])
+    made.expect(total)
+    return made, now, events
+
+
+def test_an_event_every_ten_seconds():
+    made, now, events = reporter(1000)
+    for second in range(1, 41):
+        now[0] = float(second)
+        made.advance(10)
+    assert events == [WorkProgress("saving step 5", done, 1000, seconds) for done, seconds in (
+        (100, 10.0), (200, 20.0), (300, 30.0), (400, 40.0))]
+
+
+def test_short_work_says_nothing_and_the_end_is_said_by_others():
+    made, now, events = reporter(30)
+    for now[0] in (1.0, 9.9):
+        made.advance(10)
+    now[0] = 11.0
+    made.advance(10)
+    assert events == []
+
+
+def test_more_than_was_expected_and_beginning_anew():
+    made, now, events = reporter(10)
+    now[0] = 10.0
+    made.advance(40)
+    assert events == [WorkProgress("saving step 5", 40, 10, 10.0)]
+    made.expect(100)
+    now[0] = 19.0
+    made.advance(50)
+    assert made.done == 50 and len(events) == 1
+
+
+def test_pieces_pass_through():
+    made, _, _ = reporter(6)
+    assert list(made.counted([b"abc", memoryview(b"def")])) == [b"abc", b"def"] and made.done == 6
+
+
+def test_rate_share_and_time_left_are_computed():
+    amounts = ((100 << 20, 1000 << 20), (40, 10), (2048, 0))
+    numbers = [progress_text(WorkProgress("x", done, total, 10.0)) for done, total in amounts]
+    assert "10 %" in numbers[0] and "10.0 MiB/s" in numbers[0] and "90 s" in numbers[0]
+    assert "100 %" in numbers[1] and " 0 s" in numbers[1] and "%" not in numbers[2]
