@@ -89,7 +89,7 @@ class Rank:
         place, policy = self.place(way), KeepLast(5) if self.rank == 0 else None
         os.makedirs(place.root, exist_ok=True)
         if way.asynchronous:
-            return Background(place, policy, "thread", log=self.log)
+            return Background(place, policy, "thread", emit=self.log)
         return Foreground(work_for(place, policy, self.log))
 
     def shard(self, way: Way) -> Shard:

@@ -4,7 +4,7 @@
 
 ``KIND``: foreground, thread or process, as ``async_save`` chooses them. ``WIDTH``: how much the storage does at once; 1 keeps all
 system calls of a saver in one thread, so that they can be counted. Before every step but the first it waits for a line on stdin.
-Prints what became of each step as a line of JSON: ``{"step", "saved", "error", "log"}``. Exit status 0, or 3 if a step was not
+Prints what became of each step as a line of JSON: ``{"step", "saved", "error", "events"}``. Exit status 0, or 3 if a step was not
 saved and a SaveError said so. Anything else that is raised ends it with a traceback and status 1.
 """
 from __future__ import annotations
@@ -20,6 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mindresume.drill.stories import RUNS, shard  # noqa: E402
+from mindresume.events import Event  # noqa: E402
 from mindresume.store.background import Background, work_for  # noqa: E402
 from mindresume.store.retention import KeepLast  # noqa: E402
 from mindresume.store.saver import Foreground, Save, Saver  # noqa: E402
@@ -42,19 +43,19 @@ def shard_of(place: Place, step: int, fmt: str) -> Shard:
     return replace(small, files=(replace(file, tensors={**file.tensors, **big_tensors(step)}),))
 
 
-def saver_of(place: Place, kind: str, log: list[str]) -> Saver:
+def saver_of(place: Place, kind: str, events: list[Event]) -> Saver:
     if kind != "foreground":
-        return Background(place, KeepLast(1), kind, log=log.append)
-    work = work_for(place, KeepLast(1), log.append)
+        return Background(place, KeepLast(1), kind, emit=events.append)
+    work = work_for(place, KeepLast(1), events.append)
     work.begin()
     return Foreground(work)
 
 
 def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:
-    storage, log = PosixStorage(), []
+    storage, events = PosixStorage(), []
     storage.width = width
     place = Place(storage, root, RUNS[0], 0, 1)
-    saver, status = saver_of(place, kind, log), 0
+    saver, status = saver_of(place, kind, events), 0
     for step in steps:
         if step != steps[0]:
             sys.stdin.readline()
@@ -64,7 +65,8 @@ def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:
             outcomes += saver.finish(1.0)
         for outcome in outcomes:
             error = str(outcome.error) if outcome.error else None
-            print(json.dumps({"step": outcome.step, "saved": outcome.saved, "error": error, "log": log}), flush=True)
+            print(json.dumps({"step": outcome.step, "saved": outcome.saved, "error": error,
+                              "events": [event.to_json() for event in events]}), flush=True)
             status = status if outcome.saved else REPORTED
     return status
 

@@ -379,7 +379,8 @@ def told(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
         problems.append(f"step {STEP} counts as saved")
     if not target.early and not saved:
         problems.append(f"step {STEP} was saved, but does not count as saved")
-    if target.call.changes and not any(reason in text for line in said for text in (line["error"] or "", *line["log"])):
+    texts = [text for line in said for text in (line["error"] or "", *map(str, line["events"]))]
+    if target.call.changes and not any(reason in text for text in texts):
         problems.append(f"nobody heard of it: {said}")
     return problems
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from folders import STORAGE
 
+from mindresume.events import ignore
 from mindresume.manifest import FOLDER, run_name
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import SAVING, Claim, owner_of_this_process
@@ -27,9 +28,9 @@ class Time:
         self.also(self.now)
 
 
-def start(root, owner=ME, time=None, log=None):
+def start(root, owner=ME, time=None, emit=ignore):
     time = time or Time()
-    return occupy(STORAGE, str(root), owner, log=log or (lambda text: None), clock=time.clock, sleep=time.sleep)
+    return occupy(STORAGE, str(root), owner, emit=emit, clock=time.clock, sleep=time.sleep)
 
 
 def left_by(root, owner, sequence=1):

@@ -10,6 +10,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, print_json, say, time_text
 from mindresume.errors import ConfigError
+from mindresume.events import Event, RemovalPostponed
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.names import folder_rank
@@ -70,10 +71,10 @@ def prune(folder: Root, json: AsJson = False,
     going = [*made.victims, *made.debris]
     size = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
-    said: list[str] = []
-    removed = going if dry_run else carry_out(storage, root, made, Holds(storage, root), said.append)
+    events: list[Event] = []
+    removed = going if dry_run else carry_out(storage, root, made, Holds(storage, root), events.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
-    groups = _groups(made, going, removed, size, said)
+    groups = _groups(made, going, removed, size, events)
     freed = sum(size[c.box] for c in removed) + sum(left.values())
     if json:
         print_json({"root": root, "dry_run": dry_run, **groups, "freed_bytes": freed})
@@ -113,15 +114,17 @@ def _size(storage: Storage, root: str, box: str) -> int:
     return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
 
 
-def _groups(made: Plan, going: list[Candidate], removed: list[Candidate], size: dict[str, int], said: list[str]
+def _groups(made: Plan, going: list[Candidate], removed: list[Candidate], size: dict[str, int], events: list[Event]
             ) -> dict[str, list[Row]]:
     """Rows of what stays, goes and is held; what was to go and did not cannot be removed, or was held, or removed by somebody
-    else, meanwhile. ``said``: by whoever tried."""
+    else, meanwhile. ``events``: of the removal."""
+    postponed = {event.path: event.reason for event in events if isinstance(event, RemovalPostponed)}
+
     def row(candidate: Candidate, why: str | None = None) -> Row:
         return {"step": candidate.step, "run": candidate.run, "saved_at": candidate.saved_at, "size": size[candidate.box],
                 "committed": candidate.committed, "why": why or made.reasons[candidate.box]}
-    stayed = [row(c, next((text for text in said if f"{c.box}," in text), "held since a moment ago, or removed by somebody else"))
-              for c in going if c not in removed]
+    stayed = [row(c, postponed.get(c.box, "held since a moment ago, or removed by somebody else")) for c in going
+              if c not in removed]
     return {"kept": [row(c) for c in sorted((*made.kept, *made.unfinished), key=lambda c: c.order, reverse=True)],
             "removed": [row(c) for c in removed], "held": [row(c) for c in made.spared] + stayed}
 

@@ -168,13 +168,15 @@ def _replayed(play: Play, findings: list[str]) -> dict[str, Any]:
     return {"operations": [list(row) for row in play.cluster.trace.rows],
             "struck": [{**asdict(struck.strike), "process": struck.process, "operation": struck.name, "path": struck.path}
                        for struck in play.cluster.struck],
-            "processes": [{"name": process.name, "exit": process.exit, "log": process.log,
+            "processes": [{"name": process.name, "exit": process.exit,
+                           "events": [{"time": round(time_s, 3), **event.to_json()} for time_s, event in process.events],
                            "error": None if process.error is None else f"{type(process.error).__name__}: {process.error}"}
                           for process in play.cluster.processes],
             "findings": findings}
 
 
 def _print_replayed(play: Play, findings: list[str]) -> None:
+    from mindresume.events.log_lines import line_of
     found = _replayed(play, findings)
     struck = {row["at"]: f"   <- {row['kind']}{' ' + str(row['amount']) if row['amount'] else ''}" for row in found["struck"]}
     wide = max((len(row[1]) for row in found["operations"]), default=0)
@@ -182,11 +184,12 @@ def _print_replayed(play: Play, findings: list[str]) -> None:
         say(f"{number:5} {process:{wide}} {name:11} {path}{struck.pop(number, '')}")
     for number, strike in struck.items():
         say(f"{number:5} {'':{wide}} the end{strike}")
-    for process in found["processes"]:
+    for process, ran in zip(found["processes"], play.cluster.processes, strict=True):
         ended = "runs" if process["exit"] is None else f"exit status {process['exit']}"
         say(f"\n{process['name']}: {ended}{', ' + process['error'] if process['error'] else ''}")
-        for line in process["log"]:
-            say(f"    {line}")
+        for time_s, event in ran.events:
+            level, text = line_of(event)
+            say(f"    {time_s:8.3f} {level} {text or event}")
     say()
     for finding in findings or ["nothing found"]:
         say(finding)

@@ -117,6 +117,24 @@ class RunOpened(Event):
 
 
 @dataclass(frozen=True)
+class LeaseWatched(Event):
+    """The checkpoint directory has the lease of another job. It is watched for ``seconds``: a heartbeat in this time means that
+    the job is alive. ``host``: of that job; None: the lease cannot be read."""
+    path: str
+    run_id: str
+    host: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StaleLeaseRemoved(Event):
+    """The lease of a job whose process is gone, or that had no heartbeat while it was watched, is removed."""
+    run_id: str
+    host: str
+    process_id: int
+
+
+@dataclass(frozen=True)
 class PreemptionRequested(Event):
     """All ranks save ``step`` and stop. ``reason``: SIGTERM, or a graceful exit."""
     step: int
@@ -221,6 +239,14 @@ class SaveStaged(Event):
 
 
 @dataclass(frozen=True)
+class SaveNotStaged(Event):
+    """The step is written while the training waits, though it was to be written in the background: there is no memory for a
+    copy."""
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class SaveWritten(Event):
     """This rank's part is durable and recorded. ``stall_seconds``: so long the training stood still for it; None: not known."""
     step: int
@@ -237,6 +263,24 @@ class SaveCommitted(Event):
     ranks: int
     size_bytes: int
     run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class CommitDelayed(Event):
+    """All ranks have recorded the step, and it could not be committed. That is tried again after each later step. ``run_id``: of
+    an earlier run, whose save it is; else None."""
+    step: int
+    reason: str
+    run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class WriterDied(Event):
+    """The background writer of this rank died. ``writer``: "thread" or "process". ``step``: the newest save that it may not have
+    committed; another writer takes that over."""
+    writer: str
+    reason: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -258,17 +302,30 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True)
 class SaveAbandoned(Event):
-    """The step was not complete on all ranks when that was last asked; a resume takes an older one."""
+    """The step was not complete on all ranks when that was last asked; a resume takes another one. ``missing_ranks``: have
+    recorded nothing of it, as far as that is why."""
     step: int
     reason: str
+    missing_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class CheckpointsRemoved(Event):
-    """Retention, or a full disk, removed these. ``where``: the directory or url; ``kept``: what stays, for people."""
+    """Retention, or a full disk, removed these. ``where``: the directory or url; ``kept``: what stays, for people.
+    ``is_incomplete``: saves that never completed, removed because the disk is full; else they were checkpoints."""
     steps: tuple[int, ...]
     where: str
     kept: str = ""
+    is_incomplete: bool = False
+
+
+@dataclass(frozen=True)
+class RemovalPostponed(Event):
+    """Something that was to be removed stays until the next removal: it is being read, or an operation failed. ``step``: None if
+    it is not known."""
+    path: str
+    reason: str
+    step: int | None = None
 
 
 # ---- object store ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,18 @@ def _(event: ev.RunOpened) -> str:
     return f"run {event.run_id} saves to {event.checkpoint_dir} as {event.file_prefix}-..."
 
 
+@_line(ev.LeaseWatched)
+def _(event: ev.LeaseWatched) -> str:
+    whose = f"run {event.run_id} on host {event.host} did not say that it ended" if event.host else \
+        f"the lease of run {event.run_id} cannot be read"
+    return f"{whose} ({event.path}); watching for {event.seconds:.0f} s whether that job is alive"
+
+
+@_line(ev.StaleLeaseRemoved)
+def _(event: ev.StaleLeaseRemoved) -> str:
+    return f"removed the stale lease of run {event.run_id}: process {event.process_id} on host {event.host} is gone"
+
+
 @_line(ev.PreemptionRequested, ev.WARNING)
 def _(event: ev.PreemptionRequested) -> str:
     return f"{event.reason}: all ranks save step {event.step}, then the training stops"
@@ -116,6 +128,11 @@ def _(event: ev.SaveStaged) -> str:
     return f"step {event.step} is being saved as {event.name}; training stopped for {event.stall_seconds:.3f} s"
 
 
+@_line(ev.SaveNotStaged)
+def _(event: ev.SaveNotStaged) -> str:
+    return f"step {event.step} is saved in the training thread: {event.reason}"
+
+
 @_line(ev.SaveWritten)
 def _(event: ev.SaveWritten) -> str:
     return f"saved step {event.step}, {size_text(event.size_bytes)} in {event.write_seconds:.2f} s"
@@ -125,6 +142,16 @@ def _(event: ev.SaveWritten) -> str:
 def _(event: ev.SaveCommitted) -> str:
     earlier = f" of run {event.run_id}, which ended before it could commit it" if event.run_id else ""
     return f"step {event.step}{earlier} committed: {_plural(event.ranks, 'rank')}, {size_text(event.size_bytes)}"
+
+
+@_line(ev.CommitDelayed, ev.WARNING)
+def _(event: ev.CommitDelayed) -> str:
+    return f"step {event.step}{f' of run {event.run_id}' if event.run_id else ''} cannot be committed now: {event.reason}"
+
+
+@_line(ev.WriterDied, ev.WARNING)
+def _(event: ev.WriterDied) -> str:
+    return f"the background {event.writer} died ({event.reason}); another one looks after step {event.step}"
 
 
 @_line(ev.SaveFailed, ev.ERROR)
@@ -139,12 +166,19 @@ def _(event: ev.SaveSkipped) -> str:
 
 @_line(ev.SaveAbandoned, ev.WARNING)
 def _(event: ev.SaveAbandoned) -> str:
-    return f"step {event.step} is not committed: {event.reason}. A resume takes an older step"
+    return f"step {event.step} is not committed: {event.reason}"
 
 
 @_line(ev.CheckpointsRemoved)
 def _(event: ev.CheckpointsRemoved) -> str:
+    if event.is_incomplete:
+        return f"the disk is full: removed from {event.where} what was written of {_steps(event.steps)}, which never completed"
     return f"removed {_steps(event.steps)} from {event.where}" + (f": kept {event.kept}" if event.kept else "")
+
+
+@_line(ev.RemovalPostponed)
+def _(event: ev.RemovalPostponed) -> str:
+    return f"{event.path} is not removed now: {event.reason}"
 
 
 @_line(ev.UploadFinished)

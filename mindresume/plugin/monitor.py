@@ -20,6 +20,8 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
 from mindresume.errors import SaveError
+from mindresume.events import Event, SaveWritten
+from mindresume.events.log_lines import LogLines
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
 from mindresume.plugin import adapter, session, telling
@@ -32,7 +34,7 @@ from mindresume.resume.restore import number_runs
 from mindresume.store.manager import CheckpointManager
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.save_session import SaveSession
-from mindresume.store.saver import Outcome, Save
+from mindresume.store.saver import Save
 from mindresume.store.shard import Shard
 from mindresume.store.step import SaveOptions, Saves, Step
 from mindresume.store.storage import PosixStorage, Storage
@@ -153,8 +155,8 @@ class CheckpointMonitor(BuiltIn):
         asked = self._asked
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
                               asked["async_save"], self._iterations, self._directory)
-        self._checkpoints = manager = CheckpointManager(self.storage, current.group, current.settings, options, policy, log,
-                                                        current.pending, _say_saved, self._since)
+        self._checkpoints = manager = CheckpointManager(self.storage, current.group, current.settings, options, policy, _emit,
+                                                        current.pending, self._since)
         resumed, origin = (current.choice, current.resumed_from or current.choice) if current.resumes else (None, None)
         home = manager.open(current.islands, origin, partial(number_runs, current.remote, log))
         current.release()                                   # every rank has loaded before it comes here
@@ -171,8 +173,6 @@ class CheckpointMonitor(BuiltIn):
             other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
             log.info("mindresume: the state of the training:\n%s", table([*current.account, random_item(restored, other)]))
             self._say_lost(current)
-        log.info("mindresume: run %s saves to %s as %s-...", home.place.run, home.place.root,
-                 self.origin_prefix if self._iterations else self._prefix)
 
     def _say_lost(self, current: session.Session) -> None:
         now, lost = time.time(), current.lost
@@ -253,5 +253,8 @@ class _Step(Step):
         return adapter.collecting_exchanges(self.cb_params.train_network, bool(self.monitor._config.integrated_save))
 
 
-def _say_saved(outcome: Outcome, stall: float | None) -> None:
-    telling.scalars(outcome.step, save_seconds=outcome.seconds, save_mib=outcome.size / 2**20, save_stall_seconds=stall)
+def _emit(event: Event) -> None:
+    LogLines(adapter.logger()).emit(event)
+    if isinstance(event, SaveWritten):
+        telling.scalars(event.step, save_seconds=event.write_seconds, save_mib=event.size_bytes / 2**20,
+                        save_stall_seconds=event.stall_seconds)

@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
+from mindresume.events.log_lines import line_of
 from mindresume.files.checksum import Checksums
 from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
@@ -344,7 +345,7 @@ class Conversion:
             record = Record(job.run, rank, len(job.shards), state, self.clock(), tuple(records),
                             lineage=continued(job.source.candidate, "", same_folder=False))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], job.run)
-        left = Committer(place, log=self.log).try_commit(state.step)
+        left = Committer(place, emit=lambda event: self.log(line_of(event)[1])).try_commit(state.step)
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
         if job.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:

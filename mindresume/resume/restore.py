@@ -24,6 +24,8 @@ from typing import Any
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
+from mindresume.events import Event
+from mindresume.events.log_lines import line_of
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
@@ -259,8 +261,10 @@ class _Share:
         """So that weights without a record are known to be of a save that never completed. Those of earlier ones go if they have
         the names of files that are to be fetched."""
         paths = {os.path.join(self.base, file.path) for files in self.manifest.files for file in files}
-        free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, self.log),
-                   lambda: holds(self.storage, self.root), self.log)
+        def emit(event: Event) -> None:
+            self.log(line_of(event)[1])
+        free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, emit),
+                   lambda: holds(self.storage, self.root), emit)
         self.storage.make_folder(self.records)
 
     def needed(self) -> int:

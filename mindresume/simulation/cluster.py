@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindresume.events import Event
 from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.simulation.schedule import (
     ERRORS,
@@ -98,10 +99,14 @@ class Process:
         self.on_term: Callable[[], None] | None = None
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.main: Task | None = None
-        self.log: list[str] = []
+        self.events: list[tuple[float, Event]] = []     # with the simulated time in seconds
         self.tokens = 0                                 # that were drawn by it
         self.own: Any = None                            # whatever the program of the process keeps
         self.when_dead: list[Callable[[Process], None]] = []
+
+    def emit(self, event: Event) -> None:
+        """Records ``event`` with the time of now."""
+        self.events.append((self.cluster.scheduler.now, event))
 
     def __repr__(self) -> str:
         return self.name

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from mindresume.agree import Solo
 from mindresume.errors import MindResumeError
+from mindresume.events import Notice, warning
 from mindresume.reshard.conversion import Conversion, to_iteration, to_ranks
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.engine import writer
@@ -22,7 +23,7 @@ from mindresume.resume.absent import nobody_knows
 from mindresume.resume.select import Choice, select
 from mindresume.resume.survey import survey
 from mindresume.resume.verified import verified
-from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.cluster import Cluster, Process
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, wrong_content
 from mindresume.simulation.mount import Mount
@@ -74,7 +75,11 @@ def convert(play: Play) -> None:
     storage, training = _Files(play.cluster, running()), play.training
     for number, pause in enumerate(_pauses(play)):
         here().scheduler.sleep(pause)
-        with _judged(play, "conversion"), reading(storage, training.root, log=running().log.append) as source:
+        process = running()
+
+        def said(text: str, process: Process = process) -> None:
+            process.emit(Notice(text))
+        with _judged(play, "conversion"), reading(storage, training.root, log=said) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 
@@ -117,7 +122,7 @@ def _judged(play: Play, what: str) -> Iterator[None]:
     try:
         yield
     except (MindResumeError, OSError) as error:
-        running().log.append(f"{what}: {type(error).__name__}: {error}")
+        running().emit(warning(f"{what}: {type(error).__name__}: {error}"))
         if not _is_struck(play):
             play.history.wrong.append(f"{what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
 

@@ -18,6 +18,7 @@ import xxhash
 
 from mindresume.agree import Group, report
 from mindresume.errors import FolderInUseError, MindResumeError
+from mindresume.events import ERROR, Notice, warning
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
@@ -141,23 +142,20 @@ def shard_of(place: Place, step: int, fmt: str, suffix: int, health: int | None 
     return iteration_shard("sim", place, state, weights, others, {name: cut for name in arrays if "embedding" in name}, random)
 
 
-class Log:
-    """Of one process."""
+class _Notices:
+    """What still writes lines of text writes events of ``process``."""
 
     def __init__(self, process: Process):
         self.process = process
 
-    def _add(self, level: str, text: str, values: tuple[Any, ...]) -> None:
-        self.process.log.append(f"{here().scheduler.now:8.3f} {level} {text % values if values else text}")
-
     def info(self, text: str, *values: Any) -> None:
-        self._add("info", text, values)
+        self.process.emit(Notice(text % values if values else text))
 
     def warning(self, text: str, *values: Any) -> None:
-        self._add("warning", text, values)
+        self.process.emit(warning(text % values if values else text))
 
     def error(self, text: str, *values: Any) -> None:
-        self._add("error", text, values)
+        self.process.emit(Notice(text % values if values else text, ERROR))
 
 
 class _Step(Step):
@@ -196,10 +194,6 @@ class _Manager(CheckpointManager):
     def _start_mirror(self, remote: Remote) -> Any:
         self.mirror = super()._start_mirror(remote)
         return self.mirror
-
-    def _failed(self, error: Any) -> None:
-        self.failing = str(error)
-        super()._failed(error)
 
     def _hear(self, outcome: Outcome) -> None:
         key = (self.place.run, outcome.step)
@@ -273,7 +267,7 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     """``opened``: is told the run, as soon as there is one."""
     training, history = job.training, job.history
     process, least = running(), due(job.history)
-    log, group = Log(process), job.communicator.member(rank, process)
+    log, group = _Notices(process), job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
     choice, trial, hold = None, None, None
     islands: dict[str, Any] = {}
@@ -289,8 +283,8 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     start = _loaded(job, choice, storage, rank) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
                           iterations=training.format == ITERATION)
-    manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL, log,
-                       pending=PendingTrial(trial))
+    manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL,
+                       process.emit, pending=PendingTrial(trial))
     manager.history, process.own = history, manager
     manager.open(islands, choice, partial(number_runs, remote, log), claims={})
     opened.append(manager.place.run)
@@ -388,5 +382,5 @@ def wrong_content(storage: Any, choice: Choice, ranks: list[int]) -> list[str]:
     return found
 
 
-__all__ = ["ExchangeError", "History", "Job", "Log", "Training", "tensors", "wrong_content"]
+__all__ = ["ExchangeError", "History", "Job", "Training", "tensors", "wrong_content"]
 Work = Callable[[], Any]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mindresume.errors import MindResumeError, MissingCheckpointError
+from mindresume.events.log_lines import line_of
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, attempt_name, record_name
@@ -19,7 +20,7 @@ from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.cluster import SHARED, Cluster, Host, Process, Struck, lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.group import ExchangeError
-from mindresume.simulation.jobs import ITERATION, History, Job, Log, Training, shard_of
+from mindresume.simulation.jobs import ITERATION, History, Job, Training, shard_of
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import STUCK, Finding, judge, pointed
 from mindresume.simulation.schedule import KINDS, Schedule
@@ -173,7 +174,8 @@ def _past(training: Training | None, apart: bool, hosts: int, remote: bool) -> t
         cluster.scheduler.run()
     bad = [process for process in cluster.processes if process.error is not None or process.exit]
     if bad:
-        raise AssertionError(f"the past does not work: {bad[0].name}: {bad[0].error!r}\n" + "\n".join(bad[0].log))
+        raise AssertionError(f"the past does not work: {bad[0].name}: {bad[0].error!r}\n" +
+                             "\n".join(line_of(event)[1] for _, event in bad[0].events))
     for disk in disks.values():
         disk.lose_power(lambda: True)
     return disks, history
@@ -192,10 +194,9 @@ def _save(play: Play, rank: int, steps: tuple[int, ...], keep: int) -> None:
     training, history, process = play.training, play.history, running()
     lineage = next(iter(history.chosen), RUN)
     place = Place(Mount(play.cluster, process), training.root, RUN, rank, training.ranks, play.format == ITERATION, (), lineage)
-    policy, log = KeepLast(keep) if keep else KEEP_ALL, Log(process)
-    mine = policy if rank == 0 else None
-    saver = Background(place, mine, play.way, log=log.info, timeout=20.0) if play.way else Foreground(
-        work_for(place, mine, log.info))
+    mine = (KeepLast(keep) if keep else KEEP_ALL) if rank == 0 else None
+    saver = Background(place, mine, play.way, emit=process.emit, timeout=20.0) if play.way else Foreground(
+        work_for(place, mine, process.emit))
 
     def hear(outcomes: list[Outcome]) -> None:
         for outcome in outcomes:

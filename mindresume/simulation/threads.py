@@ -8,6 +8,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+from mindresume.events import ERROR, Notice
 from mindresume.simulation.cluster import Cluster, Process
 from mindresume.simulation.scheduler import Killed, Task
 
@@ -200,8 +201,8 @@ class Thread:
                 raise
             except SystemExit:
                 pass
-            except BaseException as error:                  # noqa: B036  as Python: a line on stderr, the thread is gone
-                process.log.append(f"error in thread {self.name}: {type(error).__name__}: {error}")
+            except BaseException as error:                  # noqa: B036  as Python: a message, and the thread is gone
+                process.emit(Notice(f"error in thread {self.name}: {type(error).__name__}: {error}", ERROR))
             self._ended.set()
         self._task = here().scheduler.start(process, run, f"{process.name}/{self.name}")
 

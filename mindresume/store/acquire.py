@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mindresume.errors import FolderInUseError
+from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.manifest import FOLDER, run_sequence
 from mindresume.store.claim import (
     BEAT,
@@ -43,10 +44,8 @@ from mindresume.store.storage import Storage
 PATIENCE = 3                    # beats that an owner elsewhere is watched before it counts as dead
 LONGEST = 600.0                 # seconds that anybody is watched; whose beats are too rare for that is not taken for dead
 
-Text = Callable[[str], None]
 
-
-def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: Text = lambda text: None,
+def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, emit: Emit = ignore,
            clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
            traced: bool = False) -> Claim:
     """Claims ``root`` for a job that saves there, as a run later than all before. FolderInUseError if another one lives, or if
@@ -57,7 +56,7 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     storage.make_folder(folder)
 
     def watch(*besides: str) -> list[Owner]:
-        return _watch(storage, root, owner, log, clock, sleep, besides)
+        return _watch(storage, root, owner, emit, clock, sleep, besides)
     dead = watch()
     names = storage.list(folder)
     run = owner.run or next_run([*names, *names_in_iterations(storage, root)])
@@ -75,9 +74,9 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
         if owner.run:
             raise FolderInUseError(_in_use(root, f"run {used[0]}", owner))
         again = next_run([*names, *storage.list(folder), *names_in_iterations(storage, root)])
-        return occupy(storage, root, replace(owner, run=again), beat, log, clock, sleep, traced)
+        return occupy(storage, root, replace(owner, run=again), beat, emit, clock, sleep, traced)
     for other in dead:
-        log(f"{other} ended without a word")
+        emit(StaleLeaseRemoved(other.run, other.host, other.pid))
     half = half_written(names)
     over = [f"{PREFIX}{other.run}{SUFFIX}" for other in dead]
     over += [f"{ENDED}{run}{SUFFIX}" for run in claimed(names, ENDED)]                  # ours tells the number now
@@ -90,14 +89,14 @@ def occupy(storage: Storage, root: str, owner: Owner, beat: float = BEAT, log: T
     return claim
 
 
-def see_dead(storage: Storage, root: str, log: Text = lambda text: None, clock: Callable[[], float] = time.monotonic,
+def see_dead(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = time.monotonic,
              sleep: Callable[[float], None] = time.sleep) -> None:
     """Waits as ``occupy`` does, and claims nothing. FolderInUseError if a job that saves into ``root`` lives, or may live. One
     that failed in this process, and has left its claim, is none."""
     me = owner_of_this_process(SAVING)
     own = [owner.run for owner in claims(storage, root)
            if (owner.machine, owner.pid, owner.started) == (me.machine, me.pid, me.started)]
-    _watch(storage, root, me, log, clock, sleep, own)
+    _watch(storage, root, me, emit, clock, sleep, own)
 
 
 def _acquire(claim: Claim, dead: list[Owner], watch: Callable[..., list[Owner]]) -> list[Owner]:
@@ -139,7 +138,7 @@ def _is_told_by_beats(owner: Owner) -> bool:
     return 0 < owner.every * PATIENCE <= LONGEST
 
 
-def _watch(storage: Storage, root: str, me: Owner, log: Text, clock: Callable[[], float], sleep: Callable[[float], None],
+def _watch(storage: Storage, root: str, me: Owner, emit: Emit, clock: Callable[[], float], sleep: Callable[[float], None],
            besides: Collection[str] = ()) -> list[Owner]:
     """Those that saved into ``root`` and are dead, but for the runs ``besides``. Of an owner elsewhere every beat is a sign of
     life, and silence for ``PATIENCE`` of its own beats is none; a process of this machine may use that time to end, and a claim
@@ -164,9 +163,8 @@ def _watch(storage: Storage, root: str, me: Owner, log: Text, clock: Callable[[]
         if left <= 0:
             break
         if not said:
-            unread = [claim_path(root, run) for run in unreadable]
-            who = f"{alive[0]} did not say that it ended" if alive else f"{unread[0]} cannot be read"
-            log(f"{who}; watching for {left:.0f} s whether it lives")
+            run, host = (alive[0].run, alive[0].host) if alive else (next(iter(unreadable)), None)
+            emit(LeaseWatched(claim_path(root, run), run, host, left))
             said = True
         sleep(min(1.0, max(0.01, left)))
     for owner in alive:

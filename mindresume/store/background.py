@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from mindresume import host_memory
 from mindresume.errors import FolderInUseError, SaveError
+from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.store.claim import ended
 from mindresume.store.commit import Committer
 from mindresume.store.holds import Holds
@@ -34,7 +35,6 @@ from mindresume.store.saver import Outcome, Save, Work
 from mindresume.store.shard import Place, is_committed
 from mindresume.store.staging import Staging
 
-Log = Callable[[str], None]
 _LATE = 5.0                     # seconds that a writer which keeps a deadline may be late
 _LOOK = 0.05                    # seconds between two looks at a writer that is waited for
 _CHECK = 1.0                    # seconds between two looks of a writer process for its training
@@ -51,12 +51,12 @@ class Counts:
     stopped: float = 0.0
 
 
-def work_for(place: Place, policy: Policy | None, log: Log) -> Work:
+def work_for(place: Place, policy: Policy | None, emit: Emit = ignore) -> Work:
     """``policy``: on rank 0, which commits and removes."""
     if policy is None:
-        return Work(place, None, log)
-    return Work(place, Committer(place, policy, log, holds=Holds(place.storage, place.root),
-                                 ended=lambda run: ended(place.storage, place.root)(run)), log)
+        return Work(place, None, emit)
+    return Work(place, Committer(place, policy, emit, holds=Holds(place.storage, place.root),
+                                 ended=lambda run: ended(place.storage, place.root)(run)), emit)
 
 
 class Background:
@@ -65,9 +65,9 @@ class Background:
     moment. ``timeout``: seconds a save that is due waits for the one before."""
 
     def __init__(self, place: Place, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
-                 log: Log = lambda text: None, share: int = host_memory.UNKNOWN,
+                 emit: Emit = ignore, share: int = host_memory.UNKNOWN,
                  available: Callable[[], int] = host_memory.left):
-        self.place, self.policy, self.kind, self.budget, self.timeout, self.log = place, policy, kind, budget, timeout, log
+        self.place, self.policy, self.kind, self.budget, self.timeout, self.emit = place, policy, kind, budget, timeout, emit
         self.share = share
         self.counts = Counts()
         self._available = available
@@ -105,8 +105,8 @@ class Background:
             self._send(("save", staged), save.step)
         else:
             self.counts.foreground += 1
-            self.log(f"step {save.step} is saved in the training thread: {reason}")
-            outcome = Work(self.place, None, self.log).write(save)
+            self.emit(SaveNotStaged(save.step, reason))
+            outcome = Work(self.place, None, self.emit).write(save)
             self._outcomes.append(outcome)
             self._known = save.step
             self._send(("commit", outcome), save.step)
@@ -205,8 +205,8 @@ class Background:
             kind, *values = message
             if kind == "end":
                 self._writer.join()
-            elif kind == "log":
-                self.log(values[0])
+            elif kind == "event":
+                self.emit(values[0])
             elif kind == "outcome":
                 self._outcomes.append(values[0])
                 self._known = values[0].step
@@ -221,8 +221,7 @@ class Background:
         self._writer, self._polling = None, False
         if self.policy is not None and self._newest is not None:            # once: what kills its successor too is left alone
             self._orphan, self._newest = self._newest, None
-            self.log(f"the {self.kind} that wrote and committed died ({reason}); another one "
-                     f"looks after step {self._orphan.step}")
+            self.emit(WriterDied(self.kind, reason, self._orphan.step))
         if self._flight is not None:
             step, self._flight = self._flight, None
             if step != self._known:                 # else it died when it had said what became of it
@@ -233,8 +232,8 @@ class Background:
 
 def serve(place: Place, policy: Policy | None, staging: Staging, receive: Callable[[], Any],
           send: Callable[[Any], None]) -> None:
-    """The writer: one message after the other until None. Each is answered by outcomes and log lines, then ("done", step)."""
-    work = work_for(place, policy, lambda text: send(("log", text)))
+    """The writer: one message after the other until None. Each is answered by outcomes and events, then ("done", step)."""
+    work = work_for(place, policy, lambda event: send(("event", event)))
     work.begin()                        # also after the writer before this one died: what it had written can be complete
     while (message := receive()) is not None:
         kind, *values = message

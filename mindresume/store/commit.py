@@ -18,9 +18,10 @@ from dataclasses import replace
 from itertools import takewhile
 
 from mindresume.errors import RecordError
+from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
 from mindresume.formats.names import META, folder_name, meta_json, parse_name
 from mindresume.formats.rank_folders import ranks_of
-from mindresume.formats.records import find_attempts, listed, ranks_count, scan_records
+from mindresume.formats.records import find_attempts, listed, scan_records
 from mindresume.formats.scan import scan
 from mindresume.manifest import (
     FOLDER,
@@ -43,22 +44,22 @@ from mindresume.store.storage import parallel, publish, publish_json
 class Committer:
     """Rank 0's part. ``saved(step)`` after each own save, ``poll()`` after each step, ``finish()`` at the end.
 
-    ``log(text)`` gets one line per commit, removal or delay. No method raises for a file system that is in trouble: the
-    step then stays uncommitted, is tried again, and the reason is logged; a training never dies of a commit. FolderInUseError
-    if a later run has taken over the folder.
+    ``emit`` receives an event of each commit, removal and delay. No method raises for a file system that is in trouble: the
+    step then stays uncommitted, is tried again, and the reason is in an event; a training never dies of a commit.
+    FolderInUseError if a later run has taken over the folder.
 
     ``holds()``: {name of an attempt folder: who holds it}, what must not be removed now; ``ended(run)``: whether a run is over,
     so that its incomplete saves can go: asked of runs with a smaller number only, by default all of those are.
     """
 
-    def __init__(self, place: Place, policy: Policy = KEEP_ALL, log: Callable[[str], None] = lambda text: None,
+    def __init__(self, place: Place, policy: Policy = KEEP_ALL, emit: Emit = ignore,
                  clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
                  holds: Callable[[], Mapping[str, str]] = dict, ended: Callable[[str], bool] | None = None):
-        self.place, self.policy, self.log, self.clock, self.sleep = place, policy, log, clock, sleep
+        self.place, self.policy, self.emit, self.clock, self.sleep = place, policy, emit, clock, sleep
         self.holds, self._ended = holds, ended
         self.pending: list[int] = []
         self.committed: list[int] = []
-        self._said: set[str] = set()
+        self._emitted: set[Event] = set()
         self._late = False                          # the pointers are those of an older step
         self._alone = False                         # there is one meta.json only
         self._reasons: dict[int, str] = {}          # why a pending step could not be committed the last time
@@ -73,7 +74,7 @@ class Committer:
         for step in list(self.pending):
             if step in self.pending and self._commits(step, by_name):
                 for older in [other for other in self.pending if other < step]:
-                    self.log(f"step {older} is given up: not all ranks have saved it, and all have saved step {step}")
+                    self.emit(SaveAbandoned(older, f"not all ranks have saved it, and all have saved step {step}"))
                 self.pending = [other for other in self.pending if other > step]
         return self.pending
 
@@ -83,7 +84,7 @@ class Committer:
             missing = self.try_commit(step, by_name)
         except (OSError, RecordError) as error:
             if self._reasons.get(step) != str(error):           # once, not five times a second until the deadline
-                self.log(f"step {step} cannot be committed yet: {error}")
+                self.emit(CommitDelayed(step, str(error)))
             self._reasons[step] = str(error)
             return False
         if not missing:
@@ -99,7 +100,7 @@ class Committer:
         left = {step: self._missing(step) for step in self.pending}
         for step, ranks in left.items():
             reason = f"no record of rank {listed(ranks)}" if ranks else self._reasons.get(step, "it was given up")
-            self.log(f"step {step} is not committed: {reason} within {deadline:.0f} s. A resume will take an older step")
+            self.emit(SaveAbandoned(step, f"{reason} within {deadline:.0f} s; a resume takes an older step", tuple(ranks)))
         return left
 
     def _missing(self, step: int, by_name: bool = False) -> list[int]:
@@ -133,8 +134,7 @@ class Committer:
         # A rank may stand between the rename of its record and the flush: a manifest must not outlive a record that it names.
         self.place.storage.sync(self.place.attempt(step))
         publish(self.place.storage, os.path.join(self.place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
-        self.log(f"step {step} committed: {ranks_count(len(manifest.files))}, "
-                 f"{sum(file.size or 0 for files in manifest.files for file in files) / 2**20:.1f} MiB")
+        self.emit(SaveCommitted(step, len(manifest.files), sum(file.size or 0 for files in manifest.files for file in files)))
         return manifest
 
     def _commits_late(self, step: int) -> bool:
@@ -156,13 +156,13 @@ class Committer:
             self._point(self.place, manifest)
             pointed, self._late = True, False
         except OSError as error:
-            self.log(f"step {step}: after the commit: {error}")
+            self.emit(warning(f"step {step} is committed, and what points to it is not changed: {error}"))
             pointed, self._late = self._late, True
         if pointed:
             try:
                 self.prune()
             except OSError as error:
-                self.log(f"step {step}: after the commit: {error}")
+                self.emit(warning(f"step {step} is committed, and older ones are not removed now: {error}"))
 
     def _manifest(self, place: Place, step: int) -> Manifest:
         """From the records, each checked against its files. RecordError or OSError if something does not fit."""
@@ -220,8 +220,8 @@ class Committer:
         follows each: one that names an older step than the newest folder, without an intent, counts as set back by hand."""
         for attempt in find_attempts(self.place.storage, self.place.root, top=[]):
             if attempt.run == self.place.run and attempt.step < step and attempt.base and MANIFEST in attempt.content:
-                iteration.show(self.place, attempt.step, log=self.log)
-        iteration.show(self.place, step, log=self.log)
+                iteration.show(self.place, attempt.step, emit=self.emit)
+        iteration.show(self.place, step, emit=self.emit)
 
     def adopt(self) -> list[int]:
         """Commits what earlier runs completed before they died, and makes it visible. Returns its steps, newest first."""
@@ -247,14 +247,16 @@ class Committer:
                     manifest = self._manifest(place, step)
                     publish(storage, os.path.join(place.attempt(step), MANIFEST), [manifest.encode()], self.place.run)
             except (OSError, RecordError) as error:
-                self.log(f"step {candidate.step} of run {candidate.run} cannot be committed afterwards: {error}")
+                self.emit(CommitDelayed(step, str(error), candidate.run))
                 continue
             if making and any(c.step == step and c.committed and c.order > candidate.order for c in found):
                 continue                                        # a later run has saved this step again
             if making:
-                iteration.show(place, step, newest=candidate.name in ahead, log=self.log)
+                iteration.show(place, step, newest=candidate.name in ahead, emit=self.emit)
             elif candidate.name == newest:
                 self._point(place, manifest)
+            self.emit(SaveCommitted(step, len(candidate.files), sum(file.size or 0 for file in candidate.every_file),
+                                    candidate.run if candidate.run != self.place.run else None))
             adopted.append(step)
         if any(candidate.base for candidate in found):
             iteration.settle(storage, root, scan_records(storage, root)[0], self.place.run)
@@ -267,10 +269,10 @@ class Committer:
         steps of the former."""
         storage, root = self.place.storage, self.place.root
         made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over, self.place.lineage)
-        removed = carry_out(storage, root, made, self.holds, self._log_once)
+        removed = carry_out(storage, root, made, self.holds, self._emit_once)
         steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
         if steps:
-            self.log(f"removed step {', '.join(map(str, steps))}: kept {self.policy}")
+            self.emit(CheckpointsRemoved(tuple(steps), root, str(self.policy)))
         return steps
 
     def make_room(self, step: int) -> list[int]:
@@ -280,18 +282,18 @@ class Committer:
         found, _, _ = scan_records(self.place.storage, self.place.root)
         own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step
                       and self._missing(c.step or 0, by_name=True)), key=lambda c: c.step or 0)     # not only listed late
-        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self._log_once)
+        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self._emit_once)
         steps = [candidate.step or 0 for candidate in removed]
         self.pending = [other for other in self.pending if other not in steps]
         if steps:
-            self.log(f"the disk is full: removed what there was of step {', '.join(map(str, steps))}, which never completed")
+            self.emit(CheckpointsRemoved(tuple(steps), self.place.root, is_incomplete=True))
         return steps
 
-    def _log_once(self, text: str) -> None:
-        """What cannot be removed now will be tried after every save."""
-        if text not in self._said:
-            self._said.add(text)
-            self.log(text)
+    def _emit_once(self, event: Event) -> None:
+        """Emits ``event`` for the first time only: what cannot be removed now is tried after every save."""
+        if event not in self._emitted:
+            self._emitted.add(event)
+            self.emit(event)
 
     def _is_over(self, run: str) -> bool:
         return run_sequence(run) < run_sequence(self.place.run) and (self._ended is None or self._ended(run))

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import xxhash
 
 from mindresume.errors import RecordError
+from mindresume.events import Emit, Notice, ignore
 from mindresume.formats import Candidate
 from mindresume.formats.described import described
 from mindresume.formats.iteration_files import (
@@ -67,7 +68,7 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
     return tuple(found)
 
 
-def show(place: Place, step: int, newest: bool = True, log: Callable[[str], None] = lambda text: None) -> None:
+def show(place: Place, step: int, newest: bool = True, emit: Emit = ignore) -> None:
     """Gives the committed folder of ``step`` its name, and if it is the ``newest`` points the tracker to it. OSError: what was
     not done is done by the next call, or by ``settle``."""
     storage, root = place.storage, place.root
@@ -77,7 +78,7 @@ def show(place: Place, step: int, newest: bool = True, log: Callable[[str], None
         publish(storage, intent, [b""], place.run)
     if storage.status(target) is not None:
         _lead_elsewhere(storage, root, step, place.run)
-        _make_way(place, step, log)
+        _make_way(place, step, emit)
         storage.sync(root)
     storage.rename(place.base(step), target)
     storage.sync(root)
@@ -90,7 +91,7 @@ def show(place: Place, step: int, newest: bool = True, log: Callable[[str], None
                 storage.remove(os.path.join(records, intent_name(other)))
 
 
-def _make_way(place: Place, step: int, log: Callable[[str], None]) -> None:
+def _make_way(place: Place, step: int, emit: Emit) -> None:
     """Frees the name of the iteration folder of ``step``. What this training saved there before is trash now. What is of another
     one, of mindformers, or a copy by hand is not ours to remove: it stays under another name, by which it can be loaded."""
     storage, root, name = place.storage, place.root, iteration_name(step)
@@ -104,7 +105,7 @@ def _make_way(place: Place, step: int, log: Callable[[str], None]) -> None:
     free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
     storage.rename(os.path.join(root, name), os.path.join(root, free))
     if not removable:
-        log(f"{name} in {root} was not of this training, which saves step {step} now: it is kept as {free}")
+        emit(Notice(f"{name} in {root} is of another training, and this one saves step {step} now: it is kept as {free}"))
 
 
 def point(storage: Storage, root: str, step: int, tag: str) -> None:

@@ -1,6 +1,6 @@
 """Saves the checkpoints of one training: when a step is due, what became of each save, leaving early, and the end.
 
-    manager = CheckpointManager(storage, group, settings, options, policy, log)
+    manager = CheckpointManager(storage, group, settings, options, policy, emit)
     manager.open()                              # on all ranks together: the folder is acquired
     manager.begin(0)                            # behind which step; clean-up, saver, uploads
     manager.meet()                              # all ranks: on how many hosts they run
@@ -24,10 +24,23 @@ from typing import Any
 
 from mindresume.agree import Group, Solo, Waiting, agreed, followed, report, watched
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
+from mindresume.events import (
+    Emit,
+    Notice,
+    PreemptionRequested,
+    RunOpened,
+    SaveBegun,
+    SaveFailed,
+    SaveSkipped,
+    SaveStaged,
+    SaveWritten,
+    ignore,
+    warning,
+)
 from mindresume.formats.iteration_files import iteration_name
+from mindresume.formats.names import stem
 from mindresume.formats.records import listed
 from mindresume.host_memory import UNKNOWN, share_of_rank
-from mindresume.log import Log
 from mindresume.settings import Settings
 from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
@@ -50,19 +63,17 @@ _OTHERS = 10.0                          # seconds for the records of other ranks
 class CheckpointManager:
     """Every method is called by all ranks of ``group`` at the same points, ``settle`` and ``rescue`` excepted.
 
-    ``policy``: which checkpoints stay. ``pending``: the trial of the checkpoint that was loaded. ``on_saved(outcome, stall)``:
-    this rank has saved a step, for which the training stood still for ``stall`` seconds, None: not known. ``since``: the time
-    (``time.monotonic``) from which ``every_seconds`` counts, None: now.
+    ``policy``: which checkpoints stay. ``emit``: receives the events. ``pending``: the trial of the checkpoint that was
+    loaded. ``since``: the time (``time.monotonic``) from which ``every_seconds`` counts, None: now.
     ``step_end``, ``end`` and ``save`` raise SaveError if a save failed and ``on_save_error`` is ``raise``, or after
     ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder; RemoteError if an upload
     failed and ``on_save_error`` is ``raise``."""
 
-    def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy, log: Log,
-                 pending: PendingTrial | None = None, on_saved: Callable[[Outcome, float | None], None] = lambda *_: None,
-                 since: float | None = None):
-        self.storage, self.group, self.settings, self.options, self.policy, self.log = (
-            storage, group, settings, options, policy, log)
-        self.pending, self.on_saved = pending or PendingTrial(), on_saved
+    def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy,
+                 emit: Emit = ignore, pending: PendingTrial | None = None, since: float | None = None):
+        self.storage, self.group, self.settings, self.options, self.policy, self.emit = (
+            storage, group, settings, options, policy, emit)
+        self.pending = pending or PendingTrial()
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
@@ -91,8 +102,11 @@ class CheckpointManager:
              claims: dict[str, Claim] | None = None) -> SaveSession:
         """Acquires the folder. Arguments and errors as of ``open_save_session``."""
         options = self.options
-        self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.log,
+        self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.emit,
                                          self.settings.heartbeat, options.iterations, islands, origin, number_runs, claims)
+        place = self.session.place
+        prefix = options.prefix if options.iterations else stem(options.prefix, place.rank, self.session.suffix)
+        self.emit(RunOpened(place.run, place.root, prefix, place.world_size))
         return self.session
 
     def begin(self, step: int, resumed: Resumed | None = None, remote: Remote | None = None) -> None:
@@ -107,32 +121,29 @@ class CheckpointManager:
         self.session.begin(resumed)
         try:
             for name in clean_own_folder(self.place):
-                self.log.info("mindresume: removed %s, left half-written by an earlier run", name)
+                self.emit(Notice(f"removed {name}, left half-written by an earlier run"))
         except OSError as error:
-            self.log.warning("mindresume: cleaning up %s: %s", self.options.shown or self.options.root, error)
+            self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
         self._saver = self._make_saver(self.policy if self.session.leads else None, share)
         self._mirror = self.session.exchange.uploads = self._start_mirror(remote) if remote is not None else None
 
     def _make_saver(self, policy: Policy | None, share: int) -> Saver:
         """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
         settings, kind = self.settings, self.options.async_save
-        work = work_for(self.place, policy, self._say)
+        work = work_for(self.place, policy, self.emit)
         work.begin()
         if not kind:
             return Foreground(work)
         return Background(self.place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                          settings.commit_timeout, self._say, share)
+                          settings.commit_timeout, self.emit, share)
 
     def _start_mirror(self, remote: Remote) -> Mirror:
         """Nodes that share no disk upload what all of them have; where they do not exchange that, they remove nothing."""
         patience, apart = self.settings.commit_timeout, self.session.islands.apart
-        mirror = Mirror(remote, self.place, self.policy, patience, self._say,
+        mirror = Mirror(remote, self.place, self.policy, patience, lambda text: self.emit(Notice(text)),
                         pledged=apart and self.settings.leave_check > 0).start()
         atexit.register(mirror.settle, patience)        # a training that ends with an error: what it has saved still goes
         return mirror
-
-    def _say(self, text: str) -> None:
-        self.log.info("mindresume: %s", text)
 
     def meet(self) -> None:
         """Counts the hosts, on all ranks together, for the trial of the checkpoint that was loaded."""
@@ -146,7 +157,7 @@ class CheckpointManager:
         self.preemption = PreemptionHandler(self.group, self.settings.leave_check, callbacks, news=self.session.exchange.news,
                                             told=self.session.told, before=before)
         if self.preemption.ignored:
-            self.log.warning("mindresume: %s", self.preemption.ignored)
+            self.emit(warning(self.preemption.ignored))
         self.preemption.listen()
 
     def begin_trial(self) -> None:
@@ -158,7 +169,7 @@ class CheckpointManager:
         try:
             trial.begin()
         except OSError as error:
-            self.log.info("mindresume: if this job dies of the checkpoint, the next will not know: %s", error)
+            self.emit(Notice(f"the load attempt cannot be recorded, so the crash-loop protection is off: {error}"))
 
     # ---- each step -------------------------------------------------------------------------------------------------
 
@@ -180,7 +191,7 @@ class CheckpointManager:
             return ""
         reason = self.preemption.at(step.number)
         if reason:
-            self.log.warning("mindresume: %s: the training saves step %d and ends", reason, step.number)
+            self.emit(PreemptionRequested(step.number, reason))
             self._save_last(step)
         return reason
 
@@ -203,13 +214,14 @@ class CheckpointManager:
         except FolderInUseError:                            # no later save can succeed
             raise
         except SaveError as error:                          # what could not even be handed to the saver
-            self._failed(error)
+            self._failed(step.number, error)
         if isinstance(self._saver, Foreground):             # it is written already
             self._learn(self._saver.poll())
 
     def hand_over(self, step: Step) -> None:
         """Collects what is to be saved and gives it to the saver. SaveError if that is not possible."""
         started = time.monotonic()
+        self.emit(SaveBegun(step.number))
         save = step.collect()
         name = iteration_name(save.step) if self.place.iterations else os.path.basename(save.shard.files[0].path)
         step.record(save, name)
@@ -218,8 +230,7 @@ class CheckpointManager:
         self._stalls[save.step] = time.monotonic() - started
         step.taken(save, name)
         if not isinstance(self._saver, Foreground):
-            self.log.info("mindresume: step %d is being saved as %s; training stopped for %.3f s", save.step, name,
-                          self._stalls[save.step])
+            self.emit(SaveStaged(save.step, name, self._stalls[save.step]))
 
     def _is_due(self, before: int, step: int) -> bool:
         if self.options.every_steps and self.options.every_steps > 0:
@@ -242,8 +253,7 @@ class CheckpointManager:
         busy = any(report(self.group, self._saver.busy))
         if busy:
             self._skipped += 1
-            self.log.warning("mindresume: step %d is not saved: the save before is still being written (%d skipped so "
-                             "far)", step, self._skipped)
+            self.emit(SaveSkipped(step, "the previous save is still being written", self._skipped))
         return busy
 
     # ---- what became of it -----------------------------------------------------------------------------------------
@@ -253,7 +263,7 @@ class CheckpointManager:
         for outcome in outcomes:
             self._hear(outcome)
             if outcome.error is not None:
-                self._failed(outcome.error)
+                self._failed(outcome.step, outcome.error)
             else:
                 self._failed_in_a_row = 0
 
@@ -263,19 +273,21 @@ class CheckpointManager:
             return
         if self._mirror is not None:
             self._mirror.saved(outcome.step)
-        self.log.info("mindresume: saved step %d, %.1f MiB in %.2f s", outcome.step, outcome.size / 2**20, outcome.seconds)
-        self.on_saved(outcome, self._stalls.pop(outcome.step, None))
+        self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self._stalls.pop(outcome.step, None)))
 
-    def _failed(self, error: SaveError) -> None:
-        self._failed_in_a_row += 1
-        self.log.error("mindresume: %s (%d failed in a row)", error, self._failed_in_a_row)
+    def _failed(self, step: int, error: SaveError) -> None:
+        self._emit_failure(step, str(error))
         if self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self._failed_in_a_row:
             raise error
+
+    def _emit_failure(self, step: int | None, reason: str) -> None:
+        self._failed_in_a_row += 1
+        self.emit(SaveFailed(step, reason, self._failed_in_a_row))
 
     def _heed(self, errors: list[RemoteError]) -> None:
         """What became of uploads: the checkpoints themselves are good, so only who asks for it is stopped by them."""
         for error in errors:
-            self.log.warning("mindresume: %s", error)
+            self.emit(warning(error))
             if self.settings.on_save_error == "raise":
                 raise error
 
@@ -364,14 +376,14 @@ class CheckpointManager:
         saver, self._saver = self._saver, None
         try:
             if saver is not None and saver.busy():
-                self.log.warning("mindresume: the training ended with an error; the save in flight is finished first")
+                self.emit(warning("the training ended with an error; the save in flight is finished first"))
             outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
                 self._hear(outcome)
                 if outcome.error is not None:
-                    self.log.error("mindresume: %s", outcome.error)
+                    self._emit_failure(outcome.step, str(outcome.error))
         except Exception as error:
-            self.log.error("mindresume: the last save was not finished: %s", error)
+            self._emit_failure(None, f"the last save was not finished: {error}")
         finally:
             self._listen_no_more()
 
@@ -396,7 +408,7 @@ class CheckpointManager:
         except Exception as error:          # whatever it is: these ranks have nothing else left
             if step.exchanges():
                 raise SaveError(f"step {number} was not saved before the end on rank {self.place.rank}: {error}") from error
-            self.log.error("mindresume: step %d was not saved before the end: %s; mindformers saves it", number, error)
+            self._emit_failure(number, f"step {number} was not saved before the end: {error}; mindformers saves it")
             return False
-        self.log.warning("mindresume: other ranks are lost; rank %d saved step %d", self.place.rank, number)
+        self.emit(warning(f"other ranks are lost; rank {self.place.rank} saved step {number}"))
         return True

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mindresume.errors import DamagedFileError, RecordError
+from mindresume.events import Emit, RemovalPostponed, ignore
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import COMMON, iteration_name, parse_weight_file
 from mindresume.formats.names import folder_name, name_for_rank, parse_label, parse_name
@@ -147,23 +148,22 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
 
 # ---- carrying out --------------------------------------------------------------------------------------------------
 
-def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict,
-              log: Callable[[str], None] = lambda text: None) -> list[Candidate]:
+def carry_out(storage: Storage, root: str, made: Plan, holds: Holds = dict, emit: Emit = ignore) -> list[Candidate]:
     """Removes victims and debris of a plan, and finishes what an earlier process left. Returns those that are no checkpoints any
-    more; one that somebody else removed or that is held by now is not among them. Each fails for itself, which is logged, and is
+    more; one that somebody else removed or that is held by now is not among them. Each fails for itself, with an event, and is
     tried again by the next call."""
     trash: dict[str, Candidate] = {}
     moving = [candidate.name for candidate in made.victims if candidate.base]       # with their weights
     with _announced(storage, root, moving):
         for candidate in (*made.victims, *made.debris):
             try:
-                name = _uncommit(storage, root, candidate, holds, log)
+                name = _uncommit(storage, root, candidate, holds, emit)
             except OSError as error:
-                log(_cannot(f"step {candidate.step}, {candidate.box},", error))
+                emit(_postponed(candidate.box, error, candidate.step))
                 continue
             if name:
                 trash[name] = candidate
-    empty_trash(storage, root, holds, trash, log)
+    empty_trash(storage, root, holds, trash, emit)
     return list(trash.values())
 
 
@@ -183,7 +183,7 @@ def _announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
 
 
 def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object], holds: Holds = dict,
-               log: Callable[[str], None] = lambda text: None) -> None:
+               emit: Emit = ignore) -> None:
     """Removes saves that never completed and whose weights lie under one of ``paths``, which ``run`` needs: a training that
     began afresh on a disk without the checkpoint of that run has given the same names. ``dead()`` raises FolderInUseError if a
     job that has claimed ``root`` lives."""
@@ -196,16 +196,16 @@ def free_names(storage: Storage, root: str, paths: Collection[str], run: str, de
         dead()
         runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
         made = plan(storage, root, KEEP_ALL, holds(), ended=runs.__contains__)
-        carry_out(storage, root, Plan(debris=tuple(c for c in made.debris if c.name in names)), holds, log)
+        carry_out(storage, root, Plan(debris=tuple(c for c in made.debris if c.name in names)), holds, emit)
 
 
-def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, log: Callable[[str], None]) -> str:
+def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, emit: Emit) -> str:
     """Name of its trash, which can be emptied; empty if it was held or gone. Whoever begins to read publishes its hold and then
     looks whether the folder is still there; this renames and then looks for holds. So at least one of the two sees the other. For
     what moves with its weights it looks right before, too."""
     held = holds() if candidate.base else {}
     if candidate.name in held:
-        log(f"step {candidate.step} stays for now: {held[candidate.name]}")
+        emit(RemovalPostponed(candidate.box, held[candidate.name], candidate.step))
     if not candidate.box or candidate.name in held:
         return ""
     records, name = os.path.join(root, FOLDER), trash_name(candidate.name)
@@ -219,13 +219,13 @@ def _uncommit(storage: Storage, root: str, candidate: Candidate, holds: Holds, l
     if who is None:
         return name
     if _restore(storage, os.path.join(records, name), candidate.box):
-        log(f"step {candidate.step} stays for now: {who}")
+        emit(RemovalPostponed(candidate.box, who, candidate.step))
     return ""
 
 
-def _cannot(what: str, error: OSError) -> str:
-    """The same words for the same trouble, so that it can be said once: without the name of the trash."""
-    return f"{what} cannot be removed: {error.strerror or error}"
+def _postponed(path: str, error: OSError, step: int | None = None) -> RemovalPostponed:
+    """Returns equal events for the same failure, so that it can be emitted once: without the name of the trash."""
+    return RemovalPostponed(path, error.strerror or str(error), step)
 
 
 def _restore(storage: Storage, trash: str, attempt: str) -> bool:
@@ -239,8 +239,8 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
 
 
 def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Collection[str] = (),
-                log: Callable[[str], None] = lambda text: None) -> None:
-    """Finishes every removal that was begun; each fails for itself, which is logged. ``checked``: names of trash that is known
+                emit: Emit = ignore) -> None:
+    """Finishes every removal that was begun; each fails for itself, with an event. ``checked``: names of trash that is known
     not to be held, and whose rename is durable.
 
     What a process un-committed and then died before it saw the hold on it comes back if nothing of it is lost yet; else it waits
@@ -255,13 +255,13 @@ def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Colle
                 storage.sync(path)
             held = holds()
         except OSError as error:
-            log(_cannot("what was begun to be removed earlier", error))
+            emit(_postponed(folder, error))
             others = []
     for name in others:
         if untrashed(name) not in held:
             ready.append(name)
         else:
-            _bring_back(storage, root, name, log)
+            _bring_back(storage, root, name, emit)
     if not ready:
         return
     # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
@@ -271,10 +271,10 @@ def empty_trash(storage: Storage, root: str, holds: Holds = dict, checked: Colle
         try:
             _clear(storage, root, os.path.join(folder, name), known)
         except OSError as error:
-            log(_cannot(os.path.join(folder, name), error))
+            emit(_postponed(os.path.join(folder, name), error))
 
 
-def _bring_back(storage: Storage, root: str, name: str, log: Callable[[str], None]) -> None:
+def _bring_back(storage: Storage, root: str, name: str, emit: Emit) -> None:
     trash = os.path.join(root, FOLDER, name)
     try:
         manifest, base = _manifest_of(storage, root, trash)
@@ -283,7 +283,7 @@ def _bring_back(storage: Storage, root: str, name: str, log: Callable[[str], Non
             if storage.status(box) is None:
                 _restore(storage, trash, box)
     except OSError as error:
-        log(f"{trash} is read again and cannot be brought back: {error.strerror or error}")
+        emit(RemovalPostponed(trash, f"it is read again, and cannot be brought back: {error.strerror or error}"))
 
 
 def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:

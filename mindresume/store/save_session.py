@@ -1,6 +1,6 @@
 """Acquires the checkpoint directory for one training: who shares it, who commits there, the run id, the suffix of file names.
 
-    session = open_save_session(storage, root, prefix, group, log, settings.heartbeat)      # on all ranks together
+    session = open_save_session(storage, root, prefix, group, emit, settings.heartbeat)     # on all ranks together
     session.begin(resumed)                      # what other trainings left there; what nodes that share no disk keep
     session.place                               # for everything that is saved
     session.leave()
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import ConfigError
+from mindresume.events import Emit, Notice, warning
 from mindresume.formats import Candidate
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import listed, scan_records
-from mindresume.log import Log
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import SAVING, Claim, owner_of_this_process
 from mindresume.store.common import forget
@@ -51,7 +51,7 @@ class SaveSession:
     islands: Islands
     claim: Claim | None
     exchange: Exchange
-    log: Log
+    emit: Emit
 
     @property
     def leads(self) -> bool:
@@ -73,7 +73,7 @@ class SaveSession:
         try:
             self.exchange.told(rows)
         except OSError as error:                        # nothing newer than the last note goes
-            self.log.warning("mindresume: %s: %s", self.place.root, error)
+            self.emit(warning(f"{self.place.root}: {error}"))
 
     def begin(self, resumed: Resumed | None) -> None:
         """Protects the checkpoint that all nodes are known to have until they all have a newer one. ``resumed``: what this
@@ -86,15 +86,15 @@ class SaveSession:
                 try:
                     forget(storage, root)
                 except OSError as error:                # with it more stays than must; no rank ends alone for that
-                    self.log.warning("mindresume: %s: %s", root, error)
+                    self.emit(warning(f"{root}: {error}"))
             return
-        self.log.warning("mindresume: the nodes share no disk at %s: each keeps what its own ranks save, here rank %s, "
-                         "and a resume takes the newest checkpoint that all of them have", root, listed(self.place.part))
+        self.emit(warning(f"the nodes share no disk at {root}: each keeps what its own ranks save, here rank "
+                          f"{listed(self.place.part)}, and a resume takes the newest checkpoint that all of them have"))
         chosen = resumed.chosen if resumed is not None and resumed.root == root else None
         try:
             self.exchange.note(chosen.name if chosen is not None else "")
         except OSError as error:
-            self.log.warning("mindresume: %s: %s", root, error)
+            self.emit(warning(f"{root}: {error}"))
 
     def _say_others(self) -> None:
         """Checkpoints of another training in this folder: retention leaves them alone, so somebody must know."""
@@ -102,16 +102,16 @@ class SaveSession:
         try:
             rows = others(scan_records(storage, root)[0], self.place.lineage)
         except OSError as error:
-            self.log.info("mindresume: whether %s holds checkpoints of another training is not known: %s", root, error)
+            self.emit(Notice(f"whether {root} holds checkpoints of another training is not known: {error}"))
             return
         if rows:
             steps = sorted({candidate.step or 0 for candidate in rows})
-            self.log.warning("mindresume: %s holds %d checkpoint(s) of another training, step %s, which this run does "
-                             "not continue. They are not counted and never removed: mindresume prune --all-trainings "
-                             "does that; or give each training an output_dir of its own", root, len(rows), listed(steps))
+            self.emit(warning(f"{root} holds {len(rows)} checkpoint(s) of another training, step {listed(steps)}, which this run "
+                              f"does not continue. They are not counted and never removed: mindresume prune --all-trainings "
+                              f"removes them; or give each training an output_dir of its own"))
 
 
-def open_save_session(storage: Storage, root: str, prefix: str, group: Group, log: Log, heartbeat: float,
+def open_save_session(storage: Storage, root: str, prefix: str, group: Group, emit: Emit, heartbeat: float,
                       iterations: bool = False, islands: dict[str, Islands] | None = None, origin: Resumed | None = None,
                       number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
                       claims: dict[str, Claim] | None = None) -> SaveSession:
@@ -139,7 +139,7 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, lo
         if root in memory:                              # an earlier training of this process, which is over
             memory.pop(root).leave()
         owner = replace(owner_of_this_process(SAVING, group.size), run=run)         # an empty run: the next one
-        found = occupy(storage, root, owner, heartbeat, lambda text: log.info("mindresume: %s", text), traced=iterations)
+        found = occupy(storage, root, owner, heartbeat, emit, traced=iterations)
         memory[root] = found.start()
         own.append(memory[root])
         return own[0].run, _unused_suffix(storage, root, prefix)
@@ -152,7 +152,7 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, lo
     part = shared.ranks(group.rank) if shared.apart else ()
     place = Place(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
     session = SaveSession(place, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
-                          Exchange(storage, root, place.run, shared, group.rank), log)
+                          Exchange(storage, root, place.run, shared, group.rank), emit)
     atexit.register(session.leave)
     return session
 

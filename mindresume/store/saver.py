@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
-from mindresume.events.log_lines import progress_text
+from mindresume.events import Emit, ignore, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.files import encode
 from mindresume.formats.names import parse_name
@@ -81,28 +81,27 @@ class Saver(Protocol):
 
 
 class Work:
-    """What is done for a save, wherever it runs. ``committer``: on rank 0. ``log``: how far a long save is."""
+    """What is done for a save, wherever it runs. ``committer``: on rank 0. ``emit``: receives how far a long save is."""
 
-    def __init__(self, place: Place, committer: Committer | None = None, log: Callable[[str], None] = lambda text: None):
-        self.place, self.committer, self.log = place, committer, log
+    def __init__(self, place: Place, committer: Committer | None = None, emit: Emit = ignore):
+        self.place, self.committer, self.emit = place, committer, emit
 
     def begin(self) -> None:
-        """Rank 0 commits what earlier writers completed but did not commit. A file system in trouble is logged: the next one
+        """Rank 0 commits what earlier writers completed but did not commit. A file system in trouble is a Notice: the next one
         will do it, and until then such a checkpoint counts all the same."""
         if self.committer is None:
             return
         try:
-            for step in self.committer.adopt():
-                self.committer.log(f"step {step} was complete already and is committed now")
+            self.committer.adopt()
         except OSError as error:
-            self.committer.log(f"what earlier runs completed is not committed now: {error}")
+            self.committer.emit(warning(f"what earlier runs completed is not committed now: {error}"))
 
     def write(self, save: Save) -> Outcome:
         """FolderInUseError is raised, every other SaveError is in the outcome."""
         started = time.monotonic()
         try:
             written = write_shard(self.place, save.shard, gauge=ProgressReporter(
-                f"saving step {save.step}", lambda event: self.log(progress_text(event))))
+                f"saving step {save.step}", self.emit))
         except FolderInUseError:
             raise
         except SaveError as error:
@@ -122,7 +121,7 @@ class Work:
             try:
                 self.committer.make_room(step)
             except OSError as trouble:
-                self.committer.log(f"no room could be made: {trouble}")
+                self.committer.emit(warning(f"no room could be made: {trouble}"))
 
     def commit(self, outcome: Outcome) -> None:
         if self.committer is not None and outcome.saved:

@@ -291,7 +291,7 @@ def prune_takes_what_is_unfinished(patch: Patch) -> None:
 
 
 def removal_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, holds=dict, log=print):
+    def carry_out(disk, root, made, holds=dict, emit=print):
         victims = [*made.victims, *made.debris]
         for candidate in victims:
             removal._clear(disk, root, candidate.attempt, ())
@@ -330,9 +330,9 @@ def trash_is_never_emptied(patch: Patch) -> None:
 def tracker_before_the_rename(patch: Patch) -> None:
     right = iteration.show
 
-    def show(place, step, newest=True, log=print):
+    def show(place, step, newest=True, emit=print):
         iteration.point(place.storage, place.root, step, place.run)
-        right(place, step, newest, log)
+        right(place, step, newest, emit)
     patch.setattr(iteration, "show", show)
 
 
@@ -390,10 +390,10 @@ def replaced_folder_written_into(patch: Patch) -> None:
     """Its files are replaced one by one."""
     right = iteration.show
 
-    def show(place, step, newest=True, log=print):
+    def show(place, step, newest=True, emit=print):
         disk, target = place.storage, os.path.join(place.root, iteration_name(step))
         if disk.status(target) is None:
-            return right(place, step, newest, log)
+            return right(place, step, newest, emit)
         for name in disk.list(place.base(step)):
             if name != FOLDER:
                 disk.rename(os.path.join(place.base(step), name), os.path.join(target, name))
@@ -432,14 +432,14 @@ def renamed_without_sync(patch: Patch) -> None:
         disk.rename(temporary, os.path.join(root, TRACKER))
         PosixStorage().sync(root) if isinstance(disk, PosixStorage) else disk.disk.sync(root)
 
-    def show(place, step, newest=True, log=print):
+    def show(place, step, newest=True, emit=print):
         patch.setattr(iteration, "point", point)
-        right(replace(place, storage=NoSync(place.storage)), step, newest, log)
+        right(replace(place, storage=NoSync(place.storage)), step, newest, emit)
     patch.setattr(iteration, "show", show)
 
 
 def iteration_removed_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, holds=dict, log=print):
+    def carry_out(disk, root, made, holds=dict, emit=print):
         victims = [*made.victims, *made.debris]
         for candidate in victims:
             storage.remove_tree(disk, candidate.box)

@@ -74,21 +74,6 @@ def test_what_is_torn_says_nothing_of_a_step(text):
     assert said(text).step is None
 
 
-def test_the_words_of_the_product_are_those_that_are_parsed():
-    """If a message is changed, this says so."""
-    from pathlib import Path
-    package = Path(logs.__file__).parents[1]
-    source = "".join(path.read_text(encoding="utf-8") for room in ("plugin", "resume", "store")
-                     for path in (package / room).glob("*.py"))
-    for words in ("mindresume: saved step %d, %.1f MiB in %.2f s",
-                  "mindresume: step %d is being saved as %s; training stopped for %.3f s", "mindresume: run %s saves to ",
-                  'mindresume: not %s %s", "resuming from" if resume', "mindresume: fresh start: ",
-                  "mindresume: continues after step %d (", "; steps scaled by {progress.step_scale:g} from {state.step}",
-                  'mindresume: %s%s %s", "resume from"', "step {step} committed: ", "was complete already and is committed now",
-                  "is given up: ", "is not committed: ", "mindresume: step %d is not saved: "):
-        assert words in source, words
-
-
 def test_other_lines_are_no_events():
     text = Log().line(1, "set output path to '/x'").line(1, "  77.5% |███   | 117.0 samples/s/p  0:00:00 }").lines
     text += ["", "swap:[ParallelConfig]", "mindresume: saved step 5, 1 MiB in 1.00 s",

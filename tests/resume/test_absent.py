@@ -160,7 +160,7 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
     logged = []
-    later = Committer(place_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), log=logged.append)
+    later = Committer(place_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
     assert later.adopt() == [] and logged == []
     made = plan(STORAGE, str(tmp_path), KEEP_ALL, ended=lambda run: True)
     assert [candidate.step for candidate in made.kept] == [7, 5] and made.debris == ()

@@ -255,7 +255,7 @@ with replaced():
         play.run()
         digest.update(repr((size, play.cluster.trace.rows, play.cluster.scheduler.now, sorted(play.history.began),
                             sorted(play.history.failed.items()), play.history.reported, play.history.chosen,
-                            [process.log for process in play.cluster.processes],
+                            [process.events for process in play.cluster.processes],
                             [disk.signature() for disk in play.cluster.disks.values()])).encode())
         if not number % 4:
             run(scenario, fmt, way, draw(random.Random(number), size), Known(), counts, share=6)
@@ -264,7 +264,7 @@ print(digest.hexdigest(), counts)
 
 
 def test_hashes_of_strings_and_memory_addresses_decide_nothing():
-    """The same schedules in two processes: every operation, line of the log and disk is the same."""
+    """The same schedules in two processes: every operation, event and disk is the same."""
     told = []
     for seed, memory in (("0", "one"), ("1", "other")):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
@@ -280,7 +280,7 @@ def test_a_run_is_the_same_whatever_ran_before():
         play = Play(scenario, "iteration", schedule, "thread")
         play.cluster.trace.wanted = True
         play.run()
-        return play.cluster.trace.rows, [process.log for process in play.cluster.processes]
+        return play.cluster.trace.rows, [process.events for process in play.cluster.processes]
     with replaced():
         first = traced()
         for name in ("twice", "lost ranks", "save"):

@@ -1,6 +1,7 @@
 """Jobs that begin with what runs before have left."""
 import pytest
 
+from mindresume.events import WARNING, Notice, SaveCommitted
 from mindresume.simulation.left_scenarios import SCENARIOS
 from mindresume.simulation.scenarios import FORMATS, RUN, WAYS, Play
 from mindresume.simulation.schedule import Schedule
@@ -17,8 +18,8 @@ def played(name, fmt, way="", schedule=None):
 def test_what_nobody_committed_is_taken_and_committed(fmt, way):
     play, chosen = played("uncommitted", fmt, way)
     assert chosen == [(RUN, 6)] and play.findings() == []
-    log = "\n".join(play.jobs[0].ranks[0].log)
-    assert "step 6 was complete already and is committed now" in log and "step 4 was complete" in log
+    events = [event for _, event in play.jobs[0].ranks[0].events if isinstance(event, SaveCommitted)]
+    assert [event.step for event in events if event.run_id == RUN] == [4, 6]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -26,4 +27,5 @@ def test_what_is_damaged_is_passed_over(fmt):
     play, chosen = played("damaged", fmt)
     assert [step for _, step in chosen] == [4, 2] and play.findings() == []
     assert [job.launcher.exit for job in play.jobs] == [0, 0] and [process.exit for process in play.jobs[0].ranks] == [-9, -9]
-    assert any("not resuming from step 4" in line for line in play.jobs[1].ranks[0].log)
+    refused = [event for _, event in play.jobs[1].ranks[0].events if isinstance(event, Notice) and event.level == WARNING]
+    assert any("step 4" in event.text for event in refused)

@@ -19,6 +19,7 @@ from contextlib import suppress
 import pytest
 
 from mindresume import host_memory
+from mindresume.events import ERROR
 from mindresume.simulation import standins
 from mindresume.simulation.cluster import EPOCH, Cluster
 from mindresume.simulation.schedule import Schedule
@@ -255,7 +256,7 @@ def test_an_error_ends_a_thread_and_not_the_process():
         one.join()
         return running()
     process, _ = simulated(work)
-    assert process.log == ["error in thread t: ValueError: x"] and process.exit == 0
+    assert [event.level for _, event in process.events] == [ERROR] and process.exit == 0
 
 
 def test_what_a_killed_process_had_is_free_and_its_threads_are_gone():

@@ -9,9 +9,10 @@ from folders import STORAGE, save
 from owners import ELSEWHERE, ME, Time, dead_process, left_by, start
 
 from mindresume.errors import FolderInUseError
+from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence, seal, unseal
 from mindresume.store.acquire import PATIENCE, occupy, see_dead
-from mindresume.store.claim import BEAT, Claim, claims, ended, fence, next_run
+from mindresume.store.claim import BEAT, Claim, claim_path, claims, ended, fence, next_run
 from mindresume.store.storage import PosixStorage
 
 
@@ -45,12 +46,12 @@ def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
 
 
 def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
-    log, time = [], Time()
+    events, time = [], Time()
     dead = left_by(tmp_path, dead_process())
     (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
-    claim = start(tmp_path, time=time, log=log.append)
+    claim = start(tmp_path, time=time, emit=events.append)
     assert time.now == 0 and run_sequence(claim.run) == 2
-    assert "ended without a word" in log[0]
+    assert events == [StaleLeaseRemoved(dead.run, dead.owner.host, dead.owner.pid)]
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
 
 
@@ -103,11 +104,13 @@ def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
 
 
 def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
-    left_by(tmp_path, ELSEWHERE)
-    log, time = [], Time()
-    claim = start(tmp_path, time=time, log=log.append)
+    dead = left_by(tmp_path, ELSEWHERE)
+    events, time = [], Time()
+    claim = start(tmp_path, time=time, emit=events.append)
     assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
-    assert run_sequence(claim.run) == 2 and "node7" in log[0] and "watching for 45 s" in log[0]
+    assert run_sequence(claim.run) == 2
+    assert events == [LeaseWatched(claim_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
+                      StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid)]
 
 
 def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):

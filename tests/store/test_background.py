@@ -10,6 +10,7 @@ from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, te
 
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError
+from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.records import scan_records
 from mindresume.manifest import run_name
@@ -103,8 +104,8 @@ class Job:
     """Rank 0 of a simulated job: its saver, and its disk."""
 
     def __init__(self, kind, world, policy, timeout):
-        self.storage, self.world, self.log = Mount(here(), running()), world, []
-        self.saver = Background(Place(self.storage, ROOT, RUN, 0, world), policy, kind, log=self.log.append, timeout=timeout)
+        self.storage, self.world, self.events = Mount(here(), running()), world, []
+        self.saver = Background(Place(self.storage, ROOT, RUN, 0, world), policy, kind, emit=self.events.append, timeout=timeout)
 
     def write(self, step, rank, run=RUN):
         """As another rank does."""
@@ -112,6 +113,9 @@ class Job:
 
     def steps(self):
         return [candidate.step for candidate in scan_records(self.storage, ROOT)[0] if candidate.committed]
+
+    def emitted(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
 
     def kill_writer(self):
         here().kill(self.saver._writer._process)
@@ -269,7 +273,7 @@ def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_sav
         if late != "before the next step":
             job.write(5, 1)
         assert job.saver.finish(PATIENCE) == [] and job.steps() == [5]
-        assert ["exit status -9" in line for line in job.log if "died" in line] == [True]
+        assert job.emitted(WriterDied) == [WriterDied("process", "exit status -9", 5)]
     simulated(work, "process", world=2)
 
 
@@ -285,7 +289,7 @@ def test_the_successor_commits_no_older_step_behind_a_newer_one():
         job.write(5, 1)                                         # too late
         job.saver.poll()
         assert job.saver.finish(PATIENCE) == [] and job.steps() == [10]
-        assert sum("died" in line for line in job.log) == 1 and not any("is not committed" in line for line in job.log)
+        assert len(job.emitted(WriterDied)) == 1 and job.emitted(SaveAbandoned) == []
     simulated(work, "process", world=2)
 
 
@@ -338,11 +342,12 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
                                              ({"available": lambda: 10}, "container, has left 0 MiB")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_memory_it_is_saved_in_the_training_thread(tmp_path, kind, options, reason):
-    log = []
-    saver = saver_in(tmp_path, kind, log=log.append, **options)
+    events = []
+    saver = saver_in(tmp_path, kind, emit=events.append, **options)
     saver.save(Save(shard(5)))
     assert path_of(tmp_path, 5, 0).exists()
-    assert any("step 5 is saved in the training thread" in text and reason in text for text in log)
+    (event,) = [event for event in events if isinstance(event, SaveNotStaged)]
+    assert event.step == 5 and reason in event.reason
     assert saver.finish(PATIENCE)[0].saved and saver.counts.foreground == 1
     assert steps(tmp_path) == [5]
 
@@ -371,7 +376,7 @@ def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
         job.saver.wait(PATIENCE)
         began = here().scheduler.now
         job.saver.finish(30.0)
-        assert any("step 5 is not committed: no record of rank 1 " in text for text in job.log)
+        assert [(event.step, event.missing_ranks) for event in job.emitted(SaveAbandoned)] == [(5, (1,))]
         assert 30.0 <= here().scheduler.now - began < 31.0
     simulated(work, kind, world=3)
 

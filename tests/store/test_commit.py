@@ -5,6 +5,7 @@ import pytest
 from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_foreign, write_rank
 
 from mindresume.errors import RecordError, SaveError
+from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats import OURS
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
@@ -62,26 +63,27 @@ def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tm
 
 
 def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
-    log = []
+    events = []
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
-    committer = Committer(place_of(tmp_path, 0, 2), log=log.append)
+    committer = Committer(place_of(tmp_path, 0, 2), emit=events.append)
     committer.saved(5)
     assert committer.pending == [5] and steps(tmp_path) == []
-    assert "net_rank_1-1_5.safetensors" in log[0] and "found 5" in log[0]
+    (delayed,) = events
+    assert (type(delayed), delayed.step) == (CommitDelayed, 5) and "net_rank_1-1_5.safetensors" in delayed.reason
 
 
 def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path):
-    now, log = [0.0], []
-    committer = Committer(place_of(tmp_path, 0, 4), log=log.append, clock=lambda: now[0],
+    now, events = [0.0], []
+    committer = Committer(place_of(tmp_path, 0, 4), emit=events.append, clock=lambda: now[0],
                           sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     write_rank(tmp_path, 5, 0, 4)
     write_rank(tmp_path, 5, 2, 4)
     committer.saved(5)
     assert committer.finish(deadline=10.0, pause=0.5) == {5: [1, 3]}
     assert 10.0 <= now[0] <= 11.0
-    assert "no record of rank 1, 3 within 10 s" in log[-1]
+    assert [(type(event), event.step, event.missing_ranks) for event in events] == [(SaveAbandoned, 5, (1, 3))]
 
 
 def test_the_end_commits_what_arrives_late(tmp_path):

@@ -1,10 +1,11 @@
-"""A step that cannot be committed, or not yet: what the log says, and records that are listed late."""
+"""A step that cannot be committed, or not yet: its events, and records that are listed late."""
 import errno
 import os
 from dataclasses import replace
 
 from folders import RUN, STORAGE, path_of, place_of, write_rank
 
+from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats.scan import scan
 from mindresume.manifest import attempt_name, record_name
 from mindresume.store.commit import Committer
@@ -12,17 +13,19 @@ from mindresume.store.retention import KeepLast
 from mindresume.store.storage import PosixStorage
 
 
-def test_the_reason_is_logged_once_and_told_at_the_end(tmp_path):
+def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
-    now, log = [0.0], []
-    committer = Committer(place_of(tmp_path, 0, 2), log=log.append, clock=lambda: now[0],
+    now, events = [0.0], []
+    committer = Committer(place_of(tmp_path, 0, 2), emit=events.append, clock=lambda: now[0],
                           sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     committer.saved(5)
     assert committer.finish(deadline=60.0) == {5: []}
-    assert len(log) == 2
-    assert "step 5 is not committed: rank_1/net_rank_1-1_5.safetensors: recorded" in log[1] and "within 60 s" in log[1]
+    delayed, abandoned = events
+    assert isinstance(delayed, CommitDelayed) and isinstance(abandoned, SaveAbandoned)
+    assert delayed.step == abandoned.step == 5 and abandoned.missing_ranks == ()
+    assert all("rank_1/net_rank_1-1_5.safetensors" in event.reason for event in events)
 
 
 class ListedLate(PosixStorage):
@@ -47,12 +50,13 @@ def written(root, *steps):
 
 def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tmp_path):
     """Else it would be removed behind the later one, as one that never completed."""
-    log, place = [], written(tmp_path, 5, 10)
-    committer = Committer(place, KeepLast(2), log=log.append)
+    events, place = [], written(tmp_path, 5, 10)
+    committer = Committer(place, KeepLast(2), events.append)
     committer.saved(5)
     assert committer.pending == [5]
     committer.saved(10)
-    assert (committer.committed, committer.pending) == ([5, 10], []) and not any("given up" in line for line in log)
+    assert (committer.committed, committer.pending) == ([5, 10], [])
+    assert not any(isinstance(event, SaveAbandoned) for event in events)
     assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10, 5]
 
 
@@ -77,8 +81,8 @@ class LooksInVain(PosixStorage):
 
 
 def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
-    disk, log = LooksInVain(), []
-    committer = Committer(replace(place_of(tmp_path, 0, 2), storage=disk), log=log.append)
+    disk = LooksInVain()
+    committer = Committer(replace(place_of(tmp_path, 0, 2), storage=disk))
     for step in range(1, 9):
         for rank in range(2):
             write_rank(tmp_path, step, rank, 2)

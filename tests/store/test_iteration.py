@@ -29,6 +29,7 @@ from iterations import (
 
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError, RecordError
+from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
 from mindresume.formats.iteration_files import COMMON, METADATA, TRACKER, read_common
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.records import scan_records
@@ -60,8 +61,8 @@ def tmp_path(tmp_path):
     shutil.rmtree(path)
 
 
-def adopting(root, run=NEXT, log=None):
-    return Committer(place_of(root, 0, 2, run), log=(log if log is not None else []).append).adopt()
+def adopting(root, run=NEXT, emit=ignore):
+    return Committer(place_of(root, 0, 2, run), emit=emit).adopt()
 
 
 def chosen(root):
@@ -152,16 +153,16 @@ def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
 
 
 def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
-    log, committer = [], None
+    events = []
     for rank in range(2):
         place = place_of(tmp_path, rank)
         shard = iterations.iteration_shard("net", place, folders.state_of(10), iterations.tensors_of(rank, 10), None, {
             "embedding.weight": (TensorLayout((3,), (-1, -1)), (4, 4))})
         iterations.write_shard(place, shard)
-    committer = Committer(place_of(tmp_path), log=log.append)
+    committer = Committer(place_of(tmp_path), emit=events.append)
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == []
-    assert "tensors are cut over 3 ranks, of 2" in log[0]
+    assert [(type(event), event.step) for event in events] == [(CommitDelayed, 10)] and "3 ranks, of 2" in events[0].reason
 
 
 def test_a_death_at_every_operation_of_a_save(tmp_path):
@@ -263,11 +264,12 @@ def test_a_save_that_a_damaged_record_makes_doubtful_is_neither_adopted_nor_lost
 
 
 def test_a_file_that_is_not_as_recorded_is_not_adopted(tmp_path):
-    log = []
+    events = []
     write_all(tmp_path, 10)
     (making(tmp_path, 10) / "net-opt-0000001-0000002.safetensors").write_bytes(b"short")
-    assert adopting(tmp_path, log=log) == [] and listing(tmp_path) == []
-    assert "cannot be committed afterwards" in log[0] and "found 5" in log[0]
+    assert adopting(tmp_path, emit=events.append) == [] and listing(tmp_path) == []
+    (delayed,) = events
+    assert (type(delayed), delayed.step, delayed.run_id) == (CommitDelayed, 10, RUN) and "net-opt-0000001" in delayed.reason
 
 
 def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
@@ -468,12 +470,12 @@ def test_an_error_before_the_rename_is_made_up_by_the_next_save(tmp_path):
                 self.failed = True
                 raise OSError(5, "Input/output error", new)
             super().rename(old, new)
-    log, storage = [], Once()
-    committer = Committer(place_of(tmp_path, storage=storage), log=log.append)
+    events, storage = [], Once()
+    committer = Committer(place_of(tmp_path, storage=storage), emit=events.append)
     for step in (10, 20):
         write_all(tmp_path, step)
         committer.saved(step)
-    assert any("step 10: after the commit: [Errno 5]" in line for line in log)
+    assert ["[Errno 5]" in event.text for event in events if isinstance(event, Notice)] == [True]
     assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and tracker(tmp_path) == "20"
     assert chosen(tmp_path) == (20, RUN)
 
@@ -678,12 +680,13 @@ def test_what_is_read_is_not_removed(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     claim = hold(STORAGE, str(tmp_path), found.name, found.box)
-    log, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), holds(STORAGE, str(tmp_path)))
+    events, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), holds(STORAGE, str(tmp_path)))
     assert made.victims == () and [c.step for c in made.spared] == [10] and "held: loading" in made.reasons[found.box]
     # ... also by who decided before the hold was there
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert carry_out(STORAGE, str(tmp_path), made, lambda: holds(STORAGE, str(tmp_path)), log.append) == []
-    assert folder_of(tmp_path, 10).is_dir() and "step 10 stays for now" in log[0]
+    assert carry_out(STORAGE, str(tmp_path), made, lambda: holds(STORAGE, str(tmp_path)), events.append) == []
+    assert folder_of(tmp_path, 10).is_dir()
+    assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.box)]
     claim.leave()
     assert Committer(place_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 

@@ -11,6 +11,7 @@ from iterations import folder_of, listing, track, tracker
 from store.test_shard import shard_of
 
 from mindresume.errors import RecordError
+from mindresume.events import Event, Notice
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name, seal, unseal
@@ -37,13 +38,13 @@ class Trainings:
         run, self.number = RUNS[self.number], self.number + 1
         chosen = next((c for c in self.found() if c.step == origin), None) if origin else None
         lineage = continued(chosen, run, True) if recorded else ""
-        log: list[str] = []
+        events: list[Event] = []
         for step in steps:
             for rank in range(2):
                 place = self.place(run, rank, lineage)
                 write_shard(place, shard_of(place, step, suffix=self.number))
-            Committer(self.place(run, 0, lineage), KeepLast(keep), log.append).saved(step)
-        return log
+            Committer(self.place(run, 0, lineage), KeepLast(keep), events.append).saved(step)
+        return events
 
     def place(self, run, rank, lineage):
         return Place(STORAGE, str(self.root), run, rank, 2, self.fmt == "2.0", lineage=lineage)
@@ -158,9 +159,10 @@ def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_p
     trainings = Trainings(tmp_path, "2.0")
     trainings.run(10, 20)
     before = (folder_of(tmp_path, 10) / "common.json").read_bytes()
-    log = trainings.run(10, keep=1)
+    events = trainings.run(10, keep=1)
     (kept,) = [name for name in listing(tmp_path) if ".kept-" in name]
-    assert (tmp_path / kept / "common.json").read_bytes() == before and kept in log[-1] and tracker(tmp_path) == "10"
+    assert (tmp_path / kept / "common.json").read_bytes() == before and tracker(tmp_path) == "10"
+    assert [kept in event.text for event in events if isinstance(event, Notice)] == [True]
     assert [(c.step, c.run) for c in scan(STORAGE, str(tmp_path)).candidates] == [(10, RUNS[1]), (20, RUN)]
 
 

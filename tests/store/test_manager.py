@@ -1,6 +1,5 @@
 """The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
 import json
-import logging
 import threading
 from types import SimpleNamespace
 
@@ -10,10 +9,23 @@ from folders import PER_EPOCH, STORAGE, Ranks, state_of, tensors_of
 from mindresume import agree
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
+from mindresume.events import (
+    Notice,
+    PreemptionRequested,
+    RunOpened,
+    SaveBegun,
+    SaveCommitted,
+    SaveFailed,
+    SaveSkipped,
+    SaveStaged,
+    SaveWritten,
+    ignore,
+    warning,
+)
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import FileName
 from mindresume.formats.scan import scan
-from mindresume.manifest import EMERGENCY, FOLDER
+from mindresume.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
 from mindresume.settings import Settings
 from mindresume.store import manager as module
 from mindresume.store.manager import CheckpointManager
@@ -61,16 +73,22 @@ class Job:
     """One life of a training process."""
 
     def __init__(self, root, group=None, settings=None, pending=None, claims=None, iterations=False, every=5, **options):
-        self.step, self.collected, self.told, self.saved, self.reason = 0, [], [], [], ""
+        self.step, self.collected, self.told, self.events, self.reason = 0, [], [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
         self.manager = CheckpointManager(
-            STORAGE, group or Solo(), settings or Settings(), options, KEEP_ALL, logging.getLogger("mindresume"), pending,
-            lambda outcome, stall: self.saved.append((outcome.step, stall)))
+            STORAGE, group or Solo(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
         self.manager.open(claims=claims)
         self.manager.begin(0)
         JOBS.append(self)
         self.manager.meet()
         self.manager.listen()
+
+    def emitted(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def saved(self):
+        return [(event.step, event.stall_seconds) for event in self.emitted(SaveWritten)]
 
     def steps(self, count):
         for _ in range(count):
@@ -96,6 +114,40 @@ def test_due_steps_and_the_last_one_and_what_is_told(tmp_path, iterations):
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
     assert job.told == [(word, name(step)) for step in (5, 7) for word in ("record", "taken")]
     assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.claim.step == 7
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_the_events_of_a_run_tell_what_happened_to_each_step(tmp_path, iterations):
+    job = Job(tmp_path, iterations=iterations).steps(5)
+    opened, begun, committed, written = job.events
+    assert opened == RunOpened(job.manager.place.run, str(tmp_path), "net" if iterations else "net_rank_0", 1)
+    assert begun == SaveBegun(5)
+    assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(committed, SaveCommitted)
+    assert (written.step, written.size_bytes) == (5, committed.size_bytes) and 0 < written.write_seconds < written.stall_seconds
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_save_in_the_background_is_staged_before_it_is_written(tmp_path, kind):
+    job = Job(tmp_path, async_save=kind).steps(5).end()
+    assert [event.kind for event in job.events][:3] == ["run_opened", "save_begun", "save_staged"]
+    assert {event.kind for event in job.events[3:]} == {"save_written", "save_committed"}         # both by the writer
+    (staged,), (written,) = job.emitted(SaveStaged), job.emitted(SaveWritten)
+    assert (staged.step, staged.name) == (5, "net_rank_0-1_5.safetensors") and staged.stall_seconds == written.stall_seconds
+
+
+def test_a_step_that_is_left_out_is_counted(tmp_path):
+    job = Job(tmp_path, settings=Settings(async_when_busy="skip"), async_save="thread")
+    job.manager._saver.busy = lambda: True
+    job.steps(10)
+    assert [(event.step, event.skipped_in_total) for event in job.emitted(SaveSkipped)] == [(5, 1), (10, 2)]
+
+
+def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(tmp_path):
+    first = Job(tmp_path, claims={}).steps(5).end()
+    (tmp_path / FOLDER / attempt_name(5, first.manager.place.run) / MANIFEST).unlink()
+    later = Job(tmp_path, claims={})
+    (committed,), (written,) = later.emitted(SaveCommitted), first.emitted(SaveWritten)
+    assert committed == SaveCommitted(5, 1, written.size_bytes, first.manager.place.run)
 
 
 def test_an_error_of_the_record_is_a_failed_save(tmp_path):
@@ -124,7 +176,7 @@ def test_all_ranks_by_seconds_of_rank_0(tmp_path, monkeypatch):
 
     def work(group):
         options = SaveOptions(str(tmp_path), "net", None, 60.0)
-        manager = CheckpointManager(STORAGE, group, Settings(), options, KEEP_ALL, logging.getLogger("mindresume"),
+        manager = CheckpointManager(STORAGE, group, Settings(), options, KEEP_ALL, ignore,
                                     since=-100.0 if group.rank == 0 else 0.0)
         return [manager.wants(step) for step in (1, 2)]
     assert Ranks(2).run(work) == [[True, False]] * 2
@@ -157,6 +209,7 @@ def test_whoever_is_asked_to_leave_saves_the_step_and_says_why(tmp_path):
     job = Job(tmp_path).steps(2)
     job.manager.preemption.signalled = True
     assert job.steps(1).reason == "SIGTERM" and committed(tmp_path) == [3]
+    assert job.emitted(PreemptionRequested) == [PreemptionRequested(3, "SIGTERM")]
     assert job.end().collected == [3]
 
 
@@ -187,7 +240,7 @@ def test_on_save_error_warn_goes_on_until_the_ceiling(tmp_path):
     job.steps(10)                                                       # steps 5 and 10 fail
     with pytest.raises(SaveError, match="step 15"):
         job.steps(1)
-    assert job.manager._failed_in_a_row == 3                            # each counted once, the one that is raised too
+    assert [(event.step, event.failures_in_a_row) for event in job.emitted(SaveFailed)] == [(5, 1), (10, 2), (15, 3)]
 
 
 def test_a_success_resets_the_count_of_failures(tmp_path):
@@ -228,17 +281,17 @@ def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, 
     assert module.atexit.unregistered == [job.manager.settle] * 2
 
 
-def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path, caplog):
+def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
     job = Job(tmp_path, async_save="thread").steps(4)
     spoil(tmp_path)
     job.steps(1).manager.settle()
-    assert "step 5 was not saved" in caplog.text
+    assert [event.step for event in job.emitted(SaveFailed)] == [5]
 
 
-def test_a_failed_upload_is_a_warning_and_stops_only_who_asks_for_it(tmp_path, caplog):
-    Job(tmp_path / "1", settings=Settings(max_failed_saves=1)).manager._heed([RemoteError("one"), RemoteError("two")])
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "mindresume: one", "mindresume: two"]
+def test_a_failed_upload_is_a_warning_and_stops_only_who_asks_for_it(tmp_path):
+    job = Job(tmp_path / "1", settings=Settings(max_failed_saves=1))
+    job.manager._heed([RemoteError("one"), RemoteError("two")])
+    assert job.emitted(Notice) == [warning("one"), warning("two")]
     with pytest.raises(RemoteError, match="one"):
         Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager._heed([RemoteError("one")])
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mindresume.agree import Solo
+from mindresume.events import WARNING, ignore
 from mindresume.files import encode
 from mindresume.formats import rank_folders, records
 from mindresume.formats.names import META, FileName, folder_name, label, meta_json
@@ -107,8 +108,8 @@ def write_all(disk, step, ranks, recorded=True):
             disk.put(f"{ROOT}/{FOLDER}/{attempt_name(step, RUN)}/{record_name(rank)}", record.encode(Details()))
 
 
-def committer_of(disk, ranks, keep=3, log=None):
-    return Committer(Place(disk, ROOT, RUN, 0, ranks), KeepLast(keep), log or pytest.fail)
+def committer_of(disk, ranks, keep=3, emit=None):
+    return Committer(Place(disk, ROOT, RUN, 0, ranks), KeepLast(keep), emit or pytest.fail)
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_a_commit_flushes_as_often_as_one_of_two_ranks(disk):
     for ranks in (2, RANKS):
         disk = Memory()
         write_all(disk, 5, ranks)
-        committer = committer_of(disk, ranks, log=lambda text: None)
+        committer = committer_of(disk, ranks, emit=ignore)
         disk.done.clear()
         committer.saved(5)
         assert committer.committed == [5]
@@ -137,7 +138,7 @@ def test_a_commit_flushes_as_often_as_one_of_two_ranks(disk):
 def test_the_next_commit_does_not_look_for_other_pointers(disk):
     write_all(disk, 5, 256)
     write_all(disk, 6, 256)
-    committer = committer_of(disk, 256, log=lambda text: None)
+    committer = committer_of(disk, 256, emit=ignore)
     committer.saved(5)
     disk.done.clear()
     committer.saved(6)
@@ -153,7 +154,7 @@ def test_pointers_of_all_ranks_that_former_versions_left_go_behind_the_first_com
     order, remove, rename = [], disk.remove, disk.rename
     disk.remove = lambda path: (order.append(("remove", path)), remove(path))
     disk.rename = lambda old, new: (order.append(("rename", new)), rename(old, new))
-    committer_of(disk, 4, log=lambda text: None).saved(5)
+    committer_of(disk, 4, emit=ignore).saved(5)
     assert [path for path in disk.files if path.endswith(META)] == [f"{ROOT}/rank_0/{META}"]
     assert order == [("rename", f"{ROOT}/{FOLDER}/{attempt_name(5, RUN)}/{MANIFEST}"), ("rename", f"{ROOT}/rank_0/{META}"),
                      *(("remove", f"{ROOT}/rank_{rank}/{META}") for rank in range(1, 6))]
@@ -161,10 +162,10 @@ def test_pointers_of_all_ranks_that_former_versions_left_go_behind_the_first_com
 
 
 def test_a_pointer_that_cannot_be_written_stops_removal_once_and_not_for_ever(disk):
-    log = []
+    events = []
     for step in (5, 6, 7, 8):
         write_all(disk, step, 2)
-    committer = committer_of(disk, 2, keep=1, log=log.append)
+    committer = committer_of(disk, 2, keep=1, emit=events.append)
     committer.saved(5)
     write = disk.write
 
@@ -175,7 +176,8 @@ def test_a_pointer_that_cannot_be_written_stops_removal_once_and_not_for_ever(di
     disk.write = refused
     committer.saved(6)
     kept = sorted(name for name in disk.folders[f"{ROOT}/{FOLDER}"])
-    assert len(kept) == 4 and "Permission denied" in log[-1]            # meta.json still leads to step 5
+    assert len(kept) == 4                                               # meta.json still leads to step 5
+    assert events[-1].level == WARNING and "Permission denied" in events[-1].text
     committer.saved(7)
     assert sorted(disk.folders[f"{ROOT}/{FOLDER}"]) == [attempt_name(step, RUN) for step in (5, 7, 8)]     # 6 has gone
     assert committer.committed == [5, 6, 7]
@@ -216,7 +218,7 @@ def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
     together = counted_together(monkeypatch, commit, removal, storage, rank_folders, records)
     for step in (5, 6, 7):
         write_all(disk, step, 64)
-    committer = committer_of(disk, 64, keep=1, log=lambda text: None)
+    committer = committer_of(disk, 64, keep=1, emit=ignore)
     disk.done.clear()
     for step in (5, 6, 7):
         committer.saved(step)

@@ -12,6 +12,7 @@ import pytest
 from folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
 
 from mindresume.agree import Solo
+from mindresume.events import CheckpointsRemoved, RemovalPostponed
 from mindresume.formats.names import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, trash_name, untrashed
@@ -406,11 +407,11 @@ def test_a_held_one_is_no_victim(saved):
 
 
 def test_a_hold_that_appears_after_the_plan(saved):
-    before, log = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
-    removed = carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, log.append)
+    before, events = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
+    removed = carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, events.append)
     assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
     assert before == {p: p.stat().st_mtime_ns for p in before} and path_of(saved, 10, 1).exists()
-    assert log == ["step 10 stays for now: loading by process 7 on host a"]
+    assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(10, RUN)), HELD[attempt_name(10, RUN)], 10)]
     assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))) == [10]          # let go: the next one takes it
 
 
@@ -483,25 +484,25 @@ class Stuck(Counting):
     ("rename", attempt_name(15, RUN), [20, 15]), ("remove", str(Path(path_of("", 15, 1)).name), [20]),
     ("sync", "rank_1", [20]), ("open", "rank_00000.json", [20])])
 def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, name, left):
-    log, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
+    events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
     storage = Stuck(operation, name)
-    removed = carry_out(storage, str(saved), planned(saved, KeepLast(1), ended=over), log=log.append)
+    removed = carry_out(storage, str(saved), planned(saved, KeepLast(1), ended=over), emit=events.append)
     assert committed(saved) == left and not old.exists()
     assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
     if operation != "open":                                                     # then other records tell what it wrote
-        assert log and all("cannot be removed: Permission denied" in line for line in log)
+        assert events and {(type(event), event.reason) for event in events} == {(RemovalPostponed, "Permission denied")}
         assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
     carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over))
     assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
 
 
-def test_what_cannot_be_removed_is_said_once(saved):
-    log, storage = [], Stuck("rename", attempt_name(5, RUN))
+def test_what_cannot_be_removed_is_emitted_once(saved):
+    events, storage = [], Stuck("rename", attempt_name(5, RUN))
     place = folders.place_of(saved, 0, 2)
-    committer = Committer(type(place)(storage, place.root, place.run, 0, 2), KeepLast(3), log.append)
+    committer = Committer(type(place)(storage, place.root, place.run, 0, 2), KeepLast(3), events.append)
     assert committer.prune() == committer.prune() == []
-    assert len(log) == 1 and "step 5," in log[0] and "cannot be removed: Permission denied" in log[0]
+    assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)]
 
 
 def test_trash_of_the_same_attempt_is_in_nobodys_way(saved):
@@ -519,18 +520,18 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
         def rename(self, old, new):
             super().rename(old, new)
             raise OSError(errno.EIO, "Input/output error", old)
-    log = []
-    assert carry_out(Late(), str(saved), planned(saved, KeepLast(3)), log=log.append) == []
-    assert len(log) == 1 and committed(saved) == [20, 15, 10]
+    events = []
+    assert carry_out(Late(), str(saved), planned(saved, KeepLast(3)), emit=events.append) == []
+    assert len(events) == 1 and committed(saved) == [20, 15, 10]
     assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
 
 def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
     def holds():
         raise OSError(errno.EIO, "Input/output error")
-    log = []
-    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), holds, log.append) == []
-    assert path_of(saved, 5, 0).exists() and len(log) == 2
+    events = []
+    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), holds, events.append) == []
+    assert path_of(saved, 5, 0).exists() and len(events) == 2
     held = {attempt_name(5, RUN): "loading"}
     carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), lambda: held)
     assert committed(saved) == [20, 15, 10, 5]                                   # it was held, and comes back
@@ -538,13 +539,13 @@ def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
 
 # ---- the committer ---------------------------------------------------------------------------------------------------
 
-def test_the_committer_removes_respects_holds_and_logs(saved):
-    log, held = [], dict(HELD)
+def test_the_committer_removes_respects_holds_and_emits(saved):
+    events, held = [], dict(HELD)
     for rank in range(2):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
-    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), log.append, holds=lambda: held)
+    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, holds=lambda: held)
     committer.saved(30)
-    assert committed(saved) == [30, 20, 10] and log[-1] == "removed step 15, 5: kept the last 2"
+    assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
     assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
     held.clear()
     assert committer.prune() == [10] and committer.prune() == []

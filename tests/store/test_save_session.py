@@ -1,10 +1,10 @@
 """A training acquires its folder."""
 import errno
-import logging
 from dataclasses import replace
 
 from folders import RUN, STORAGE, Ranks, place_of
 
+from mindresume.events import ignore
 from mindresume.manifest import run_sequence
 from mindresume.store.claim import leave_trace
 from mindresume.store.common import COMMON, note, spared
@@ -27,7 +27,7 @@ def test_an_old_note_that_cannot_be_removed_ends_no_rank_alone(tmp_path):
     for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
         exchange = Exchange(storage, str(tmp_path), RUN, together(2), 0)
         home = SaveSession(replace(place_of(tmp_path, 0, 2), storage=storage), 0, together(2), None, exchange,
-                           logging.getLogger("mindresume"))
+                           ignore)
         home.begin(None)
         assert [path.name for path in (tmp_path / ".mindresume").iterdir()] == there
     assert spared(STORAGE, str(tmp_path)) == {}
@@ -40,7 +40,7 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
 
     def opened(group):
         root = roots[group.rank]
-        session = open_save_session(STORAGE, root, "sim", group, logging.getLogger("test"), 0.0, islands={root: Islands((0, 1))},
+        session = open_save_session(STORAGE, root, "sim", group, ignore, 0.0, islands={root: Islands((0, 1))},
                                     number_runs=lambda storage, root: leave_trace(storage, root, "0007-1111aaaa"), claims={})
         session.leave()
         return session.place.run

@@ -6,6 +6,7 @@ import pytest
 from folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
 
 from mindresume.errors import FolderInUseError, NoRoomError, SaveError
+from mindresume.events import CheckpointsRemoved
 from mindresume.files import read_header
 from mindresume.manifest import record_name, run_name
 from mindresume.store.commit import Committer
@@ -117,16 +118,16 @@ def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_pa
     """Rank 1 cannot save; rank 0 can, until its useless files fill the disk. Then they go, and a later save completes."""
     write_rank(tmp_path / "elsewhere", 5, 0, 2)
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
-    root, log = tmp_path / "checkpoint", []
+    root, events = tmp_path / "checkpoint", []
     place = Place(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
-    saver = Foreground(Work(place, Committer(place, log=log.append)))
+    saver = Foreground(Work(place, Committer(place, emit=events.append)))
     for step in (5, 10, 15, 20):
         saver.save(Save(shard(step)))
         assert saver.poll()[0].saved
     saver.save(Save(shard(25)))
     (outcome,) = saver.poll()
     assert isinstance(outcome.error, NoRoomError) and "keep_checkpoint_max" in str(outcome.error)
-    assert "removed what there was of step 5, 10, 15" in log[-1]
+    assert events[-1] == CheckpointsRemoved((5, 10, 15), str(root), is_incomplete=True)
     saver.save(Save(shard(30)))
     write_rank(root, 30, 1, 2)
     assert saver.poll()[0].saved and saver.work.committer.committed == [30]
