@@ -33,6 +33,7 @@ from mindresume.agree import Solo, decide
 from mindresume.formats.names import FileName
 from mindresume.manifest import run_name
 from mindresume.resume.select import _Chooser, select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.shard import Place, rank_shard, write_shard
@@ -97,13 +98,14 @@ class Bench:
         root, expected = self.root(world, story), self.steps * EVERY
 
         def rank_0() -> int:
-            chooser = _Chooser(PosixStorage(), root, world, None)
+            chooser = _Chooser(PosixStorage(), root, SelectionPolicy(world))
             message = decide(Solo(), lambda: chooser.next([]))
             self.message[f"{world} {story}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]
 
         def whole() -> int:
-            return select(PosixStorage(), root, Solo(), world, ranks=lambda candidate: [0]).chosen.step
+            policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: [0])
+            return select(PosixStorage(), root, Solo(), policy).chosen.step
 
         def mindformers() -> int:
             return int(self.built_in(root).rpartition("_")[2].partition(".")[0])

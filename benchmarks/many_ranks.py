@@ -31,6 +31,7 @@ from mindresume.formats.names import META, FileName, folder_name, meta_json
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, attempt_name, run_name, trash_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
@@ -167,11 +168,11 @@ class Bench:
         assert committer.committed == [20] and not self.disk.find(f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}")
 
     def _choice(self, storage: Slow) -> None:
-        choice = select(storage, ROOT, First(self.ranks), self.ranks)
+        choice = select(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
         assert choice.chosen is not None and choice.chosen.step == 20
 
     def _mindformers(self, storage: Slow) -> None:
-        choice = select(storage, ROOT, First(self.ranks), self.ranks)
+        choice = select(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
         assert choice.chosen is not None and choice.chosen.step == 20 and choice.chosen.run is None
 
     def _clean_up(self, storage: Slow) -> None:

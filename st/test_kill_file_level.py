@@ -25,6 +25,7 @@ from mindresume.files.checksum import file_checksum
 from mindresume.formats.names import free_suffix, parse_name
 from mindresume.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
 from mindresume.resume.select import Choice, select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
 from mindresume.store.storage import TEMPORARY, PosixStorage
@@ -115,7 +116,7 @@ class Story:
 
     def choose(self) -> Choice:
         """As all ranks of the next life would, each in its own thread. They must agree."""
-        choices = Ranks(self.ranks).run(lambda group: select(STORAGE, str(self.root), group, self.ranks))
+        choices = Ranks(self.ranks).run(lambda group: select(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
         assert all(isinstance(choice, Choice) for choice in choices), choices
         assert len({(choice.chosen.run, choice.chosen.step) if choice.chosen else None for choice in choices}) == 1
         return choices[0]
@@ -204,7 +205,7 @@ def test_a_save_that_nobody_can_commit_any_more_is_removed(tmp_path):
     for rank in range(4):
         write_rank(tmp_path, 10, rank, 4, run_name(1, "0000aaaa"))
     shutil.rmtree(tmp_path / "rank_3")
-    assert Ranks(4).run(lambda group: select(STORAGE, str(tmp_path), group, 4))[0].chosen.step == 10
+    assert Ranks(4).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
     later = run_name(2, "0000bbbb")
     assert Committer(place_of(tmp_path, 0, 4, later)).adopt() == []
     for step in (20, 30, 40):

@@ -47,6 +47,7 @@ from mindresume.manifest import (
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.health import sick_files
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import survey
 from mindresume.store.commit import Committer
 from mindresume.store.holds import holds
@@ -364,7 +365,7 @@ def put_file(root, content, rank=1, name=None, details=None):
 
 def choose(root, world=WORLD):
     with within(5):
-        return select(STORAGE, str(root), Solo(), world, ranks=lambda candidate: list(candidate.files))
+        return select(STORAGE, str(root), Solo(), SelectionPolicy(world, ranks_to_verify=every_rank))
 
 
 def assert_falls_back(root, *says, world=WORLD):
@@ -628,7 +629,7 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
     fill(root / name)
     with within(5):
         survey(STORAGE, str(root), strategies(STORAGE))
-        choice = select(STORAGE, str(root), Solo(), WORLD, ranks=lambda candidate: list(candidate.files), poison_limit=2,
+        choice = select(STORAGE, str(root), Solo(), SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
                         strategy_of=strategies(STORAGE))
         assert holds(STORAGE, str(root)) is not None
     assert choice.chosen.step == NEW

@@ -29,6 +29,7 @@ from mindresume.formats.names import META, FileName, folder_name, free_suffix, p
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.resume.select import Choice, select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.state import TrainingState
 from mindresume.store.acquire import occupy
 from mindresume.store.background import Background
@@ -166,7 +167,8 @@ class Training(RuleBasedStateMachine):
 
     def _choose(self, group, world: int) -> Choice | NoUsableCheckpointError:
         try:
-            return select(STORAGE, self.root, group, world, ranks=(lambda c: list(c.files)) if group.size == 1 else None)
+            return select(STORAGE, self.root, group, SelectionPolicy(
+                world, ranks_to_verify=every_rank if group.size == 1 else own_rank))
         except NoUsableCheckpointError as error:
             return error
 
@@ -445,8 +447,8 @@ def test_one_altered_label_does_not_make_a_save_that_never_completed_complete(tm
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2, fmt=fmt)
         os.remove(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank))
-    assert select(STORAGE, str(tmp_path), Solo(), 2, ranks=lambda c: list(c.files)).fresh
+    assert select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).fresh
     path = path_of(tmp_path, 5, 0, fmt=fmt)
     flip_bit(path, path.read_bytes().index(b"mindresume") + 1)
     with suppress(NoUsableCheckpointError):         # to refuse is right, or to begin afresh
-        assert select(STORAGE, str(tmp_path), Solo(), 2, ranks=lambda c: list(c.files)).chosen is None
+        assert select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen is None

@@ -9,18 +9,16 @@ import typer
 
 from mindresume.agree import Solo
 from mindresume.cli import app
-from mindresume.cli.common import NOTHING, AsJson, Folder, WorldSize, locate, print_json, progress_bar, refusal_json, say
-from mindresume.errors import AgreementError, UnusableError
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.complete import is_complete
+from mindresume.cli.common import NOTHING, AsJson, Folder, WorldSize, print_json, progress_bar, refusal_json, say
+from mindresume.formats import Candidate
 from mindresume.formats.records import listed
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
-from mindresume.resume.prove import prove, read_size
-from mindresume.resume.select import Choice, describe, select
-from mindresume.resume.survey import PART, survey
+from mindresume.resume.select import Choice, describe
+from mindresume.resume.selection import CheckpointSources, preview_selection
+from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, every_rank
 from mindresume.settings import Settings
-from mindresume.store.storage import PosixStorage, Storage
+from mindresume.store.storage import PosixStorage
 
 
 @app.command()
@@ -36,21 +34,14 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     On one of several nodes that share no disk: the newest step of which this node's part is whole.
     Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an error).
     """
-    error = part = None
-    try:
-        with progress_bar("checking", json) as meter:
-            storage = PosixStorage()
-            if named is None and os.path.isdir(path := locate(folder, must_exist=False)) and is_complete(storage, path):
-                choice, error = _complete(storage, path, quick)
-            else:
-                choice = select(storage, folder, Solo(), world_size, named, ranks=lambda candidate: list(candidate.files),
-                                strategy_of=strategies(storage),
-                                progress=meter.advance, complete=not quick, poison_limit=Settings.load().poison_limit,
-                                on_candidate=lambda candidate: meter.expect(read_size(candidate, list(candidate.files))))
-    except UnusableError as failure:
-        error = str(failure)
-        part = _part(storage, folder, quick) if named is None else None
-        choice = Choice(None, failure.refused, (), False, (), os.path.dirname(folder) if os.path.isfile(folder) else folder)
+    storage = PosixStorage()
+    policy = SelectionPolicy(world_size, named, QUICK if quick else FULL, every_rank,
+                             max_failed_loads=Settings.load().poison_limit)
+    sources = CheckpointSources(strategies(storage), lambda storage, path: merged.choose_complete(
+        storage, path, Solo(), policy.verifies_bytes, resume=True)[0])
+    with progress_bar("checking", json) as meter:
+        preview = preview_selection(storage, folder, policy, sources, meter)
+    choice, error, part = preview.choice, preview.error, preview.node_local
     if json:
         chosen = choice.chosen
         print_json({"chosen": None if chosen is None else {
@@ -66,28 +57,7 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     sys.exit(0 if choice.chosen or part else NOTHING)
 
 
-def _part(storage: Storage, folder: str, quick: bool) -> Candidate | None:
-    """The newest step of which one node has its part, where nodes share no disk; the job asks all of them."""
-    try:
-        found, rows = survey(storage, folder, strategies(storage))
-    except UnusableError:
-        return None
-    for row in rows:
-        if row.state == PART and not any(isinstance(prove(storage, found.root, row.candidate, rank, None, not quick), Refusal)
-                                         for rank in row.candidate.files):
-            return row.candidate
-    return None
-
-
-def _complete(storage: Storage, path: str, quick: bool) -> tuple[Choice, str | None]:
-    """Of complete weights, which are one step; damage is an error."""
-    try:
-        return merged.choose_complete(storage, path, Solo(), not quick, resume=True)[0], None
-    except AgreementError as failure:
-        return Choice(None, (), (), False, (), path), str(failure).removeprefix("rank 0: ")
-
-
-def _print(choice: Choice, error: str | None, part: Candidate | None) -> None:
+def _print(choice: Choice, error: str, part: Candidate | None) -> None:
     for refusal in choice.refused:
         if part is not None and refusal.step == part.step and refusal.file is None:
             break                                       # that it is a part; nothing older is asked for

@@ -19,6 +19,7 @@ from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
 from mindresume.resume.prove import quick
 from mindresume.resume.remarks import damaged_beside
 from mindresume.resume.select import Choice, select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import PREFIX, READER, Owner
 from mindresume.store.commit import Committer
@@ -59,7 +60,7 @@ def _newer(saved: Saved) -> tuple[str, int]:
 
 def _resume(world: World, storage: Storage, due: Saved | None) -> Verdict:
     try:
-        choice = select(storage, world.root, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files))
+        choice = select(storage, world.root, Solo(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
     except UnusableError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
@@ -157,7 +158,7 @@ def _follow_tracker(world: World) -> None:
                 read_header(file, name)
         if len(rows) != 2:
             raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
-    choice = select(PosixStorage(), folder, Solo(), world.ranks, ranks=lambda candidate: list(candidate.files))
+    choice = select(PosixStorage(), folder, Solo(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
     wrong = _wrong(world, choice, (choice.chosen.run or "", step))
     if wrong:
         raise ValueError(wrong)

@@ -34,6 +34,7 @@ from mindresume.reshard.source import Source, counted, open_complete, source_of
 from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
 from mindresume.reshard.weights import Weights
 from mindresume.resume.select import Choice, select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
@@ -117,7 +118,8 @@ def arrays_for(config: Any, network: Any, current: session.Session, storage: Sto
     if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(current, source.weights, regions):
         folder = transform_files(config, current, storage, source)
         log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
-        current.choice = select(storage, folder, current.group, current.group.size, complete=current.settings.verify == "full")
+        policy = SelectionPolicy(current.group.size, verify=current.settings.verify)
+        current.choice = select(storage, folder, current.group, policy)
         return None
     traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, regions))
     arrays = agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic), waiting)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mindresume.agree import Group, Waiting, report
@@ -18,7 +17,8 @@ from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.names import parse_name
 from mindresume.formats.records import listed
 from mindresume.resume.health import is_sick
-from mindresume.resume.select import Choice, candidates_for, proven_by_all, remarks_of
+from mindresume.resume.select import Choice, candidates_for, forget_kept, proven_by_all, remarks_of
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.storage import Storage
 
 _NEWEST = 64                    # checkpoints of one rank that the others are told of
@@ -33,14 +33,21 @@ class _Own:
     refused: list[Refusal] = field(default_factory=list)
 
 
-def select_apart(storage: Storage, path: str, group: Group, named: str | None = None, complete: bool = True,
-                 sick: frozenset[str] | None = None, on_candidate: Callable[[Candidate], None] | None = None) -> Choice:
-    """Arguments as of ``select.select``, of each rank its own; of ``sick`` those of rank 0 count. NoUsableCheckpointError on all
-    ranks if there are checkpoints, but none that all ranks can use; MissingCheckpointError if a named one is not such."""
+def select_apart(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None) -> Choice:
+    """Chooses the newest checkpoint that every rank finds in its own ``path`` and has verified.
+
+    Args:
+        policy: as of ``select.select``. The job has as many ranks as the checkpoint, each verifies its own, and failed loads are
+            not counted. Of ``unhealthy`` the names that rank 0 knows count.
+    Raises:
+        NoUsableCheckpointError: on all ranks, if there are checkpoints, but none that all ranks can use.
+        MissingCheckpointError: on all ranks, if the requested checkpoint is not one of those.
+    """
+    policy, complete = policy or SelectionPolicy(), (policy or SelectionPolicy()).verifies_bytes
     own: list[_Own] = []
 
     def look() -> dict[str, object]:
-        own.append(_look(storage, path, group, named, sick))
+        own.append(_look(storage, path, group, policy))
         return {"offers": list(own[0].offers)[:_NEWEST], "existed": any(c.existed for c in own[0].found.candidates),
                 "insists": own[0].insists, "strange": own[0].found.strange}
     rows = report(group, look, Waiting(f"looking at the checkpoints below {path}"))
@@ -48,8 +55,7 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:
         candidate = mine.offers[name]
-        if on_candidate:
-            on_candidate(candidate)
+        forget_kept(storage)
         verdicts, shards, lost = proven_by_all(storage, mine.found.root, candidate, [group.rank], group, None, complete)
         if not verdicts:
             return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete,
@@ -70,9 +76,9 @@ def select_apart(storage: Storage, path: str, group: Group, named: str | None = 
     return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, complete)
 
 
-def _look(storage: Storage, path: str, group: Group, named: str | None, sick: frozenset[str] | None) -> _Own:
+def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) -> _Own:
     try:
-        found, insists = candidates_for(storage, path, named, group.size)
+        found, insists = candidates_for(storage, path, policy.requested, group.size)
     except MissingCheckpointError:                          # others may have it; the common choice tells
         return _Own(Scan(path, exists=False), True)
     own = _Own(found, insists)
@@ -80,7 +86,7 @@ def _look(storage: Storage, path: str, group: Group, named: str | None, sick: fr
         refusal = candidate.problem or _for_rank(candidate, group)
         if candidate.attempt is None:                       # only files were counted, and those of this node
             candidate = replace(candidate, world_size=group.size)
-        if refusal is None and sick is not None and not insists and is_sick(candidate, sick):
+        if refusal is None and policy.unhealthy is not None and not insists and is_sick(candidate, policy.unhealthy):
             refusal = candidate.refuse("it was unhealthy when it was saved")
         if refusal is None:
             own.offers.setdefault(_name(candidate), candidate)

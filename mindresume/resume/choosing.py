@@ -4,7 +4,7 @@
     found.choice                # None: a fresh start
 
     where the checkpoints lie that the path means ─▶ which ranks see that folder ─▶ wait until it is listed by whoever chooses
-    ─▶ the choice (``select``; ``apart`` where nodes share no disk; with ``restore`` also among what an object store has)
+    ─▶ the choice (``selection.select_checkpoint``)
     ─▶ refusals are said ─▶ a fresh start or an error; else a hold until it is read, and a trial until a step is done
 """
 from __future__ import annotations
@@ -14,25 +14,24 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MINDFORMERS, Candidate
-from mindresume.formats.complete import is_complete
+from mindresume.formats import MINDFORMERS
 from mindresume.formats.location import find as find_checkpoints
 from mindresume.formatting import size_text
 from mindresume.host_memory import share_of_rank
 from mindresume.log import Log
 from mindresume.resume.absent import StrategyOf, nobody_knows
-from mindresume.resume.apart import select_apart
 from mindresume.resume.health import sick_files
 from mindresume.resume.lost import Lost, lost_by_death
-from mindresume.resume.prove import ProvenShard, read_size
-from mindresume.resume.restore import choose_with_remote
-from mindresume.resume.select import Choice, describe, select
+from mindresume.resume.prove import ProvenShard
+from mindresume.resume.restore import RemoteSource
+from mindresume.resume.select import Choice, describe, forget_kept
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.witness import settle
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
@@ -108,7 +107,7 @@ class Chooser:
             log.info("mindresume: waited %d s until this host lists what the others see", settled.seconds)
         for sentence in settled.unseen:
             log.warning("mindresume: %s: the choice is made without it", sentence)
-        choice, converts = self._pick(request, path, named, islands)
+        choice = self._select(request, path, named, islands)
         for refusal in choice.refused:
             log.warning("mindresume: not %s %s", "resuming from" if resume else "taking the weights of", refusal)
         for note in choice.notes:
@@ -120,49 +119,26 @@ class Chooser:
         if choice.chosen is None:
             self._begin_afresh(request, path)
             return Selection()
-        return self._protect(request, choice, converts)
+        return self._protect(request, choice, request.converts or choice.consolidated)
 
-    def _pick(self, request: Request, path: str, named: str | None, islands: Islands) -> tuple[Choice, bool]:
-        """Returns the choice, and whether it is loaded by way of its layouts."""
-        storage, group, disk, converts = self.storage, self.group, disk_of(self.storage), request.converts
-        sick = self._sick(request.health) if request.health is not None else None
-        complete, poison_limit = self.settings.verify == "full", self.settings.poison_limit
+    def _policy(self, request: Request, requested: str | None) -> SelectionPolicy:
+        converts = request.converts
+        return SelectionPolicy(
+            None if converts else self.group.size, requested, self.settings.verify, every_rank if converts else own_rank,
+            converts, self._unhealthy(request.health) if request.health is not None else None, self.settings.poison_limit,
+            require_counters=request.resume)
 
-        def anew(chooses: Callable[[], Choice]) -> Choice:
-            self._forget()
-            return chooses()
-
-        def with_remote(pick: Callable[[], Choice], world_size: int | None, islands: Islands | None = None,
-                        limit: int = 0) -> Choice:
-            if self.remote is None or not request.resume:
-                return pick()
-            return choose_with_remote(pick, path, self.saved_to(), named, self.remote, group, disk, world_size, self.log, islands,
-                                      sick, limit)
+    def _select(self, request: Request, path: str, requested: str | None, islands: Islands) -> Choice:
         if islands.apart:
             self.log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked "
                           "for", path)
-            pick = partial(anew, partial(select_apart, storage, path, group, named, complete, sick, self._forget))
-            return with_remote(pick, group.size, islands), converts
-        if decide(group, lambda: is_complete_resume(disk, path, converts)):
-            return self.choose_complete(storage, path), True
-        gauge = ProgressReporter("checking", lambda event: self.log.info("mindresume: %s", progress_text(event)))
-        ranks, world_size = partial(_share, group) if converts else None, None if converts else group.size
+        remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
+        sources = CheckpointSources(self.strategy_of, self.choose_complete, remote, islands)
+        return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.log,
+                                 ProgressReporter("checking", lambda event: self.log.info("mindresume: %s", progress_text(event))))
 
-        def next_one(candidate: Candidate) -> None:
-            gauge.expect(read_size(candidate, _share(group, candidate)))
-            self._forget()
-        pick = partial(anew, partial(
-            select, storage, path, group, world_size, named, ranks, gauge.advance, on_candidate=next_one, complete=complete,
-            sick=sick, counters=request.resume, poison_limit=poison_limit, strategy_of=self.strategy_of))
-        return with_remote(pick, world_size, limit=poison_limit), converts
-
-    def _forget(self, _: Any = None) -> None:
-        """Nothing is kept of what was refused, and of what a download has replaced."""
-        if isinstance(self.storage, KeptFiles):
-            self.storage.forget()
-
-    def _sick(self, folder: str) -> Collection[str]:
-        """Names of unhealthy files, on rank 0, which decides."""
+    def _unhealthy(self, folder: str) -> Collection[str]:
+        """Returns the names of unhealthy files, on rank 0, which decides."""
         names, trouble = sick_files(disk_of(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
         if trouble:
             self.log.warning("mindresume: %s", trouble)
@@ -170,7 +146,7 @@ class Chooser:
 
     def _begin_afresh(self, request: Request, path: str) -> None:
         """MissingCheckpointError if there is nothing to begin with."""
-        self._forget()
+        forget_kept(self.storage)
         known = any(report(self.group, lambda: disk_of(self.storage).status(path) is not None))
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
         if not request.resume:
@@ -305,26 +281,8 @@ def own_shard(choice: Choice | None, group: Group) -> ProvenShard | None:
     return next((shard for shard in shards if shard.rank == group.rank), None)
 
 
-def is_complete_resume(storage: Storage, path: str, converts: bool) -> bool:
-    """Whether ``path`` holds complete weights: a folder of them, or where any layout may be loaded one file."""
-    return is_complete(storage, path) and (_is_folder(storage, path) or converts)
-
-
 def _is_file(storage: Storage, path: str) -> bool:
     with suppress(OSError, ValueError):
         status = storage.status(path)
         return status is not None and not status.is_folder
     return False
-
-
-def _is_folder(storage: Storage, path: str) -> bool:
-    with suppress(OSError, ValueError):
-        status = storage.status(path)
-        return status is not None and status.is_folder
-    return False
-
-
-def _share(group: Group, candidate: Candidate) -> list[int]:
-    """Ranks of a checkpoint to convert that this rank proves. What mindformers wrote has its counters in the files alone."""
-    own = [rank for rank in candidate.files if rank % group.size == group.rank]
-    return own if candidate.state else sorted({min(candidate.files), *own})

@@ -45,6 +45,7 @@ from mindresume.manifest import (
 from mindresume.resume.health import NONE_HEALTHY, is_sick
 from mindresume.resume.prove import quick
 from mindresume.resume.select import Choice
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store import iteration
 from mindresume.store.acquire import see_dead
 from mindresume.store.claim import leave_trace
@@ -66,21 +67,17 @@ _PATIENCE = 7200.0              # seconds without a file that came whole, on any
 
 @dataclass
 class Restore:
-    """``root``: the folder of checkpoints. ``world_size``: of the job if a checkpoint of another number of ranks is no use, else
-    None. ``named``: the one checkpoint that is wanted. ``log``, ``warn``: one line each. ``islands``: where nodes share no disk;
-    then each gets records and manifest. ``sick``, ``poison_limit``: as of ``select``; what the choice would not take, as its
-    manifest or a note here tells, is not fetched. Used by all ranks alike."""
+    """``root``: the folder of checkpoints. ``policy``: of the selection; what it would not take, as the manifest or a note here
+    tells, is not fetched. ``log``, ``warn``: one line each. ``islands``: where nodes share no disk; then each gets records and
+    manifest. Used by all ranks alike."""
     storage: Storage
     remote: Remote
     root: str
     group: Group
-    world_size: int | None = None
-    named: str | None = None
+    policy: SelectionPolicy = SelectionPolicy()
     log: Say = lambda text: None
     warn: Say = lambda text: None
     islands: Islands | None = None
-    sick: Collection[str] | None = None
-    poison_limit: int = 0
     refused: list[Refusal] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
     _fetched: list[str] = field(default_factory=list)
@@ -100,7 +97,7 @@ class Restore:
             chosen = choice is not None and choice.chosen is not None
             try:
                 good = choice.chosen if chosen else None
-                if not (chosen and self.named) and self._fetch_newer((failure or choice).refused, good):
+                if not (chosen and self.policy.requested) and self._fetch_newer((failure or choice).refused, good):
                     continue
             except RemoteError as error:
                 if not chosen:
@@ -153,7 +150,8 @@ class Restore:
         """What to fetch next, and what cannot be. ``bound``: newer than this one; None: than all that is good on this disk.
         ``suspected``: what many jobs died of is better than nothing."""
         offer: dict[str, Any] = {"attempt": "", "refused": [], "unhealthy": False}
-        if self.named:
+        policy, requested = self.policy, self.policy.requested
+        if requested:
             bound = (0, 0)
         elif bound is None:
             bound = max((c.order[:2] for c in scan(self.storage, self.root).candidates if c.origin == OURS and c.problem is None
@@ -162,22 +160,22 @@ class Restore:
             names = [name for name in self.remote.look().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
             return {**offer, "failed": f"whether there is something newer is not known: {error}"}
-        deaths = deaths_by_key(self.storage, self.root) if self.poison_limit and not self.named else {}
-        dreaded = [name for name in names if suspicion(deaths.get(name, ()), self.poison_limit)]
+        deaths = deaths_by_key(self.storage, self.root) if policy.max_failed_loads and not requested else {}
+        dreaded = [name for name in names if suspicion(deaths.get(name, ()), policy.max_failed_loads)]
         for attempt in [*(name for name in names if name not in dreaded), *(dreaded if suspected else ())]:
             try:
                 manifest, data = self.remote.manifest(attempt)
             except (RecordError, RemoteError) as error:
                 offer["refused"].append((attempt, f"its manifest cannot be read: {error}"))
                 continue
-            if self.named and not _is_named(manifest, self.named):
+            if requested and not _is_named(manifest, requested):
                 continue
             candidate = candidate_of(manifest, iteration_name(manifest.step) if _is_iteration(manifest) else "")
-            if not self.named and self.sick is not None and is_sick(candidate, self.sick):
+            if not requested and policy.unhealthy is not None and is_sick(candidate, policy.unhealthy):
                 offer["unhealthy"] = True
                 offer["refused"].append((attempt, "it was unhealthy when it was saved"))
                 continue
-            refusal = quick(self.storage, self.root, candidate, self.world_size, files=False)
+            refusal = quick(self.storage, self.root, candidate, policy.world_size, files=False)
             if refusal is None:
                 return {**offer, "attempt": attempt, "manifest": data.decode()}
             offer["refused"].append((attempt, refusal.reason))
@@ -343,12 +341,24 @@ class _Share:
             iteration.show(place, self.manifest.step)
 
 
-def choose_with_remote(pick: Callable[[], Choice], path: str, saved_to: Collection[str], named: str | None, remote: Remote,
-                       group: Group, storage: Storage, world_size: int | None, log: Log, islands: Islands | None = None,
-                       sick: Collection[str] | None = None, poison_limit: int = 0) -> Choice:
-    """``pick``, among what ``remote`` has too, if ``path`` is where this job saves: then it continues itself. ``saved_to``: real
-    paths of the folders in which it does. ``world_size``: as of ``Restore``. ``islands``: of nodes that share no disk. ``sick``,
-    ``poison_limit``: as of ``select``. Errors as of ``Restore.choose``."""
+@dataclass(frozen=True)
+class RemoteSource:
+    """An object store that is asked for newer checkpoints. ``saved_to()`` returns the real paths of the folders in which this job
+    saves; only a resume from one of them continues the training that is kept in ``remote``."""
+    remote: Remote
+    saved_to: Callable[[], Collection[str]]
+
+
+def choose_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSource, group: Group, storage: Storage,
+                       policy: SelectionPolicy, log: Log, islands: Islands | None = None) -> Choice:
+    """Returns the choice of ``pick``. What is newer in the object store is fetched before, if ``path`` is where this job saves.
+
+    Args:
+        storage: of the disk to which is downloaded.
+        islands: which ranks see the same folder, where nodes share no disk; else None.
+    Raises: as ``Restore.choose``.
+    """
+    remote, saved_to = source.remote, source.saved_to()
     root = os.path.realpath(path)
     root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
     if root not in saved_to and os.path.join(root, CHECKPOINT) in saved_to:
@@ -356,8 +366,8 @@ def choose_with_remote(pick: Callable[[], Choice], path: str, saved_to: Collecti
     if root not in saved_to:
         log.info("mindresume: %s is not looked at: load_checkpoint is %s, not where this job saves to", remote.url, path)
         return pick()
-    return Restore(storage, remote, root, group, world_size, named, lambda text: log.info("mindresume: %s", text),
-                   lambda text: log.warning("mindresume: %s", text), islands, sick, poison_limit).choose(pick)
+    return Restore(storage, remote, root, group, policy, lambda text: log.info("mindresume: %s", text),
+                   lambda text: log.warning("mindresume: %s", text), islands).choose(pick)
 
 
 def number_runs(remote: Remote | None, log: Log, storage: Storage, root: str) -> None:

@@ -9,12 +9,13 @@ Everything travels through ``mindresume.agree``; an error on one rank reaches al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.events.progress import ProgressReporter
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
@@ -26,10 +27,12 @@ from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
 from mindresume.resume.absent import StrategyOf, filled, nobody_knows
 from mindresume.resume.health import NONE_HEALTHY, is_sick
-from mindresume.resume.prove import Progress, ProvenShard, prove, quick
+from mindresume.resume.prove import Progress, ProvenShard, prove, quick, read_size
 from mindresume.resume.remarks import damaged_beside, stand_in_text
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.understood import Layouts
 from mindresume.state import TrainingState, is_count
+from mindresume.store.kept import KeptFiles
 from mindresume.store.storage import Storage
 from mindresume.store.trials import Death, deaths_by_key, key_of, suspicion, warning
 
@@ -46,6 +49,17 @@ class Choice:
     root: str = ""
     complete: bool = True                        # every byte was read
     remarks: tuple[str, ...] = ()                # what is wrong with the chosen one, though it can be used
+    consolidated: bool = False                   # consolidated weights, which have no layout of their own
+
+
+class ProgressMeter(Protocol):
+    """Receives how far a verification is."""
+
+    def expect(self, total: int) -> None:
+        """Begins anew: ``total`` bytes are to be read."""
+
+    def advance(self, count: int) -> None:
+        """Adds ``count`` bytes that were read."""
 
 
 def describe(candidate: Candidate, complete: bool = True) -> str:
@@ -137,39 +151,43 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
             f"manifest"]
 
 
-def select(storage: Storage, path: str, group: Group, world_size: int | None = None, named: str | None = None,
-           ranks: Callable[[Candidate], Sequence[int]] | None = None, progress: Progress | None = None,
-           complete: bool = True, on_candidate: Callable[[Candidate], None] | None = None,
-           strategy_of: StrategyOf = nobody_knows, sick: Collection[str] | None = None, poison_limit: int = 0,
-           counters: bool = True) -> Choice:
-    """Chooses, on all ranks of ``group`` alike. Arguments are those of rank 0 where they matter.
+def select(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None,
+           strategy_of: StrategyOf = nobody_knows, progress: ProgressMeter | None = None) -> Choice:
+    """Chooses among the checkpoints in ``path``, on all ranks of ``group`` alike: the newest that every rank has verified.
 
-    ``path``, ``named``: as for ``candidates_for``. ``world_size``: ranks of the job that would resume; None: that of the
-    manifest, else of the strategy, else ``Scan.expected_ranks``.
-    ``strategy_of(root, candidate)``: that of a job that left no manifest, None: not known. It says how many ranks there were, and
-    what those held that are missing.
-    ``ranks``: which ranks this process proves, default its own. ``complete`` False: no checksums.
-    ``sick``: names of files that mindformers' health monitor called unhealthy (``health``); these, and what says so itself, are
-    not taken unless they are named. None: health does not matter.
-    ``counters`` False: weights alone are wanted, so files without a step are taken, too.
-    ``poison_limit``: one on which so many jobs died in a row (``store.trials``) is taken last, unless it is named; 0: never.
-    Raises MissingCheckpointError (a named checkpoint is not there on all ranks, or ``path`` is a folder of something else),
-    NoUsableCheckpointError (there are checkpoints, none can be used), AgreementError (a rank failed in another way).
+    Args:
+        path: as of ``candidates_for``.
+        policy: what is accepted and how it is verified; None: the default.
+        strategy_of: ``(root, candidate)`` -> strategy of a job that left no manifest. It says how many ranks there were, and what
+            those held that are missing.
+        progress: receives the bytes of each candidate.
+    Raises:
+        MissingCheckpointError: the requested checkpoint is not there on all ranks, or ``path`` is a folder of something else.
+        NoUsableCheckpointError: there are checkpoints, and none can be used.
+        AgreementError: a rank failed in another way.
     """
-    ranks = ranks or (lambda candidate: [group.rank])
-    chooser = _Chooser(storage, path, world_size, named, strategy_of, sick, poison_limit, counters) if group.rank == 0 else None
+    policy, progress = policy or SelectionPolicy(), progress or ProgressReporter.silent()
+    chooser = _Chooser(storage, path, policy, strategy_of) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts), Waiting("looking at the checkpoints"))
         if message["end"]:
-            return _conclude(message, (), complete)
+            return _conclude(message, (), policy.verifies_bytes)
         candidate, root = candidate_from_json(message["candidate"]), message["root"]
-        if on_candidate:
-            on_candidate(candidate)
-        verdicts, shards, lost = proven_by_all(storage, root, candidate, ranks(candidate), group, progress, complete, strategy_of)
+        ranks = policy.ranks_to_verify(group, candidate)
+        progress.expect(read_size(candidate, ranks))
+        forget_kept(storage)
+        verdicts, shards, lost = proven_by_all(storage, root, candidate, ranks, group, progress.advance, policy.verifies_bytes,
+                                               strategy_of)
         if not verdicts:
-            choice = _conclude({**message, "end": "chosen"}, shards, complete)
+            choice = _conclude({**message, "end": "chosen"}, shards, policy.verifies_bytes)
             return replace(choice, remarks=remarks_of(storage, root, candidate, lost, group))
+
+
+def forget_kept(storage: Storage) -> None:
+    """Drops the files that ``storage`` keeps in memory: they are of a candidate that was refused, or were replaced."""
+    if isinstance(storage, KeptFiles):
+        storage.forget()
 
 
 def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
@@ -208,15 +226,12 @@ def remarks_of(storage: Storage, root: str, candidate: Candidate, lost: list[tup
 class _Chooser:
     """Rank 0's side: offers one candidate after the other, and says how it ends."""
 
-    def __init__(self, storage: Storage, path: str, world_size: int | None, named: str | None,
-                 strategy_of: StrategyOf = nobody_knows,
-                 sick: Collection[str] | None = None, poison_limit: int = 0, counters: bool = True):
-        self.storage, self.path, self.world_size, self.named, self.strategy_of = storage, path, world_size, named, strategy_of
-        self.sick, self.poison_limit, self.counters = sick, poison_limit, counters
+    def __init__(self, storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf = nobody_knows):
+        self.storage, self.path, self.policy, self.strategy_of = storage, path, policy, strategy_of
         self.deaths: Mapping[str, tuple[Death, ...]] = {}
         self.said: list[str] = []
         self.suspected: list[Candidate] = []
-        self.unhealthy = False                                  # one of those refused is
+        self.refused_unhealthy = False
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
@@ -229,30 +244,32 @@ class _Chooser:
             return {"end": "missing", "text": str(error)}
 
     def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
+        policy = self.policy
         if self.found is None:
-            self.found, self.insists = candidates_for(self.storage, self.path, self.named, self.world_size)
+            self.found, self.insists = candidates_for(self.storage, self.path, policy.requested, policy.world_size)
             self.queue = list(self.found.candidates)
-            self.deaths = deaths_by_key(self.storage, self.found.root) if self.poison_limit and not self.insists else {}
+            counts = policy.max_failed_loads and not self.insists
+            self.deaths = deaths_by_key(self.storage, self.found.root) if counts else {}
         self.refused += verdicts[:1]
         while self.queue or self.suspected:
             if not self.queue:                                  # better one that is suspected than none
                 self.queue, self.suspected, self.deaths = self.suspected, [], {}
             candidate = self.queue.pop(0)
-            if not self.counters and is_without_step(candidate):
+            if not policy.require_counters and is_without_step(candidate):
                 candidate = replace(candidate, problem=None)
-            ranks = self.world_size
+            ranks = policy.world_size
             if not (self.insists and len(candidate.files) == 1):
-                candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, self.world_size,
+                candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, policy.world_size,
                                           self.found.expected_ranks)
             died = self.deaths.get(key_of(candidate), ())
-            if reason := suspicion(died, self.poison_limit):
+            if reason := suspicion(died, policy.max_failed_loads):
                 self.suspected.append(candidate)
                 self.refused.append(candidate.refuse(reason))
                 continue
-            refusal = quick(self.storage, self.found.root, candidate, self.world_size if self.insists else ranks,
-                            not candidate.committed) or self._sick(candidate)
+            refusal = quick(self.storage, self.found.root, candidate, policy.world_size if self.insists else ranks,
+                            not candidate.committed) or self._unhealthy(candidate)
             if refusal is None:
-                self.said += [f"step {candidate.step}: {text}" for text in [warning(died, self.poison_limit)] if text]
+                self.said += [f"step {candidate.step}: {text}" for text in [warning(died, policy.max_failed_loads)] if text]
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
                         "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
             self.refused.append(refusal)
@@ -261,16 +278,17 @@ class _Chooser:
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
                 "notes": self._notes(), "text": self._text(end, self.found.root)}
 
-    def _sick(self, candidate: Candidate) -> Refusal | None:
-        if self.sick is None or self.insists or not is_sick(candidate, self.sick):
+    def _unhealthy(self, candidate: Candidate) -> Refusal | None:
+        names = self.policy.unhealthy
+        if names is None or self.insists or not is_sick(candidate, names):
             return None
-        self.unhealthy = True
+        self.refused_unhealthy = True
         return candidate.refuse(f"it was unhealthy when it was saved (the embedding's local norm was above "
                                 f"embedding_local_norm_threshold); name its {'folder' if candidate.base else 'file'} to take it "
                                 f"all the same")
 
     def _notes(self) -> list[str]:
-        return [*self.found.notes, *assumption(self.found, self.world_size), *self.said] if self.found else []
+        return [*self.found.notes, *assumption(self.found, self.policy.world_size), *self.said] if self.found else []
 
     def _text(self, end: str, root: str) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)
@@ -279,9 +297,9 @@ class _Chooser:
         if end == "missing":
             return f"the checkpoint that was asked for cannot be used:\n{table}"
         if end == "none":
-            return (f"{NONE_HEALTHY + '. ' if self.unhealthy else ''}{root} holds checkpoints, but none can be used:\n{table}\n"
-                    f"Repair or restore one of them, or give another load_checkpoint"
-                    + ("; or, to start afresh, set resume_training: False" if self.counters else ""))
+            return (f"{NONE_HEALTHY + '. ' if self.refused_unhealthy else ''}{root} holds checkpoints, but none can be used:\n"
+                    f"{table}\nRepair or restore one of them, or give another load_checkpoint"
+                    + ("; or, to start afresh, set resume_training: False" if self.policy.require_counters else ""))
         return ""
 
 

@@ -21,6 +21,7 @@ from mindresume.reshard.source import Source, reading
 from mindresume.reshard.strategies import own_strategy
 from mindresume.resume.absent import nobody_knows
 from mindresume.resume.select import Choice, select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import survey
 from mindresume.resume.verified import verified
 from mindresume.simulation.cluster import Cluster, Process
@@ -151,7 +152,7 @@ def judge_conversions(disks: Mapping[str, Disk], history: History, training: Tra
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
-        choice = select(storage, target, Solo(), training.ranks, ranks=lambda candidate: list(candidate.files))
+        choice = select(storage, target, Solo(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
     except MindResumeError as error:
         yield Finding(WRONG, f"{target} has its name, and cannot be used: {error}")
         return

@@ -29,6 +29,7 @@ from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
 from mindresume.resume.absent import nobody_knows
 from mindresume.resume.remarks import damaged_beside
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import COMPLETE, survey
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
@@ -103,8 +104,9 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
         storage = Mount(cluster, cluster.processes[0])
         try:
             ranks = None if training.converts else training.ranks
-            choice = select(storage, training.root, Solo(), ranks, ranks=lambda candidate: list(candidate.files),
-                            poison_limit=training.settings.poison_limit, sick=frozenset() if training.monitored else None)
+            policy = SelectionPolicy(ranks, ranks_to_verify=every_rank, unhealthy=frozenset() if training.monitored else None,
+                                     max_failed_loads=training.settings.poison_limit)
+            choice = select(storage, training.root, Solo(), policy)
             rows = survey(storage, training.root, nobody_knows, ranks)[1]
         except (MindResumeError, OSError) as error:
             findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
@@ -261,7 +263,7 @@ def _tidied(disks: Mapping[str, Disk], training: Training, newest: Saved) -> lis
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        choice = select(storage, training.root, Solo(), training.ranks, ranks=lambda candidate: list(candidate.files))
+        choice = select(storage, training.root, Solo(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
         chosen = choice.chosen
         if chosen is None or (chosen.run, chosen.step) != newest:
             findings.append(Finding(LOST, f"after the next life: {chosen and chosen.name} is taken, not {newest}"))

@@ -306,6 +306,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
     """Chooses and reads as a conversion does, with a hold on what it reads: the newest, and the oldest by its name."""
     from mindresume.agree import Solo
     from mindresume.resume.select import select
+    from mindresume.resume.selection_policy import SelectionPolicy, every_rank
     from mindresume.simulation.jobs import wrong_content
     storage, training = Mount(play.cluster, running()), play.training
     for number in range(6):
@@ -313,7 +314,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
         oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
         named = oldest and oldest.first and (oldest.base or os.path.basename(oldest.first.path))
         try:
-            choice = select(storage, training.root, Solo(), training.ranks, named, lambda candidate: list(candidate.files))
+            choice = select(storage, training.root, Solo(), SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
         except MissingCheckpointError:
             continue                                            # it was removed
         if choice.chosen is None:

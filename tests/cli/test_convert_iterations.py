@@ -14,6 +14,7 @@ from mindresume.reshard.geometry import whole
 from mindresume.reshard.load import read_regions
 from mindresume.reshard.source import open_source
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.strategy import write_strategy
 
 COMMAND = "convert"
@@ -47,7 +48,7 @@ def test_there_and_back(tmp_path, call, plan, dedup):
     if plan.world_size > 1:
         path = tmp_path / "new" / NAME / "metadata.json"
         assert set(TENSORS) <= set(read_metadata(path.read_bytes(), str(path)))
-    choice = select(STORAGE, str(tmp_path / "new"), Solo(), None, ranks=lambda candidate: list(candidate.files))
+    choice = select(STORAGE, str(tmp_path / "new"), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
     assert (choice.chosen.step, choice.chosen.base, choice.chosen.world_size) == (STEP, NAME, plan.world_size)
     assert call(tmp_path / "old", tmp_path / "new", command="diff") == (0, *call(
         tmp_path / "old", tmp_path / "old", command="diff")[1:])

@@ -17,6 +17,7 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import TRACKER
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.resume.select import Choice
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import owner_of_this_process
 from mindresume.store.commit import Committer
@@ -218,7 +219,7 @@ def test_other_tensors_than_were_saved(world, altered, named):
 
 def chosen_by_hand(world, monkeypatch, **change):
     """``select`` takes step 20 whatever is wrong with it."""
-    choice = judging.select(PosixStorage(), world.root, judging.Solo(), RANKS, ranks=lambda c: list(c.files))
+    choice = judging.select(PosixStorage(), world.root, judging.Solo(), SelectionPolicy(RANKS, ranks_to_verify=every_rank))
     monkeypatch.setattr(judging, "select", lambda *args, **how: replace(choice, **change))
     return choice
 

@@ -240,7 +240,7 @@ def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):
     plan, source = Plan.parse("dp2", NET), Plan.parse("tp4", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS)
     chosen = select(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
-        rank=0, size=1, broadcast=lambda message: message, gather=lambda message: [message]), None)
+        rank=0, size=1, broadcast=lambda message: message, gather=lambda message: [message]))
     assert chosen.chosen.step == STEP
     flip_bit(tmp_path / "checkpoint" / chosen.chosen.files[3][0].path)
     for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan)):

@@ -33,8 +33,9 @@ from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
 from mindresume.plugin import adapter, hooks, loading, online, session  # noqa: E402
-from mindresume.resume import account, choosing  # noqa: E402
+from mindresume.resume import account, choosing, selection  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
+from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
 from mindresume.resume.witness import Settled  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
@@ -157,7 +158,7 @@ def test_what_a_folder_is_taken_for(tmp_path, names, complete):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
         assert not online.applies(config_of(path))
-        assert choosing.is_complete_resume(hooks.PosixStorage(), str(path), False) is complete
+        assert selection.is_consolidated(hooks.PosixStorage(), str(path), False) is complete
 
 
 @pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
@@ -564,7 +565,7 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     save(tmp_path, 5, world=4)
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
-    choice = select(STORAGE, str(tmp_path), Solo(), 4)
+    choice = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(4))
     arrays, deduplicated = loading.read_shard(STORAGE, str(tmp_path), choice.shards[0])
     assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
@@ -628,7 +629,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         (tmp_path / "new").write_bytes(content)
         (tmp_path / "new").replace(path)
         return pick()
-    monkeypatch.setattr(choosing, "choose_with_remote", restore)
+    monkeypatch.setattr(selection, "choose_with_remote", restore)
     monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
     current.remote = object()
     hooks.choose_checkpoint(config_of(tmp_path), current)

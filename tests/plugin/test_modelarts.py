@@ -13,6 +13,7 @@ from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.plugin import adapter, modelarts  # noqa: E402
 from mindresume.resume import restore  # noqa: E402
+from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
 from mindresume.store.remote import Remote  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
@@ -82,8 +83,9 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     asked = []
     monkeypatch.setattr(restore.Restore, "choose", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
-    picked = restore.choose_with_remote(lambda: "choice", path, modelarts.saved_to(config), None, Remote(None, "obs://b/c"),
-                                        Solo(), PosixStorage(), 1, adapter.logger())
+    source = restore.RemoteSource(Remote(None, "obs://b/c"), lambda: modelarts.saved_to(config))
+    picked = restore.choose_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
+                                        adapter.logger())
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at or "obs://b/c is not looked at: load_checkpoint is " + path in said[0][1]
 

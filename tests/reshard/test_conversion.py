@@ -36,6 +36,7 @@ from mindresume.reshard.engine import writer
 from mindresume.reshard.made import CONVERSION, read_made
 from mindresume.reshard.source import open_source
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.strategy import Strategy, write_strategy
 
 TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}
@@ -645,7 +646,7 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt):
     recorded(tmp_path / "a", Plan.parse("tp4"), ALL, fmt)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2pp2opt2", fmt)
     check(tmp_path / "b", plan)
-    choice = select(STORAGE, str(tmp_path / "b"), Solo(), 8, ranks=lambda candidate: range(8))
+    choice = select(STORAGE, str(tmp_path / "b"), Solo(), SelectionPolicy(8, ranks_to_verify=lambda _, candidate: range(8)))
     candidate, run = choice.chosen, choice.chosen.run
     assert (candidate.step, candidate.world_size, candidate.format, candidate.committed) == (STEP, 8, fmt, True)
     assert candidate.state == state_of(STEP) and run_sequence(run) == 1 and run != RUN
@@ -753,7 +754,7 @@ def test_lost_files_of_the_target_stand_in_for_each_other(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2")
     (tmp_path / "b" / "rank_3" / "net_rank_3-2_5.safetensors").unlink()
-    choice = select(STORAGE, str(tmp_path / "b"), Solo(), 4, ranks=lambda candidate: range(4))
+    choice = select(STORAGE, str(tmp_path / "b"), Solo(), SelectionPolicy(4, ranks_to_verify=lambda _, candidate: range(4)))
     assert choice.chosen.step == STEP and not choice.refused
     convert(tmp_path / "b", tmp_path / "c", "tp4")
     check(tmp_path / "c", Plan.parse("tp4"))

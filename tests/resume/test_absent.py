@@ -18,6 +18,7 @@ from mindresume.manifest import Details, TensorRecord, run_name
 from mindresume.reshard.source import open_source
 from mindresume.resume.absent import stand_ins
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.commit import Committer
 from mindresume.store.removal import plan
 from mindresume.store.retention import KEEP_ALL
@@ -68,7 +69,8 @@ def last_save(root, step, ranks, iterations=False, mark=True, part=()):
 
 
 def choose(root, world=WORLD, **options):
-    return select(STORAGE, str(root), Solo(), world, ranks=lambda c: range(c.world_size), **options)
+    policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
+    return select(STORAGE, str(root), Solo(), policy, **options)
 
 
 def loaded(choice, rank):
@@ -129,14 +131,14 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     with open(tmp_path / file, "rb") as opened:
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
-    choice = select(STORAGE, str(tmp_path), Solo(), WORLD, ranks=lambda c: [1] if c.absent else [0])
+    choice = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.absent else [0]))
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
 
 def test_all_ranks_of_a_group_take_it(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
-    choices = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, WORLD))
+    choices = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
     assert [choice.chosen.step for choice in choices] == [7] * WORLD
     for rank, choice in enumerate(choices):
         assert [shard.rank for shard in choice.shards] == [rank]
@@ -229,8 +231,9 @@ def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
     alien = Strategy(({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy")
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
-    for ranks in (lambda c: range(c.world_size), lambda c: [3]):
-        choice = select(STORAGE, str(tmp_path), Solo(), WORLD, ranks=ranks, strategy_of=lambda root, candidate: alien)
+    for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
+        policy = SelectionPolicy(WORLD, ranks_to_verify=ranks)
+        choice = select(STORAGE, str(tmp_path), Solo(), policy, strategy_of=lambda root, candidate: alien)
         assert choice.chosen.step == 5
         assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
 

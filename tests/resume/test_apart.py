@@ -8,6 +8,7 @@ from store.test_islands import LATER, save_part
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.manifest import FOLDER
 from mindresume.resume.apart import select_apart
+from mindresume.resume.selection_policy import SelectionPolicy
 
 NODES = ("a", "a", "b", "b")
 PARTS = {"a": (0, 1), "b": (2, 3)}
@@ -20,7 +21,8 @@ def both(tmp_path, *steps, **how):
 
 
 def choose(tmp_path, path="", **options):
-    found = Ranks(4).run(lambda group: select_apart(STORAGE, str(tmp_path / NODES[group.rank] / path), group, **options))
+    found = Ranks(4).run(lambda group: select_apart(
+        STORAGE, str(tmp_path / NODES[group.rank] / path), group, SelectionPolicy(**options)))
     for error in found:
         if isinstance(error, Exception):
             assert all(type(other) is type(error) for other in found)
@@ -58,7 +60,7 @@ def test_damage_on_one_node_is_refused_by_all(tmp_path):
     choices = choose(tmp_path)
     assert step_of(choices) == 5
     assert all("rank 3 is not what was written" in choice.refused[0].reason for choice in choices)
-    assert step_of(choose(tmp_path, complete=False)) == 10
+    assert step_of(choose(tmp_path, verify="quick")) == 10
 
 
 def test_a_later_run_that_went_back_is_newer(tmp_path):
@@ -138,17 +140,17 @@ def test_another_number_of_ranks(tmp_path):
 
 def test_named(tmp_path):
     both(tmp_path, 5, 10)
-    assert step_of(choose(tmp_path, named=str(name_of(0, 5)))) == 5
+    assert step_of(choose(tmp_path, requested=str(name_of(0, 5)))) == 5
     with pytest.raises(MissingCheckpointError, match="cannot be used by all ranks"):
-        choose(tmp_path, named=str(name_of(0, 7)))
+        choose(tmp_path, requested=str(name_of(0, 7)))
     save_part(tmp_path / "a", 15, (0, 1))
     with pytest.raises(MissingCheckpointError, match="cannot be used by all ranks"):
-        choose(tmp_path, named=str(name_of(0, 15)))
+        choose(tmp_path, requested=str(name_of(0, 15)))
 
 
 def test_health_as_rank_0_knows_it(tmp_path):
     both(tmp_path, 5, 10)
-    assert step_of(choose(tmp_path, sick=frozenset({str(name_of(0, 10))}))) == 5
+    assert step_of(choose(tmp_path, unhealthy=frozenset({str(name_of(0, 10))}))) == 5
 
 
 def test_a_rank_that_fails_reaches_all(tmp_path):

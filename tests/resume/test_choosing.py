@@ -9,8 +9,10 @@ from mindresume.agree import Solo
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
 from mindresume.manifest import FOLDER
 from mindresume.reshard import merged
-from mindresume.resume import choosing
+from mindresume.resume import choosing, selection
 from mindresume.resume.choosing import Chooser, Request, located, own_shard, reads_once
+from mindresume.resume.select import select
+from mindresume.resume.selection_policy import QUICK, SelectionPolicy
 from mindresume.settings import Settings
 from mindresume.store.claim import claims
 from mindresume.store.islands import Islands
@@ -114,7 +116,7 @@ def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
 
 
 def taken(root):
-    return choosing.select(STORAGE, str(root), Solo(), 2, complete=False)
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(2, verify=QUICK))
 
 
 def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
@@ -161,10 +163,10 @@ def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monke
     save(tmp_path, 5, world=1)
     asked = []
 
-    def with_remote(pick, path, saved_to, *rest):
-        asked.append((path, saved_to))
+    def with_remote(pick, path, source, *rest):
+        asked.append((path, source.saved_to()))
         return pick()
-    monkeypatch.setattr(choosing, "choose_with_remote", with_remote)
+    monkeypatch.setattr(selection, "choose_with_remote", with_remote)
     for resume in (True, False):
         choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).hold.leave()
     assert asked == [(str(tmp_path), {"there"})]

@@ -8,6 +8,7 @@ from mindresume.agree import Solo
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.resume.health import LIST, sick_files
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 
 
 def listed(folder, *rows):
@@ -17,7 +18,7 @@ def listed(folder, *rows):
 
 
 def choose(root, sick, named=None):
-    return select(STORAGE, str(root), Solo(), 4, named, ranks=lambda c: list(c.files), sick=sick)
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=sick))
 
 
 @pytest.mark.parametrize("write", [save, write_foreign])
@@ -93,5 +94,5 @@ def test_ours_carry_it_themselves(tmp_path):
     place = place_of(tmp_path, 0, 1, RUN)
     write_shard(place, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
     Committer(place).saved(10)
-    found = select(STORAGE, str(tmp_path), Solo(), 1, sick=())
+    found = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(1, unhealthy=()))
     assert found.chosen.step == 5 and "unhealthy" in found.refused[0].reason

@@ -11,6 +11,7 @@ from mindresume.files import read_header
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.prove import ProvenShard
 from mindresume.resume.select import _Chooser, select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.storage import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
@@ -19,7 +20,7 @@ WORLD = 4
 
 def choose(root, world=WORLD, named=None, **options):
     """The choice of one process that proves all ranks, as `mindresume which` does."""
-    return select(STORAGE, str(root), Solo(), world, named, ranks=lambda c: list(c.files), **options)
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
 def attempt(root, step, run=RUN):
@@ -340,7 +341,7 @@ def test_weights_without_counters_are_no_training_state(tmp_path):
 
 def test_one_bad_verdict_moves_all_ranks(saved):
     flip_bit(path_of(saved, 15, 2))
-    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(saved), group, WORLD))
+    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
     assert [result.chosen.step for result in results] == [10] * WORLD
     assert [result.shards[0].rank for result in results] == [0, 1, 2, 3]
     assert all(isinstance(result.shards[0], ProvenShard) for result in results)
@@ -350,7 +351,7 @@ def test_one_bad_verdict_moves_all_ranks(saved):
 def test_an_error_of_rank_0_reaches_all(tmp_path):
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 3))
-    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, WORLD))
+    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
     assert [type(result) for result in results] == [NoUsableCheckpointError] * WORLD
 
 
@@ -375,7 +376,7 @@ def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_r
         for rank in range(world // 2 if trouble else 0):
             write_rank(root, 30, rank, world)
         counting = Counting()
-        chooser = _Chooser(counting, str(root), world, None)
+        chooser = _Chooser(counting, str(root), SelectionPolicy(world))
         assert chooser.next([])["candidate"]["step"] == 20
         counts.append(counting.operations)
     assert counts[0] == counts[1]

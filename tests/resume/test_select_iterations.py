@@ -26,12 +26,13 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats.iteration_files import COMMON, METADATA, TRACKER
 from mindresume.manifest import FOLDER, MANIFEST, record_name, run_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 
 NEXT = run_name(2, "0000bbbb")
 
 
 def choose(root, named=None, world=None, **options):
-    return select(STORAGE, str(root), Solo(), world, named, ranks=lambda c: list(c.files), **options)
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
 def told(choice):
@@ -266,7 +267,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
 
 def test_all_ranks_take_the_same_and_the_damage_that_one_sees_counts_for_all(saved):
     flip_bit(weights_of(saved, 15, 1))
-    choices = Ranks(2).run(lambda group: select(STORAGE, str(saved), group, 2))
+    choices = Ranks(2).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(2)))
     assert [taken(choice) for choice in choices] == [(10, RUN)] * 2
     assert {choice.refused[0].rank for choice in choices} == {1}
 
@@ -280,16 +281,16 @@ def test_health(tmp_path):
     for step, health in ((5, 0), (10, None), (15, 1)):
         save(tmp_path, step, health=health)
     assert taken(choose(tmp_path)) == (15, RUN)
-    choice = choose(tmp_path, sick=())
+    choice = choose(tmp_path, unhealthy=())
     assert taken(choice) == (10, RUN) and "unhealthy when it was saved (the embedding's local norm" in refused(choice)[0][1]
-    assert taken(choose(tmp_path, "15", sick=())) == (15, RUN)
-    assert taken(choose(folder_of(tmp_path, 15), sick=())) == (15, RUN)
+    assert taken(choose(tmp_path, "15", unhealthy=())) == (15, RUN)
+    assert taken(choose(folder_of(tmp_path, 15), unhealthy=())) == (15, RUN)
 
 
 def test_health_where_all_are_sick(tmp_path):
     save(tmp_path, 5, health=1)
     with pytest.raises(NoUsableCheckpointError, match="(?s)The training has no healthy checkpoints yet, please start.*unhealthy"):
-        choose(tmp_path, sick=())
+        choose(tmp_path, unhealthy=())
 
 
 # ---- named -----------------------------------------------------------------------------------------------------------
@@ -491,14 +492,14 @@ def test_damaged_mindformers_folders(tmp_path, kind):
 def test_common_of_other_versions(tmp_path, row):
     foreign(tmp_path, "mf180_20_tp2")
     common(**row)(folder_of(tmp_path, 15))
-    assert taken(choose(tmp_path, sick=())) == (15, None)
+    assert taken(choose(tmp_path, unhealthy=())) == (15, None)
 
 
 def test_mindformers_folders_that_were_sick(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     common(ckpt_status=1)(folder_of(tmp_path, 15))
     assert taken(choose(tmp_path)) == (15, None)
-    assert taken(choose(tmp_path, sick=())) == (10, None)
+    assert taken(choose(tmp_path, unhealthy=())) == (10, None)
 
 
 def test_without_a_tracker_missing_files_are_a_first_save_that_died(tmp_path):

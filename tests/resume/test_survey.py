@@ -9,6 +9,7 @@ from mindresume.agree import Solo
 from mindresume.formats.scan import scan
 from mindresume.reshard.strategies import identity_of, set_aside, strategies, strategy_for
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import COMPLETE, UNUSABLE, size_of, survey
 from mindresume.strategy import write_strategy
 
@@ -41,7 +42,7 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     next_job(root, folder, plan)
     _, (seen,) = survey(STORAGE, str(root), strategies(STORAGE))
     assert (seen.state, seen.candidate.absent) == (COMPLETE, lost)
-    choice = select(STORAGE, str(root), Solo(), ranks=lambda candidate: list(candidate.files), strategy_of=strategies(STORAGE))
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank), strategy_of=strategies(STORAGE))
     assert choice.chosen == seen.candidate and choice.refused == ()
 
 

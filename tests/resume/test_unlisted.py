@@ -17,6 +17,7 @@ from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import size_of, survey
 from mindresume.store import iteration
 from mindresume.store.acquire import occupy
@@ -56,8 +57,8 @@ class Closed(PosixStorage):
 
 
 def choose(storage, root, world=2):
-    return select(storage, str(root), Solo(), world, ranks=lambda candidate: list(candidate.files),
-                  strategy_of=strategies(storage), poison_limit=2)
+    return select(storage, str(root), Solo(), SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
+                  strategy_of=strategies(storage))
 
 
 def rank_folders(root):

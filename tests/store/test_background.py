@@ -15,6 +15,7 @@ from mindresume.files import read_header, read_tensor
 from mindresume.formats.records import scan_records
 from mindresume.manifest import run_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule, Strike
@@ -64,7 +65,7 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, kind, fmt):
                 assert read_tensor(file, header.tensors[name]).tobytes() == array.tobytes(), name
     assert saver.finish(PATIENCE) == []
     assert steps(tmp_path) == [10, 5]
-    assert select(STORAGE, str(tmp_path), Solo(), 1).chosen.step == 10
+    assert select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(1)).chosen.step == 10
 
 
 def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
@@ -208,7 +209,7 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "died (exit status -9)" in str(outcome.error)
-    assert select(STORAGE, str(tmp_path / "checkpoint"), Solo(), 1).chosen.step == 1
+    assert select(STORAGE, str(tmp_path / "checkpoint"), Solo(), SelectionPolicy(1)).chosen.step == 1
     (tmp_path / "go").touch()
     saver.save(Save(shard(10)))
     assert saver.finish(PATIENCE)[0].saved

@@ -37,6 +37,7 @@ from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import owner_of_this_process
 from mindresume.store.commit import Committer
@@ -66,7 +67,7 @@ def adopting(root, run=NEXT, emit=ignore):
 
 
 def chosen(root):
-    choice = select(STORAGE, str(root), Solo(), None, ranks=lambda c: list(c.files))
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen and (choice.chosen.step, choice.chosen.run)
 
 

@@ -14,6 +14,7 @@ from mindresume.formats import rank_folders, records
 from mindresume.formats.names import META, FileName, folder_name, label, meta_json
 from mindresume.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.state import TrainingState
 from mindresume.store import commit, removal, storage
 from mindresume.store.commit import Committer
@@ -238,5 +239,5 @@ def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_sid
         disk.put(f"{ROOT}/{folder_name(rank)}/{name_of(5, rank)}", data)
         disk.put(f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode())
     disk.done.clear()
-    assert select(disk, ROOT, Solo(), 64).chosen.step == 5
+    assert select(disk, ROOT, Solo(), SelectionPolicy(64)).chosen.step == 5
     assert sum(disk.done.values()) - sum(together) < 40 and sum(together) > 64 * 3

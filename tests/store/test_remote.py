@@ -23,6 +23,7 @@ from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
 from mindresume.resume.restore import Restore, trace
 from mindresume.resume.select import Choice, select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.simulation.standins import here
 from mindresume.store import removal
 from mindresume.store.acquire import occupy, see_dead
@@ -105,9 +106,9 @@ class World:
         group = group or Solo()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
-        ranks = (lambda candidate: [rank for rank in candidate.files if rank % group.size == group.rank]) if converts else None
-        found = Restore(STORAGE, self.remote, str(self.disk), group, size, named, self.log.append, self.log.append, **judged)
-        return found.choose(lambda: select(STORAGE, str(self.disk), group, size, named, ranks, **judged))
+        policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
+        found = Restore(STORAGE, self.remote, str(self.disk), group, policy, self.log.append, self.log.append)
+        return found.choose(lambda: select(STORAGE, str(self.disk), group, policy))
 
     def restore_all(self, size=None, **how):
         """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
@@ -202,7 +203,7 @@ def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
     world.mirror(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
-    choice = select(STORAGE, str(copied), Solo(), 2, ranks=lambda candidate: list(candidate.files))
+    choice = select(STORAGE, str(copied), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank))
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
@@ -389,8 +390,8 @@ def restored_apart(tmp_path, monkeypatch, fetched=Remote):
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
             store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        found = Restore(storage, remote, str(world.disk), group, 2, log=world.log.append, warn=world.log.append)
-        return found.choose(lambda: select(storage, str(world.disk), group, 2))
+        found = Restore(storage, remote, str(world.disk), group, SelectionPolicy(2), log=world.log.append, warn=world.log.append)
+        return found.choose(lambda: select(storage, str(world.disk), group, SelectionPolicy(2)))
     return world, Ranks(2).run(work)
 
 
@@ -453,8 +454,8 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     world.first.work()
     world.empty_disk()
     found = Restore(STORAGE, world.remote, str(world.disk), Solo(), log=world.log.append)
-    choice = found.choose(lambda: select(STORAGE, str(world.disk), Solo(), ranks=lambda candidate: list(candidate.files),
-                                         sick=()))
+    policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
+    choice = found.choose(lambda: select(STORAGE, str(world.disk), Solo(), policy))
     assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
     assert [line[:7] for line in world.log if "fetched" in line] == ["step 10", "step 5 "]
 
@@ -480,7 +481,7 @@ def sick_from(world, monkeypatch, first):
     write = iterations.write_rank
     monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
         root, step, *more, **{**how, "health": int(step >= first)}))
-    return {"sick": () if world.fmt == "2.0" else {str(folders.name_of(0, step)) for step in (10, 15)}}
+    return {"unhealthy": () if world.fmt == "2.0" else {str(folders.name_of(0, step)) for step in (10, 15)}}
 
 
 def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
@@ -529,10 +530,10 @@ def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(
         fetched = downloads(monkeypatch)
         assert job().chosen.step == int(fetched[-1][5:15])
         return set(fetched)
-    assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(5, RUN)}
-    assert fetched_by(lambda: world.restore_all(poison_limit=3)) == {attempt_name(10, RUN)}
+    assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(5, RUN)}
+    assert fetched_by(lambda: world.restore_all(max_failed_loads=3)) == {attempt_name(10, RUN)}
     world.remote._delete(attempt_name(5, RUN), world.remote.look(), [])
-    assert fetched_by(lambda: world.restore_all(poison_limit=2)) == {attempt_name(10, RUN)}
+    assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(10, RUN)}
 
 
 # ---- numbers of runs ---------------------------------------------------------------------------------------------------
@@ -973,7 +974,7 @@ def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_pat
             except Died:
                 pass
             monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-            alone = select(STORAGE, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files))
+            alone = select(STORAGE, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
             assert alone.chosen is None and alone.fresh or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
         assert at > 10
@@ -992,11 +993,11 @@ def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
         view = machine.view(0)
         try:
             Restore(view, world.remote, str(world.disk), Solo()).choose(
-                lambda view=view: select(view, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files)))
+                lambda view=view: select(view, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank)))
             break
         except Killed:
             pass
-        alone = select(STORAGE, str(world.disk), Solo(), None, ranks=lambda candidate: list(candidate.files))
+        alone = select(STORAGE, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
         seen.fresh += alone.chosen is None
         seen.taken += alone.chosen is not None
         assert alone.fresh if alone.chosen is None else alone.chosen.step == 10

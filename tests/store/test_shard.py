@@ -14,6 +14,7 @@ from mindresume.errors import NoRoomError, SaveError
 from mindresume.formats.scan import scan
 from mindresume.manifest import record_name, run_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
 from mindresume.store.saver import Foreground, Save, Work
@@ -52,7 +53,7 @@ def save_all(made, root, *steps):
 
 
 def chosen(root):
-    choice = select(STORAGE, str(root), Solo(), None, ranks=lambda candidate: list(candidate.files))
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen and choice.chosen.step
 
 

@@ -11,6 +11,7 @@ from mindresume.agree import Solo
 from mindresume.errors import LoadError
 from mindresume.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.select import select
+from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store import trials as module
 from mindresume.store.removal import plan
 from mindresume.store.retention import KeepLast
@@ -21,7 +22,7 @@ NAN = RuntimeError("loss is nan")
 
 
 def choose(root, limit=2, named=None):
-    return select(STORAGE, str(root), Solo(), 1, named, poison_limit=limit)
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(1, named, max_failed_loads=limit))
 
 
 class Job:

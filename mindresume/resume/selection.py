@@ -1,0 +1,145 @@
+"""Selects the checkpoint to resume from: the one function that the job and the command line call.
+
+    choice = select_checkpoint(storage, path, group, policy, sources)           # by all ranks; raises if none can be used
+    preview = preview_selection(storage, path, policy, sources)                 # by one process for all ranks; reports instead
+
+    shared storage          ``select``, the newest that all ranks verified
+    node-local storage      ``select_apart``, the newest that all nodes have
+    consolidated weights    ``sources.select_consolidated``
+    an object store         what is newer there is fetched before the choice (``restore``)
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from mindresume.agree import Group, Solo, decide
+from mindresume.errors import AgreementError, NoUsableCheckpointError, UnusableError
+from mindresume.formats import Candidate, Refusal
+from mindresume.formats.complete import is_complete
+from mindresume.formats.location import locate
+from mindresume.log import Log
+from mindresume.resume.absent import StrategyOf, nobody_knows
+from mindresume.resume.apart import select_apart
+from mindresume.resume.prove import prove
+from mindresume.resume.restore import RemoteSource, choose_with_remote
+from mindresume.resume.select import Choice, ProgressMeter, forget_kept, select
+from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.survey import PART, survey
+from mindresume.store.islands import Islands
+from mindresume.store.kept import disk_of
+from mindresume.store.storage import Storage
+
+
+@dataclass(frozen=True)
+class CheckpointSources:
+    """What a selection looks at besides the folder itself.
+
+    Args:
+        strategy_of: returns the strategy of the job that saved a candidate without a manifest.
+        select_consolidated: ``(storage, path) -> Choice`` of consolidated (merged) weights. None: they are not accepted.
+        remote: the object store in which newer checkpoints may lie.
+        shared: which ranks see the same folder. None: all of them.
+    """
+    strategy_of: StrategyOf = nobody_knows
+    select_consolidated: Callable[[Storage, str], Choice] | None = None
+    remote: RemoteSource | None = None
+    shared: Islands | None = None
+
+
+@dataclass(frozen=True)
+class SelectionPreview:
+    """What a resume would do. ``choice.chosen`` None: it starts afresh (``choice.fresh``), or stops with ``error``.
+    ``node_local``: the newest step of which this node's files are whole, where nodes share no storage: the job decides together
+    with the other nodes."""
+    choice: Choice
+    error: str = ""
+    node_local: Candidate | None = None
+
+
+def select_checkpoint(storage: Storage, path: str, group: Group, policy: SelectionPolicy,
+                      sources: CheckpointSources | None = None, log: Log | None = None,
+                      progress: ProgressMeter | None = None) -> Choice:
+    """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
+
+    Args:
+        storage: verifies the files; what it keeps in memory (``KeptFiles``) is dropped whenever a candidate is refused.
+        path: the folder or file in which the checkpoints lie (``formats.location``).
+        progress: receives the bytes that are verified.
+    Raises:
+        MissingCheckpointError, NoUsableCheckpointError, AgreementError: on all ranks together, as ``select``.
+    """
+    sources, disk = sources or CheckpointSources(), disk_of(storage)
+    split = sources.shared is not None and sources.shared.apart
+
+    def pick() -> Choice:
+        forget_kept(storage)                                # a download may have replaced what was verified before
+        if split:
+            return select_apart(storage, path, group, policy)
+        return select(storage, path, group, policy, sources.strategy_of, progress)
+    if split:
+        policy = replace(policy, world_size=group.size, max_failed_loads=0)
+    elif sources.select_consolidated is not None and decide(group, lambda: is_consolidated(disk, path, policy.any_layout)):
+        return replace(sources.select_consolidated(storage, path), consolidated=True)
+    if sources.remote is None:
+        return pick()
+    return choose_with_remote(pick, path, sources.remote, group, disk, policy, log, sources.shared if split else None)
+
+
+def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,
+                      progress: ProgressMeter | None = None) -> SelectionPreview:
+    """Returns what the job would select, as one process sees it that verifies the files of all ranks.
+
+    Args:
+        path: any folder or file that ``load_checkpoint`` may name.
+        policy: ``ranks_to_verify`` should be ``every_rank``.
+    """
+    sources = sources or CheckpointSources()
+
+    def consolidated(storage: Storage, path: str) -> Choice:
+        try:
+            return sources.select_consolidated(storage, path)
+        except AgreementError as error:                     # damage, which ends the job
+            raise NoUsableCheckpointError(str(error).removeprefix("rank 0: ")) from error
+    try:
+        place = locate(storage, path)
+        choice = select_checkpoint(storage, place, Solo(), policy,
+                                   replace(sources, select_consolidated=sources.select_consolidated and consolidated),
+                                   progress=progress)
+    except UnusableError as failure:
+        status = storage.status(path)
+        root = os.path.dirname(path) if status is not None and not status.is_folder else path
+        found = None
+        if failure.refused and policy.requested is None:
+            found = newest_node_local(storage, path, policy, sources.strategy_of)
+        return SelectionPreview(Choice(None, tuple(failure.refused), (), False, (), root), str(failure), found)
+    notes = choice.notes if place == path else (f"{path} holds no checkpoints itself; those in {place} count", *choice.notes)
+    return SelectionPreview(replace(choice, notes=notes))
+
+
+def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf) -> Candidate | None:
+    """Returns the newest step of which the files of this node's ranks are all here and verified; None if there is none."""
+    try:
+        found, rows = survey(storage, path, strategy_of)
+    except UnusableError:
+        return None
+    for row in rows:
+        if row.state == PART and not any(
+                isinstance(prove(storage, found.root, row.candidate, rank, None, policy.verifies_bytes), Refusal)
+                for rank in row.candidate.files):
+            return row.candidate
+    return None
+
+
+def is_consolidated(storage: Storage, path: str, any_layout: bool) -> bool:
+    """Returns whether ``path`` holds consolidated weights: a folder of them, or where any layout may be loaded one file."""
+    if not is_complete(storage, path):
+        return False
+    if any_layout:
+        return True
+    with suppress(OSError, ValueError):
+        status = storage.status(path)
+        return status is not None and status.is_folder
+    return False

@@ -1,0 +1,142 @@
+"""The one function by which job and command line select a checkpoint, and its preview by a single process."""
+import pytest
+from folders import STORAGE, Ranks, flip_bit, path_of, save
+from store.test_islands import save_part
+
+from mindresume.agree import Solo
+from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.formats import MERGED, Candidate
+from mindresume.manifest import FileRecord
+from mindresume.resume import selection
+from mindresume.resume.restore import RemoteSource
+from mindresume.resume.select import Choice
+from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
+from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
+from mindresume.store.islands import Islands
+
+WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
+
+
+def preview(path, *policy, sources=None, **options):
+    return preview_selection(STORAGE, str(path), SelectionPolicy(*policy, ranks_to_verify=every_rank, **options), sources)
+
+
+def consolidated(storage, path):
+    return Choice(WHOLE, (), (), False, (), path)
+
+
+def damaged(storage, path):
+    raise AgreementError("rank 0: part0.safetensors is damaged")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A file that is taken for consolidated weights by its place."""
+    folder = tmp_path / "unified"
+    folder.mkdir()
+    (folder / "part0.safetensors").write_bytes(b"")
+    return folder
+
+
+# ---- consolidated weights --------------------------------------------------------------------------------------------
+
+def test_consolidated_weights_are_selected_by_their_own_function(weights):
+    sources = CheckpointSources(select_consolidated=consolidated)
+    choice = select_checkpoint(STORAGE, str(weights), Solo(), SelectionPolicy(1), sources)
+    assert choice.chosen is WHOLE and choice.consolidated
+    found = preview(weights, sources=sources)
+    assert found.choice.chosen is WHOLE and (found.error, found.node_local) == ("", None)
+
+
+def test_a_single_file_counts_as_consolidated_weights_only_where_any_layout_is_loaded(weights):
+    sources, path = CheckpointSources(select_consolidated=consolidated), str(weights / "part0.safetensors")
+    assert select_checkpoint(STORAGE, path, Solo(), SelectionPolicy(any_layout=True), sources).chosen is WHOLE
+    with pytest.raises(MissingCheckpointError):
+        select_checkpoint(STORAGE, path, Solo(), SelectionPolicy(1), sources)
+
+
+def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_preview(weights):
+    sources = CheckpointSources(select_consolidated=damaged)
+    with pytest.raises(AgreementError):
+        select_checkpoint(STORAGE, str(weights), Solo(), SelectionPolicy(1), sources)
+    found = preview(weights, sources=sources)
+    assert found.error == "part0.safetensors is damaged" and found.choice.chosen is None and not found.choice.fresh
+
+
+def test_a_requested_name_is_not_asked_of_consolidated_weights_by_job_and_preview_alike(weights):
+    """The command line refused what the job takes."""
+    sources, policy = CheckpointSources(select_consolidated=consolidated), SelectionPolicy(requested="x.safetensors")
+    assert select_checkpoint(STORAGE, str(weights), Solo(), policy, sources).chosen is WHOLE
+    assert preview(weights, requested="x.safetensors", sources=sources).choice.chosen is WHOLE
+
+
+# ---- folders of checkpoints ------------------------------------------------------------------------------------------
+
+def test_job_and_preview_select_the_same(tmp_path):
+    for step in (5, 10):
+        save(tmp_path / "checkpoint", step, world=2)
+    flip_bit(path_of(tmp_path / "checkpoint", 10, 1))
+    job = Ranks(2).run(lambda group: select_checkpoint(STORAGE, str(tmp_path / "checkpoint"), group, SelectionPolicy(2)))
+    found = preview(tmp_path)
+    assert {choice.chosen.step for choice in (*job, found.choice)} == {5}
+    assert all(choice.refused == found.choice.refused for choice in job) and [r.step for r in found.choice.refused] == [10]
+    assert not found.choice.consolidated and found.choice.root == str(tmp_path / "checkpoint")
+    (note,) = found.choice.notes                        # says where the checkpoints lie
+    assert str(tmp_path / "checkpoint") in note
+    assert preview(tmp_path, verify=QUICK).choice.chosen.step == 10
+
+
+def test_a_preview_reports_why_none_can_be_used(tmp_path):
+    save(tmp_path, 5, world=2)
+    flip_bit(path_of(tmp_path, 5, 1))
+    found = preview(tmp_path)
+    assert found.choice.chosen is None and not found.choice.fresh and found.node_local is None
+    assert str(tmp_path) in found.error and [refusal.rank for refusal in found.choice.refused] == [1]
+    found = preview(path_of(tmp_path, 5, 0))
+    assert found.choice.chosen is None and found.choice.root == str(tmp_path / "rank_0")
+
+
+def test_a_preview_of_no_folder_is_a_fresh_start(tmp_path):
+    found = preview(tmp_path / "none")
+    assert found.choice.fresh and found.error == ""
+
+
+# ---- node-local storage ----------------------------------------------------------------------------------------------
+
+def test_a_preview_names_the_newest_step_of_which_this_nodes_files_are_whole(tmp_path):
+    for step in (5, 10):
+        save_part(tmp_path, step, (0, 1))
+    flip_bit(path_of(tmp_path, 10, 1))
+    found = preview(tmp_path)
+    assert found.choice.chosen is None and found.error and (found.node_local.step, found.node_local.part) == (5, (0, 1))
+    assert preview(tmp_path, verify=QUICK).node_local.step == 10
+    assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
+
+
+def test_node_local_storage_takes_what_all_nodes_have(tmp_path):
+    sources = CheckpointSources(shared=Islands((0, 0, 2, 2)))
+    for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        save_part(tmp_path / node, 5, ranks)
+    save_part(tmp_path / "a", 10, (0, 1))
+    found = Ranks(4).run(lambda group: select_checkpoint(STORAGE, str(tmp_path / "aabb"[group.rank]), group, SelectionPolicy(4),
+                                                         sources))
+    assert [choice.chosen.step for choice in found] == [5] * 4
+
+
+# ---- an object store -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("split", [True, False])
+def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monkeypatch, split):
+    asked = []
+
+    def with_remote(pick, path, source, group, storage, policy, log, islands):
+        asked.append((policy.world_size, policy.max_failed_loads, islands))
+        raise NoUsableCheckpointError("nothing")
+    monkeypatch.setattr(selection, "choose_with_remote", with_remote)
+    shared = Islands((0, 1) if split else (0, 0))
+    sources = CheckpointSources(remote=RemoteSource(object(), frozenset), shared=shared)
+
+    def work(group):
+        return select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(max_failed_loads=3), sources)
+    assert all(isinstance(error, NoUsableCheckpointError) for error in Ranks(2).run(work))
+    assert asked == [(2, 0, shared) if split else (None, 3, None)] * 2

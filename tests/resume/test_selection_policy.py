@@ -1,0 +1,27 @@
+"""What a selection accepts, and which ranks each process verifies."""
+from types import SimpleNamespace
+
+import pytest
+
+from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.manifest import FileRecord
+from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank, own_rank
+
+FILE = (FileRecord("f", "safetensors"),)
+
+
+def candidate(ranks, state=None):
+    return Candidate(5, MINDFORMERS, "safetensors", dict.fromkeys(ranks, FILE), len(ranks), (0.0,), state)
+
+
+@pytest.mark.parametrize("rank, size, state, ranks", [
+    (0, 1, "recorded", [0, 1, 2, 3]), (0, 1, None, [0, 1, 2, 3]), (1, 2, "recorded", [1, 3]), (1, 2, None, [0, 1, 3]),
+    (5, 8, "recorded", []), (5, 8, None, [0])])
+def test_every_rank_is_verified_by_some_process_and_the_counters_of_mindformers_by_each(rank, size, state, ranks):
+    group = SimpleNamespace(rank=rank, size=size)
+    assert list(every_rank(group, candidate(range(4), state))) == ranks
+    assert list(own_rank(group, candidate(range(4), state))) == [rank]
+
+
+def test_all_bytes_are_verified_unless_the_policy_is_quick():
+    assert SelectionPolicy().verifies_bytes and not SelectionPolicy(verify=QUICK).verifies_bytes
