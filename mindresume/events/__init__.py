@@ -88,8 +88,9 @@ def _value(declared: str, value: Any) -> tuple[bool, Any]:
         return isinstance(value, str if kind == "str" else bool), value
     if not isinstance(value, list):
         return False, ()
-    if kind == "tuple[int, ...]":
-        return all(_value("int", row)[0] for row in value), tuple(value)
+    if kind in ("tuple[int, ...]", "tuple[str, ...]"):
+        inner = kind.removeprefix("tuple[").partition(",")[0]
+        return all(_value(inner, row)[0] for row in value), tuple(value)
     if kind == "tuple[tuple[str, str, str], ...]":
         fits = all(isinstance(row, list) and len(row) == 3 and all(isinstance(cell, str) for cell in row) for row in value)
         return fits, tuple(map(tuple, value)) if fits else ()
@@ -176,6 +177,23 @@ class CheckpointSelected(Event):
     checkpoint_dir: str
     description: str
     weights_only: bool = False
+
+
+@dataclass(frozen=True)
+class VisibilityWaited(Event):
+    """The ranks waited until the rank that selects lists every checkpoint that another rank sees (NFS). ``missing``: what it does
+    not list even then, in words; the selection goes on without it."""
+    wait_seconds: float
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class VerifiedBytesKept(Event):
+    """``kept_bytes`` of what this rank verified stay in memory until they are loaded; ``reread_bytes`` are read a second time,
+    because this rank may keep ``budget_bytes`` more at most."""
+    kept_bytes: int
+    reread_bytes: int
+    budget_bytes: int
 
 
 @dataclass(frozen=True)
@@ -349,10 +367,12 @@ class UploadsSkipped(Event):
 
 @dataclass(frozen=True)
 class CheckpointFetched(Event):
-    """This rank's part of a checkpoint was downloaded."""
+    """This rank's part of a checkpoint was downloaded. ``total_bytes``: of the parts of all ranks."""
     step: int
     url: str
     size_bytes: int
+    total_bytes: int | None = None
+    seconds: float | None = None
 
 
 # ---- everything else -------------------------------------------------------------------------------------------------

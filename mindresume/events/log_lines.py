@@ -88,6 +88,24 @@ def _(event: ev.CheckpointSelected) -> str:
     return f"{'weights of' if event.weights_only else 'resume from'}{counters} {event.description}"
 
 
+@_line(ev.VisibilityWaited, lambda event: ev.WARNING if event.missing else ev.INFO)
+def _(event: ev.VisibilityWaited) -> str:
+    if event.missing:
+        return f"the selection goes on without what this host does not list: {'; '.join(event.missing)}"
+    return f"waited {event.wait_seconds:.0f} s until this host lists what the others see"
+
+
+@_line(ev.VerifiedBytesKept)
+def _(event: ev.VerifiedBytesKept) -> str:
+    texts = []
+    if event.kept_bytes:
+        texts.append(f"{size_text(event.kept_bytes)} of the verified files stay in memory until they are loaded")
+    if event.reread_bytes:
+        texts.append(f"{size_text(event.reread_bytes)} of the verified files are read again when they are loaded: this rank may "
+                     f"keep {size_text(event.budget_bytes)} (half of its share of the free memory; mindresume.staging_gib)")
+    return "; ".join(texts)
+
+
 @_line(ev.FreshStart, lambda event: ev.INFO if event.is_expected else ev.WARNING)
 def _(event: ev.FreshStart) -> str:
     return f"fresh start: {event.checkpoint_dir} {event.reason}; weights {event.weights}"
@@ -195,7 +213,9 @@ def _(event: ev.UploadsSkipped) -> str:
 
 @_line(ev.CheckpointFetched)
 def _(event: ev.CheckpointFetched) -> str:
-    return f"step {event.step} fetched from {event.url}: {size_text(event.size_bytes)} by this rank"
+    total = "" if event.total_bytes is None else f", {size_text(event.total_bytes)} in total"
+    seconds = "" if event.seconds is None else f", {event.seconds:.1f} s"
+    return f"step {event.step} fetched from {event.url}: {size_text(event.size_bytes)} by this rank{total}{seconds}"
 
 
 @_line(ev.Notice, lambda event: event.level)

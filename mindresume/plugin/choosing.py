@@ -4,6 +4,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mindresume.events.log_lines import LogLines
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.plugin.convert import choose_complete, prepare
 from mindresume.reshard.strategies import strategies
@@ -25,7 +26,7 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     request = Request(path, named, converts, resume, as_it_is, instead,
                       health=str(config.get("output_dir") or "") if healthy else None,
                       output=adapter.output_root() if resume and _has_monitor(config) else None)
-    chooser = Chooser(storage, current.group, current.settings, adapter.logger(),
+    chooser = Chooser(storage, current.group, current.settings, LogLines(adapter.logger()).emit,
                       partial(choose_complete, current=current, resume=resume),
                       strategies(storage, config.get("src_strategy_path_or_dir") or None),
                       current.remote, partial(modelarts.saved_to, config), current.islands)

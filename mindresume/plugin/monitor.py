@@ -20,7 +20,7 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
 from mindresume.errors import SaveError
-from mindresume.events import Event, SaveWritten
+from mindresume.events import Event, Resumed, SaveWritten
 from mindresume.events.log_lines import LogLines
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
@@ -158,7 +158,7 @@ class CheckpointMonitor(BuiltIn):
         self._checkpoints = manager = CheckpointManager(self.storage, current.group, current.settings, options, policy, _emit,
                                                         current.pending, self._since)
         resumed, origin = (current.choice, current.resumed_from or current.choice) if current.resumes else (None, None)
-        home = manager.open(current.islands, origin, partial(number_runs, current.remote, log))
+        home = manager.open(current.islands, origin, partial(number_runs, current.remote, _emit))
         current.release()                                   # every rank has loaded before it comes here
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, current.group.rank, home.suffix)
@@ -177,7 +177,7 @@ class CheckpointMonitor(BuiltIn):
     def _say_lost(self, current: session.Session) -> None:
         now, lost = time.time(), current.lost
         if lost is not None:
-            adapter.logger().info("mindresume: %s", lost.sentence(self._append_step_num, now))
+            _emit(Resumed(self._append_step_num, lost_steps=lost.steps, lost_seconds=lost.seconds(now)))
         telling.scalars(self._append_step_num, load_seconds=current.load_seconds, steps_lost=lost and lost.steps,
                         seconds_lost=lost and lost.seconds(now))
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from mindresume.agree import agreed, decide, report
 from mindresume.errors import LoadError
+from mindresume.events.log_lines import LogLines
 from mindresume.files.model import DTYPES
 from mindresume.formats.complete import is_complete
 from mindresume.formats.records import header_of, listed
@@ -62,10 +63,11 @@ def choose(config: Any, task: str, current: session.Session, storage: Storage) -
     if not path:
         return
     group, asked = current.group, config.get("resume_training")
-    path = located(storage, path, group, adapter.logger())
+    emit = LogLines(adapter.logger()).emit
+    path = located(storage, path, group, emit)
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
-        islands_of(storage, path, group, current.islands, adapter.logger()).apart
+        islands_of(storage, path, group, current.islands, emit).apart
     choice = choosing.choose(config, path, asked if isinstance(asked, str) else None, current, storage, converts=not apart,
                              resume=False, as_it_is=not converts)
     chosen = choice.chosen

@@ -13,17 +13,23 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.events.log_lines import progress_text
+from mindresume.events import (
+    CandidateRefused,
+    CheckpointSelected,
+    Emit,
+    FreshStart,
+    Notice,
+    VerifiedBytesKept,
+    VisibilityWaited,
+    warning,
+)
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS
 from mindresume.formats.location import find as find_checkpoints
-from mindresume.formatting import size_text
 from mindresume.host_memory import share_of_rank
-from mindresume.log import Log
 from mindresume.resume.absent import StrategyOf, nobody_knows
 from mindresume.resume.health import sick_files
 from mindresume.resume.lost import Lost, lost_by_death
@@ -84,7 +90,7 @@ class Chooser:
     storage: Storage
     group: Group
     settings: Settings
-    log: Log
+    emit: Emit
     choose_complete: Callable[[Storage, str], Choice]
     strategy_of: StrategyOf = nobody_knows
     remote: Remote | None = None
@@ -93,25 +99,23 @@ class Chooser:
 
     def choose(self, request: Request) -> Selection:
         """Raises NoUsableCheckpointError, MissingCheckpointError, LoadError or AgreementError on all ranks together."""
-        log, group, disk = self.log, self.group, disk_of(self.storage)
+        emit, group, disk = self.emit, self.group, disk_of(self.storage)
         path, named, resume = request.path, request.named, request.resume
         if named and _is_file(disk, path):
-            log.warning("mindresume: resume_training: %s is ignored, load_checkpoint is a file: %s", named, path)
+            emit(warning(f"resume_training: {named} is ignored, because load_checkpoint is a file: {path}"))
             named = None
-        path = located(disk, path, group, log)
+        path = located(disk, path, group, emit)
         # asked of all alike, or some would wait for ever
         one = request.converts or any(report(group, lambda: _is_file(disk, path)))
-        islands = together(group.size) if one else islands_of(disk, path, group, self.islands, log)
+        islands = together(group.size) if one else islands_of(disk, path, group, self.islands, emit)
         settled = settle(disk, path, group, islands)
-        if settled.seconds and not settled.unseen:
-            log.info("mindresume: waited %d s until this host lists what the others see", settled.seconds)
-        for sentence in settled.unseen:
-            log.warning("mindresume: %s: the choice is made without it", sentence)
+        if settled.seconds or settled.unseen:
+            emit(VisibilityWaited(settled.seconds, settled.unseen))
         choice = self._select(request, path, named, islands)
         for refusal in choice.refused:
-            log.warning("mindresume: not %s %s", "resuming from" if resume else "taking the weights of", refusal)
+            emit(CandidateRefused(refusal.step, refusal.reason, refusal.file, weights_only=not resume))
         for note in choice.notes:
-            log.info("mindresume: %s", note)
+            emit(Notice(note))
         if choice.chosen is None and settled.unseen:
             raise NoUsableCheckpointError(
                 f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
@@ -130,18 +134,17 @@ class Chooser:
 
     def _select(self, request: Request, path: str, requested: str | None, islands: Islands) -> Choice:
         if islands.apart:
-            self.log.info("mindresume: the nodes share no disk below %s: the newest checkpoint that all of them have is looked "
-                          "for", path)
+            self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all of them have is selected"))
         remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
         sources = CheckpointSources(self.strategy_of, self.choose_complete, remote, islands)
-        return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.log,
-                                 ProgressReporter("checking", lambda event: self.log.info("mindresume: %s", progress_text(event))))
+        return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
+                                 ProgressReporter("checking", self.emit))
 
     def _unhealthy(self, folder: str) -> Collection[str]:
         """Returns the names of unhealthy files, on rank 0, which decides."""
         names, trouble = sick_files(disk_of(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
         if trouble:
-            self.log.warning("mindresume: %s", trouble)
+            self.emit(warning(trouble))
         return names
 
     def _begin_afresh(self, request: Request, path: str) -> None:
@@ -153,28 +156,27 @@ class Chooser:
             raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
                                          f"resume_training: False). Give another load_checkpoint (load_path), or none for random "
                                          f"weights")
-        say = self.log.info if known else self.log.warning
-        say("mindresume: fresh start: %s %s; weights %s", path, reason, request.instead)
+        self.emit(FreshStart(path, reason, request.instead, is_expected=known))
 
     def _protect(self, request: Request, choice: Choice, converts: bool) -> Selection:
         """Holds what was chosen, and says what it is."""
-        group, log, disk, chosen, resume = self.group, self.log, disk_of(self.storage), choice.chosen, request.resume
+        group, disk, chosen, resume = self.group, disk_of(self.storage), choice.chosen, request.resume
         lost = None
         if resume and group.rank == 0:
             with suppress(OSError):
                 lost = lost_by_death(disk, choice.root, chosen)
-        held = hold_chosen(disk, choice, group, self.islands, log)
+        held = hold_chosen(disk, choice, group, self.islands, self.emit)
         try:
             trial = Trial(disk, choice.root, chosen, os.path.realpath(request.output), group.rank,
                           self.settings.poison_limit) if (
                 resume and self.settings.poison_limit and request.output is not None) else None
-            step = "" if chosen.step is None else f" step {chosen.step}, epoch {chosen.epoch},"
-            log.info("mindresume: %s%s %s", "resume from" if resume else "weights of", step, describe(chosen, choice.complete))
-            self._say_kept(choice)
+            self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root, describe(chosen, choice.complete),
+                                         weights_only=not resume))
+            self._report_kept(choice)
             if isinstance(self.storage, KeptFiles):
                 self.storage.enough()
             for remark in choice.remarks:
-                log.warning("mindresume: %s", remark)
+                self.emit(warning(remark))
             if converts and request.as_it_is and group.size > 1 and chosen.origin == MINDFORMERS and not chosen.base:
                 converts = not all(report(group, lambda: own_shard(choice, group) is not None))
         except BaseException:
@@ -183,18 +185,14 @@ class Chooser:
             raise
         return Selection(choice, converts, lost, held, trial)
 
-    def _say_kept(self, choice: Choice) -> None:
-        """Whether the checkpoint is read once."""
+    def _report_kept(self, choice: Choice) -> None:
+        """Emits how much of the checkpoint is read a second time."""
         storage = self.storage
         if not isinstance(storage, KeptFiles) or choice.chosen.origin == MINDFORMERS:
             return                                          # without checksums nothing but headers was read
         read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
-        if storage.size:
-            self.log.info("mindresume: %s of what was verified stays in memory until it is loaded", size_text(storage.size))
-        if read > storage.size:
-            self.log.info("mindresume: %s of what was verified is read again when it is loaded: this rank may keep %s "
-                          "(half of its share of the memory that is left; mindresume.staging_gib)",
-                          size_text(read - storage.size), size_text(storage.budget))
+        if read or storage.size:
+            self.emit(VerifiedBytesKept(storage.size, max(read - storage.size, 0), storage.budget))
 
 
 def reads_once(storage: Storage, settings: Settings, group: Group) -> Storage:
@@ -209,7 +207,7 @@ def reads_once(storage: Storage, settings: Settings, group: Group) -> Storage:
     return KeptFiles(storage, budget)
 
 
-def located(storage: Storage, path: str, group: Group, log: Log) -> str:
+def located(storage: Storage, path: str, group: Group, emit: Emit) -> str:
     """Where the checkpoints lie that ``path`` means (``formats.location``), the same on all ranks. Where nodes share no disk some
     have none, and what the others find counts. MissingCheckpointError on all ranks if they find several."""
     def look() -> list[str]:
@@ -227,11 +225,11 @@ def located(storage: Storage, path: str, group: Group, log: Log) -> str:
         raise MissingCheckpointError(several)
     if not places or places[0] == path:
         return path
-    log.info("mindresume: %s holds no checkpoints itself; those in %s count", path, places[0])
+    emit(Notice(f"{path} holds no checkpoints itself; those in {places[0]} count"))
     return places[0]
 
 
-def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islands], log: Log) -> Islands:
+def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islands], emit: Emit) -> Islands:
     """Which ranks see the same folder. Where one of them has none, or cannot write, nobody can look: they are taken for one."""
     root = os.path.realpath(path)
     if root not in known:
@@ -240,12 +238,12 @@ def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islan
         try:
             known[root] = find(storage, root, group)
         except AgreementError as error:
-            log.info("mindresume: %s is taken for a folder that all nodes share: %s", root, error)
+            emit(Notice(f"{root} is taken for a folder that all nodes share: {error}"))
             return together(group.size)                 # not remembered: whoever saves there has to know
     return known[root]
 
 
-def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str, Islands], log: Log) -> Claim | None:
+def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str, Islands], emit: Emit) -> Claim | None:
     """Rank 0 (of nodes that share no disk the first rank of each) says that the chosen checkpoint is being read, so that neither
     retention of a job that still saves there nor ``mindresume prune`` removes it. A folder that cannot be written to is read all
     the same. Returns the claim, None: there is none. LoadError on all ranks if it was removed between the choice and now."""
@@ -258,7 +256,7 @@ def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str,
         try:
             claim = hold(storage, choice.root, chosen.name, chosen.box)
         except OSError as error:
-            log.info("mindresume: %s is read without a claim on it: %s", choice.root, error)
+            emit(Notice(f"{choice.root} is read without a claim on it: {error}"))
             return True
         held.extend([claim] if claim is not None else [])
         return claim is not None

@@ -24,18 +24,6 @@ class Lost:
     def seconds(self, now: float) -> float | None:
         return None if self.since is None else max(now - self.since, 0.0)
 
-    def sentence(self, step: int, now: float) -> str:
-        """``step``: behind which this job goes on."""
-        seconds = self.seconds(now)
-        if not self.steps:
-            lost = "the job before gave no sign of life behind it, so how many steps it lost is not known"
-        elif self.steps == 1:
-            lost = "at least 1 step of the job before is lost"
-        else:
-            lost = f"at least {self.steps} steps of the job before are lost"
-        return f"resumed behind step {step}: {lost}" + (
-            "" if seconds is None else f"; {seconds:.0f} s have passed since the checkpoint was saved")
-
 
 def lost_by_death(storage: Storage, root: str, chosen: Candidate) -> Lost | None:
     """None if the last job that saved below ``root`` ended by itself, lives, or was none of ours. OSError."""

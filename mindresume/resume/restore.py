@@ -24,15 +24,13 @@ from typing import Any
 
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
-from mindresume.events import Event
-from mindresume.events.log_lines import line_of
+from mindresume.events import CandidateRefused, CheckpointFetched, Emit, Notice, ignore, warning
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
 from mindresume.formats.names import folder_rank, name_for_rank, parse_label
 from mindresume.formats.records import candidate_of, header_of
 from mindresume.formats.scan import scan
-from mindresume.log import Log
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,
@@ -60,7 +58,6 @@ from mindresume.store.storage import Storage, parallel, publish, read_bytes, tem
 from mindresume.store.trials import deaths_by_key, suspicion
 
 CHECKPOINT = "checkpoint"       # below output_dir, where mindformers has folders of its own, and below remote_save_url
-Say = Callable[[str], None]
 _SPARE = 64 << 20               # bytes that are to be left on the disk
 _PATIENCE = 7200.0              # seconds without a file that came whole, on any rank, after which a download is given up
 
@@ -68,15 +65,14 @@ _PATIENCE = 7200.0              # seconds without a file that came whole, on any
 @dataclass
 class Restore:
     """``root``: the folder of checkpoints. ``policy``: of the selection; what it would not take, as the manifest or a note here
-    tells, is not fetched. ``log``, ``warn``: one line each. ``islands``: where nodes share no disk; then each gets records and
+    tells, is not fetched. ``islands``: where nodes share no disk; then each gets records and
     manifest. Used by all ranks alike."""
     storage: Storage
     remote: Remote
     root: str
     group: Group
     policy: SelectionPolicy = SelectionPolicy()
-    log: Say = lambda text: None
-    warn: Say = lambda text: None
+    emit: Emit = ignore
     islands: Islands | None = None
     refused: list[Refusal] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
@@ -102,7 +98,7 @@ class Restore:
             except RemoteError as error:
                 if not chosen:
                     raise
-                self.warn(f"{error}. The newest on this machine is taken")
+                self.emit(warning(f"{error}. The newest on this machine is taken"))
             if failure is not None:
                 raise failure
             if not chosen and self._tried:              # the choice would begin afresh
@@ -142,7 +138,7 @@ class Restore:
         self._tried.add(attempt)
         step, _ = parse_attempt(attempt)
         self.refused.append(Refusal(step, f"{reason} [{self.remote.url}/{attempt}]"))
-        self.warn(f"not fetching {self.refused[-1]}")
+        self.emit(CandidateRefused(step, reason, f"{self.remote.url}/{attempt}"))
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
@@ -195,10 +191,9 @@ class Restore:
         self._fetched.append(attempt)
         late = self._all(lambda: share.commit(data), leaders=True)
         total = sum(file.size or 0 for files in manifest.files for file in files)
-        self.log(f"step {manifest.step} is fetched from {self.remote.url}: {share.fetched / 2**20:.1f} MiB by this rank, "
-                 f"{total / 2**20:.1f} MiB in all, {time.monotonic() - started:.1f} s")
+        self.emit(CheckpointFetched(manifest.step, self.remote.url, share.fetched, total, time.monotonic() - started))
         if late is not None:                        # it is complete: the next run commits it, and gives it its name
-            self.warn(f"step {manifest.step} was fetched, but: {late}")
+            self.emit(warning(f"step {manifest.step} was fetched, but: {late}"))
         return None
 
     def _room(self, share: _Share) -> str | None:
@@ -241,7 +236,7 @@ class _Share:
 
     def __init__(self, restore: Restore, attempt: str, manifest: Manifest):
         self.storage, self.remote, self.attempt, self.manifest = restore.storage, restore.remote, attempt, manifest
-        self.root, self.rank, self.log = restore.root, restore.group.rank, restore.log
+        self.root, self.rank, self.emit = restore.root, restore.group.rank, restore.emit
         self.ranks = range(restore.group.rank, manifest.world_size, restore.group.size)
         visible = os.path.join(self.root, iteration_name(manifest.step))
         if not _is_iteration(manifest):
@@ -259,10 +254,8 @@ class _Share:
         """So that weights without a record are known to be of a save that never completed. Those of earlier ones go if they have
         the names of files that are to be fetched."""
         paths = {os.path.join(self.base, file.path) for files in self.manifest.files for file in files}
-        def emit(event: Event) -> None:
-            self.log(line_of(event)[1])
-        free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, emit),
-                   lambda: holds(self.storage, self.root), emit)
+        free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, self.emit),
+                   lambda: holds(self.storage, self.root), self.emit)
         self.storage.make_folder(self.records)
 
     def needed(self) -> int:
@@ -350,7 +343,7 @@ class RemoteSource:
 
 
 def choose_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSource, group: Group, storage: Storage,
-                       policy: SelectionPolicy, log: Log, islands: Islands | None = None) -> Choice:
+                       policy: SelectionPolicy, emit: Emit, islands: Islands | None = None) -> Choice:
     """Returns the choice of ``pick``. What is newer in the object store is fetched before, if ``path`` is where this job saves.
 
     Args:
@@ -364,13 +357,12 @@ def choose_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSour
     if root not in saved_to and os.path.join(root, CHECKPOINT) in saved_to:
         root = os.path.join(root, CHECKPOINT)           # the output folder was given, and nothing is in it yet
     if root not in saved_to:
-        log.info("mindresume: %s is not looked at: load_checkpoint is %s, not where this job saves to", remote.url, path)
+        emit(Notice(f"{remote.url} is not looked at: load_checkpoint is {path}, not where this job saves to"))
         return pick()
-    return Restore(storage, remote, root, group, policy, lambda text: log.info("mindresume: %s", text),
-                   lambda text: log.warning("mindresume: %s", text), islands).choose(pick)
+    return Restore(storage, remote, root, group, policy, emit, islands).choose(pick)
 
 
-def number_runs(remote: Remote | None, log: Log, storage: Storage, root: str) -> None:
+def number_runs(remote: Remote | None, emit: Emit, storage: Storage, root: str) -> None:
     """So that the run of this job is later than all in ``remote``, on an empty disk too. For rank 0, before it claims
     ``root``."""
     if remote is None:
@@ -378,7 +370,7 @@ def number_runs(remote: Remote | None, log: Log, storage: Storage, root: str) ->
     try:
         trace(storage, remote, root)
     except RemoteError as error:                    # uploads will fail, or find the later run, and say so
-        log.warning("mindresume: %s", error)
+        emit(warning(error))
 
 
 def _is_iteration(manifest: Manifest) -> bool:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from mindresume.agree import Group, Solo, decide
 from mindresume.errors import AgreementError, NoUsableCheckpointError, UnusableError
+from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.complete import is_complete
 from mindresume.formats.location import locate
-from mindresume.log import Log
 from mindresume.resume.absent import StrategyOf, nobody_knows
 from mindresume.resume.apart import select_apart
 from mindresume.resume.prove import prove
@@ -60,7 +60,7 @@ class SelectionPreview:
 
 
 def select_checkpoint(storage: Storage, path: str, group: Group, policy: SelectionPolicy,
-                      sources: CheckpointSources | None = None, log: Log | None = None,
+                      sources: CheckpointSources | None = None, emit: Emit = ignore,
                       progress: ProgressMeter | None = None) -> Choice:
     """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
 
@@ -85,7 +85,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         return replace(sources.select_consolidated(storage, path), consolidated=True)
     if sources.remote is None:
         return pick()
-    return choose_with_remote(pick, path, sources.remote, group, disk, policy, log, sources.shared if split else None)
+    return choose_with_remote(pick, path, sources.remote, group, disk, policy, emit, sources.shared if split else None)
 
 
 def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,

@@ -18,7 +18,6 @@ import xxhash
 
 from mindresume.agree import Group, report
 from mindresume.errors import FolderInUseError, MindResumeError
-from mindresume.events import ERROR, Notice, warning
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
@@ -142,22 +141,6 @@ def shard_of(place: Place, step: int, fmt: str, suffix: int, health: int | None 
     return iteration_shard("sim", place, state, weights, others, {name: cut for name in arrays if "embedding" in name}, random)
 
 
-class _Notices:
-    """What still writes lines of text writes events of ``process``."""
-
-    def __init__(self, process: Process):
-        self.process = process
-
-    def info(self, text: str, *values: Any) -> None:
-        self.process.emit(Notice(text % values if values else text))
-
-    def warning(self, text: str, *values: Any) -> None:
-        self.process.emit(warning(text % values if values else text))
-
-    def error(self, text: str, *values: Any) -> None:
-        self.process.emit(Notice(text % values if values else text, ERROR))
-
-
 class _Step(Step):
     def __init__(self, number: int, manager: CheckpointManager, training: Training, history: History):
         super().__init__(number)
@@ -267,13 +250,13 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     """``opened``: is told the run, as soon as there is one."""
     training, history = job.training, job.history
     process, least = running(), due(job.history)
-    log, group = _Notices(process), job.communicator.member(rank, process)
+    group = job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
     choice, trial, hold = None, None, None
     islands: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        found = Chooser(storage, group, training.settings, log, _no_complete_weights, remote=remote,
+        found = Chooser(storage, group, training.settings, process.emit, _no_complete_weights, remote=remote,
                          saved_to=lambda: {training.root}, islands=islands).choose(
             Request(training.root, output=training.output, converts=training.converts,
                     health=training.output if training.monitored else None))
@@ -286,7 +269,7 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL,
                        process.emit, pending=PendingTrial(trial))
     manager.history, process.own = history, manager
-    manager.open(islands, choice, partial(number_runs, remote, log), claims={})
+    manager.open(islands, choice, partial(number_runs, remote, process.emit), claims={})
     opened.append(manager.place.run)
     history.opened.setdefault(manager.place.run, here().scheduler.now)
     history.sizes[manager.place.run] = training.ranks

@@ -18,6 +18,9 @@ EXAMPLES = (
     ev.CandidateRefused(600, "rank 5 has no record: the save never completed"),
     ev.CandidateRefused(500, "recorded 1024 bytes, found 512", "rank_1/qwen3_rank_1-500_1.safetensors"),
     ev.CheckpointSelected(400, 1, "2-5f0c21aa", "/data/output/checkpoint", "8 ranks of run 2-5f0c21aa, every byte verified"),
+    ev.VisibilityWaited(12.0),
+    ev.VisibilityWaited(65.0, ("rank 1 sees /data/output/checkpoint/.mindresume/step-0000000500-run-0002-5f0c21aa",)),
+    ev.VerifiedBytesKept(4 << 30, 1 << 30, 4 << 30),
     ev.FreshStart("/data/output/checkpoint", "holds no checkpoint that was ever complete", "are initialised at random"),
     ev.WeightsLoaded(0, 311, 5 << 30, 5 << 30, "step 400"),
     ev.ProgressRestored(200, 1, 400, 0.5, 64, 1024.0),
@@ -41,7 +44,7 @@ EXAMPLES = (
     ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, 31.0),
     ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, is_whole=False),
     ev.UploadsSkipped((600, 700), 2),
-    ev.CheckpointFetched(400, "s3://bucket/run/checkpoint", 5 << 30),
+    ev.CheckpointFetched(400, "s3://bucket/run/checkpoint", 5 << 30, 40 << 30, 31.0),
     ev.WorkProgress("saving step 500", 12 << 30, 80 << 30, 6.0),
     ev.WorkProgress("looking at files", 1200, 0, 6.0, "files"),
     ev.PreemptionRequested(710, "SIGTERM"),
@@ -49,7 +52,7 @@ EXAMPLES = (
     ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", 710),
     ev.TrainingEnded(ev.NOTHING_TO_TRAIN, "step 1000 is the end of 1 epoch of 1000 steps; for more, raise runner_config.epochs"),
     ev.TrainingEnded(ev.FAILED, "ValueError: the loss is not finite", 812),
-    ev.Notice("waited 12 s until this host lists what the others see"),
+    ev.Notice("/data/output holds no checkpoints itself; those in /data/output/checkpoint count"),
     ev.warning("the uploader is off: no space left on device"),
 )
 

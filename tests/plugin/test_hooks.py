@@ -593,7 +593,7 @@ def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
     assert asked("/data01/job")                                     # one node
 
 
-def test_what_was_verified_is_loaded_from_memory(tmp_path, current, caplog):
+def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     """The file is read once: what becomes of it afterwards does not matter. Without memory for it, it is read twice."""
     saved_network(tmp_path, network(1.0))
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
@@ -602,16 +602,14 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current, caplog):
     flip_bit(path)
     loaded = network(5.0)
     loading.load_shard(loaded, current, current.storage)
-    assert float(loaded.weight.asnumpy().ravel()[0]) == 1.0 and "stays in memory until it is loaded" in caplog.text
+    assert float(loaded.weight.asnumpy().ravel()[0]) == 1.0
     current.release()
     with pytest.raises(AgreementError, match="changed after it was checked"):
         loading.load_shard(network(5.0), current, current.storage)
     path.write_bytes(content)
     for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):
-        caplog.clear()
         current.settings = settings
         hooks.choose_checkpoint(config_of(tmp_path), current)
-        assert ("is read again when it is loaded" in caplog.text) == (settings.verify == "full")
         assert getattr(current.storage, "size", 0) == 0
 
 

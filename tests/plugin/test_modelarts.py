@@ -11,6 +11,7 @@ from mindformers.tools.utils import check_in_modelarts  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
+from mindresume.events import warning  # noqa: E402
 from mindresume.plugin import adapter, modelarts  # noqa: E402
 from mindresume.resume import restore  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
@@ -77,23 +78,24 @@ def test_modelarts_without_moxing(monkeypatch):
     (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
     (None, "output", True), (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
     ("other", "output/checkpoint", False)])
-def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_path, said, directory, path, looked_at):
+def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_path, directory, path, looked_at):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
-    asked = []
+    asked, events = [], []
     monkeypatch.setattr(restore.Restore, "choose", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
     source = restore.RemoteSource(Remote(None, "obs://b/c"), lambda: modelarts.saved_to(config))
     picked = restore.choose_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
-                                        adapter.logger())
+                                        events.append)
     assert picked == "choice" and bool(asked) is looked_at
-    assert looked_at or "obs://b/c is not looked at: load_checkpoint is " + path in said[0][1]
+    assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
 
 
-def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(said, tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(tmp_path):
     class Refuses:
         def list(self, prefix):
             raise RemoteError("403")
-    restore.number_runs(Remote(Refuses(), "obs://b/c"), adapter.logger(), PosixStorage(), str(tmp_path))
-    restore.number_runs(None, adapter.logger(), PosixStorage(), str(tmp_path))
-    assert said == [("warning", "mindresume: 403")]
+    events = []
+    restore.number_runs(Remote(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
+    restore.number_runs(None, events.append, PosixStorage(), str(tmp_path))
+    assert events == [warning("403")]

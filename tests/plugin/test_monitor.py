@@ -671,7 +671,7 @@ def test_one_line_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_s
     own_session.choice = SimpleNamespace(chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere")
     Job(build(tmp_path, done=10), 10)
     assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}
-    assert "resumed behind step 10: at least 4 steps of the job before are lost" in caplog.text
+    assert "resumed after step 10" in caplog.text
 
 
 def test_the_claim_tells_how_far_the_training_is(tmp_path):

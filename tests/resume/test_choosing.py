@@ -1,42 +1,52 @@
 """The choice with which a job begins, without mindformers: what is said, held and put on trial."""
-import logging
 import shutil
 
 import pytest
-from folders import STORAGE, Ranks, flip_bit, path_of, save, write_foreign
+from folders import RUN, STORAGE, Ranks, flip_bit, path_of, save, write_foreign
 
 from mindresume.agree import Solo
 from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
+from mindresume.events import (
+    WARNING,
+    CandidateRefused,
+    CheckpointSelected,
+    FreshStart,
+    Notice,
+    VerifiedBytesKept,
+    VisibilityWaited,
+    ignore,
+)
 from mindresume.manifest import FOLDER
 from mindresume.reshard import merged
 from mindresume.resume import choosing, selection
 from mindresume.resume.choosing import Chooser, Request, located, own_shard, reads_once
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy
+from mindresume.resume.witness import Settled
 from mindresume.settings import Settings
 from mindresume.store.claim import claims
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
 
-LOG = logging.getLogger("mindresume")
 
-
-@pytest.fixture(autouse=True)
-def all_lines(caplog):
-    caplog.set_level(logging.INFO, "mindresume")
+@pytest.fixture
+def events():
+    """What is emitted; of several ranks in any order."""
+    return []
 
 
 def complete(group):
     return lambda storage, path: merged.choose_complete(storage, path, group, True, True)[0]
 
 
-def chooser(group=None, storage=STORAGE, settings=None, **options):
+def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
     group = group or Solo()
-    return Chooser(storage, group, settings or Settings(), LOG, complete(group), **options)
+    return Chooser(storage, group, settings or Settings(), emit, complete(group), **options)
 
 
-def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, islands=None, **request):
-    made = chooser(group, storage, settings, remote=remote, saved_to=saved_to, islands={} if islands is None else islands)
+def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, islands=None, emit=ignore,
+           **request):
+    made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, islands={} if islands is None else islands)
     return made.choose(Request(str(path), **request))
 
 
@@ -44,16 +54,19 @@ def holds(root):
     return [owner.holds for owner in claims(STORAGE, str(root)) if owner.holds]
 
 
-def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, caplog):
+def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
-    found = choose(tmp_path, output=str(tmp_path / "output"))
+    found = choose(tmp_path, output=str(tmp_path / "output"), emit=events.append)
     assert (found.choice.chosen.step, found.converts, found.lost) == (5, False, None)
     assert own_shard(found.choice, Solo()).rank == 0 and own_shard(None, Solo()) is None
     assert holds(tmp_path) == [(found.choice.chosen.name,)]
     assert (found.trial.output, found.trial.begun) == (str(tmp_path / "output"), False)
-    assert "not resuming from step 10" in caplog.text and "resume from step 5, epoch 1," in caplog.text
+    refused, selected = events
+    assert (type(refused), refused.step, refused.file, refused.weights_only) == (
+        CandidateRefused, 10, "rank_0/net_rank_0-1_10.safetensors", False)
+    assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
     found.hold.leave()
     assert holds(tmp_path) == []
 
@@ -67,28 +80,36 @@ def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, re
     found.hold.leave()
 
 
-@pytest.mark.parametrize("there, level", [(True, "INFO"), (False, "WARNING")])
-def test_a_fresh_start_says_why_and_weights_alone_are_an_error(tmp_path, caplog, there, level):
+def test_of_weights_alone_the_events_say_so(tmp_path, events):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    flip_bit(path_of(tmp_path, 10, 0))
+    choose(tmp_path, resume=False, emit=events.append).hold.leave()
+    assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(e.weights_only for e in events)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_fresh_start_says_why_and_weights_alone_are_an_error(tmp_path, events, there):
     path = tmp_path / "checkpoint"
     if there:
         path.mkdir()
-    found = choose(path, instead="of gpt")
+    found = choose(path, instead="of gpt", emit=events.append)
     assert found.choice is None and found.hold is None and found.trial is None
-    (line,) = [record for record in caplog.records if "fresh start" in record.getMessage()]
-    assert line.levelname == level and line.getMessage().endswith("weights of gpt")
+    (event,) = events
+    assert event == FreshStart(str(path), event.reason, "of gpt", is_expected=there)
     with pytest.raises(MissingCheckpointError, match="weights to begin with were asked for"):
         choose(path, resume=False)
 
 
-def test_a_file_is_named_already(tmp_path, caplog):
+def test_a_file_is_named_already(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
-    found = choose(path_of(tmp_path, 5, 0), named="net_rank_0-1_10.safetensors")
-    assert found.choice.chosen.step == 5 and "is ignored, load_checkpoint is a file" in caplog.text
+    found = choose(path_of(tmp_path, 5, 0), named="net_rank_0-1_10.safetensors", emit=events.append)
+    assert found.choice.chosen.step == 5 and events[0].level == WARNING and "net_rank_0-1_10.safetensors" in events[0].text
     found.hold.leave()
 
 
-def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, caplog):
+def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
     save(tmp_path / "checkpoint", 5, world=1)
     save(tmp_path / "checkpoint", 10, world=1)
     (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
@@ -96,8 +117,8 @@ def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, caplog):
     assert found.choice.chosen.step == 5
     found.hold.leave()
     (tmp_path / "health_ckpts.json").write_text("[")
-    choose(tmp_path / "checkpoint", health=str(tmp_path)).hold.leave()
-    assert str(tmp_path / "health_ckpts.json") in caplog.text
+    choose(tmp_path / "checkpoint", health=str(tmp_path), emit=events.append).hold.leave()
+    assert events[0].level == WARNING and str(tmp_path / "health_ckpts.json") in events[0].text
 
 
 @pytest.mark.parametrize("when", ["hold", "later"])
@@ -148,15 +169,16 @@ def test_what_mindformers_saved_on_as_many_ranks_is_loaded_as_it_is(tmp_path, wo
     assert [one.converts for one in found] == [converts] * 2
 
 
-def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, caplog):
+def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
     save(tmp_path, 5, world=2)
     islands = {str(tmp_path): Islands((0, 1))}
 
     def work(group):
-        found = choose(tmp_path, group, islands=islands)
+        found = choose(tmp_path, group, islands=islands, emit=events.append)
         found.hold.leave()
         return found.choice.chosen.step
-    assert Ranks(2).run(work) == [5, 5] and "the nodes share no disk" in caplog.text
+    assert Ranks(2).run(work) == [5, 5]
+    assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
 
 
 def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monkeypatch):
@@ -172,17 +194,29 @@ def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monke
     assert asked == [(str(tmp_path), {"there"})]
 
 
-def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, caplog):
+def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, events):
     monkeypatch.setattr(choosing, "share_of_rank", lambda group: 1 << 20)
     assert reads_once(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
     assert reads_once(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
     storage = reads_once(STORAGE, Settings(), Solo())
     assert isinstance(storage, KeptFiles) and storage.budget == 1 << 19
     save(tmp_path, 5, world=1)
-    choose(tmp_path, storage=storage).hold.leave()
-    assert storage.size == path_of(tmp_path, 5, 0).stat().st_size and storage.budget == 0
-    assert "of what was verified stays in memory until it is loaded" in caplog.text
+    choose(tmp_path, storage=storage, emit=events.append).hold.leave()
+    size = path_of(tmp_path, 5, 0).stat().st_size
+    assert storage.size == size and storage.budget == 0 and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
     storage.forget()
+    small = reads_once(STORAGE, Settings(staging_gib=2**-28), Solo())
+    choose(tmp_path, storage=small, emit=events.append).hold.leave()
+    assert events[-1] == VerifiedBytesKept(0, size, 4)
+
+
+@pytest.mark.parametrize("settled", [Settled(12), Settled(65, ("rank 1 sees x",)), Settled()])
+def test_that_the_ranks_waited_for_a_late_listing_is_an_event(tmp_path, monkeypatch, events, settled):
+    save(tmp_path, 5, world=1)
+    monkeypatch.setattr(choosing, "settle", lambda *_: settled)
+    choose(tmp_path, emit=events.append).hold.leave()
+    waited = [event for event in events if isinstance(event, VisibilityWaited)]
+    assert waited == ([VisibilityWaited(settled.seconds, settled.unseen)] if settled != Settled() else [])
 
 
 # ---- where ---------------------------------------------------------------------------------------------------------
@@ -198,7 +232,7 @@ def test_all_ranks_look_in_one_place(tmp_path):
     save(tmp_path / "checkpoint", 5, world=2)
 
     def look(*there):
-        return Ranks(2).run(lambda group: located(Node(there[group.rank]), str(tmp_path), group, LOG))
+        return Ranks(2).run(lambda group: located(Node(there[group.rank]), str(tmp_path), group, ignore))
     assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
     assert look(False, False) == [str(tmp_path)] * 2
     save(tmp_path / "other", 5, world=2)
@@ -213,4 +247,4 @@ def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_pa
         raise AgreementError("rank 1: OSError: no space left")
     monkeypatch.setattr(choosing, "find", fail)
     known = {}
-    assert not choosing.islands_of(STORAGE, str(tmp_path), Solo(), known, LOG).apart and known == {}
+    assert not choosing.islands_of(STORAGE, str(tmp_path), Solo(), known, ignore).apart and known == {}

@@ -18,6 +18,7 @@ from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine
 from mindresume.drill.ranks import Turns
 from mindresume.errors import AgreementError, NoUsableCheckpointError, RemoteError
+from mindresume.events import WARNING, CandidateRefused, CheckpointFetched, Notice
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
@@ -50,6 +51,7 @@ class World:
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
         self.base, self.fmt, self.size, self.now, self.log = base, fmt, size, 0.0, []
+        self.events = []                                    # of all ranks
         self.disk, self.others = base / "disk", []
         self.remote = Remote(MoxingStore(moxing.file, lambda seconds: None), URL)
 
@@ -107,7 +109,7 @@ class World:
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
-        found = Restore(STORAGE, self.remote, str(self.disk), group, policy, self.log.append, self.log.append)
+        found = Restore(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
         return found.choose(lambda: select(STORAGE, str(self.disk), group, policy))
 
     def restore_all(self, size=None, **how):
@@ -118,6 +120,10 @@ class World:
                 raise result
         assert len({result.chosen.name if result.chosen else None for result in results}) == 1
         return results[0]
+
+
+def kinds(world, kind):
+    return [event for event in world.events if isinstance(event, kind)]
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +216,7 @@ def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
 def test_what_is_newer_here_stays(world):
     world.mirror(5)
     world.save(10)
-    assert world.restore_all().chosen.step == 10 and not any("fetched" in line for line in world.log)
+    assert world.restore_all().chosen.step == 10 and kinds(world, CheckpointFetched) == []
 
 
 def test_a_fresh_start_where_nothing_was_ever_committed(world):
@@ -248,7 +254,8 @@ def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, 
     folders.flip_bit(weights)
     world.empty_disk()
     assert world.restore_all().chosen.step == 5
-    assert any(f"not fetching step 10: rank 0: {weights.relative_to(box)}: its bytes are not those" in line for line in world.log)
+    assert all(event.step == 10 and str(weights.relative_to(box)) in event.reason and URL in event.file
+               for event in kinds(world, CandidateRefused)) and kinds(world, CandidateRefused)
     assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))     # nothing of it fills the disk
 
 
@@ -265,7 +272,7 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
     before = content(world.disk)
     choice = world.restore_all()
     assert (choice.chosen.step, choice.chosen.run) == (10, RUN) and content(world.disk) == before
-    assert any("is of run 0001-0000aaaa, step 10, and is not overwritten" in line for line in world.log)
+    assert any("run 0001-0000aaaa, step 10" in event.reason for event in kinds(world, CandidateRefused))
 
 
 def unfinished_afresh(world, ranks):
@@ -336,7 +343,8 @@ def test_a_store_that_cannot_be_asked(world, monkeypatch):
     def refuse(url, recursive=False):
         raise RuntimeError("403 Forbidden")
     monkeypatch.setattr(moxing.file, "list_directory", refuse)
-    assert world.restore_all().chosen.step == 5 and any("403" in line for line in world.log)
+    assert world.restore_all().chosen.step == 5
+    assert any(event.level == WARNING and "403" in event.text for event in kinds(world, Notice))
     world.empty_disk()
     with pytest.raises(RemoteError, match="whether there is something newer is not known: .*403 Forbidden"):
         world.restore_all()
@@ -390,7 +398,7 @@ def restored_apart(tmp_path, monkeypatch, fetched=Remote):
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
             store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        found = Restore(storage, remote, str(world.disk), group, SelectionPolicy(2), log=world.log.append, warn=world.log.append)
+        found = Restore(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
         return found.choose(lambda: select(storage, str(world.disk), group, SelectionPolicy(2)))
     return world, Ranks(2).run(work)
 
@@ -453,11 +461,11 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
         one.saved(10)
     world.first.work()
     world.empty_disk()
-    found = Restore(STORAGE, world.remote, str(world.disk), Solo(), log=world.log.append)
+    found = Restore(STORAGE, world.remote, str(world.disk), Solo(), emit=world.events.append)
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
     choice = found.choose(lambda: select(STORAGE, str(world.disk), Solo(), policy))
     assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
-    assert [line[:7] for line in world.log if "fetched" in line] == ["step 10", "step 5 "]
+    assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
 
 def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(world, monkeypatch):
@@ -465,7 +473,7 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_
     world.empty_disk()
     unreadable(monkeypatch, 10)
     assert world.restore_all().chosen.step == 5
-    assert any("not fetching step 10: its manifest cannot be read" in line and "archived" in line for line in world.log)
+    assert {event.step for event in kinds(world, CandidateRefused) if "archived" in event.reason} == {10}
 
 
 def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, monkeypatch):
@@ -491,7 +499,7 @@ def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world
     fetched = downloads(monkeypatch)
     assert world.restore_all(**heeds).chosen.step == 5
     assert set(fetched) == {attempt_name(5, RUN)}
-    assert any("not fetching step 15: it was unhealthy when it was saved" in line for line in world.log)
+    assert {event.step for event in kinds(world, CandidateRefused)} >= {15, 10}
 
 
 def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(world, monkeypatch):
