@@ -75,13 +75,13 @@ class Ours:
     def prove(self, root: str) -> None:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
-        from mindresume.resume.prove import ProvenShard, prove
+        from mindresume.resume.prove import VerifiedShard, verify_rank
         from mindresume.store.storage import PosixStorage
         storage = PosixStorage()
         candidate = scan(storage, root).candidates[0]
         for source in range(self.rank, candidate.world_size, RANKS):
-            found = prove(storage, root, candidate, source)
-            if not isinstance(found, ProvenShard):
+            found = verify_rank(storage, root, candidate, source)
+            if not isinstance(found, VerifiedShard):
                 raise SystemExit(f"the checkpoint just written is refused: {found}")
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from mindresume.agree import Solo, decide
 from mindresume.formats.names import FileName
 from mindresume.manifest import run_name
-from mindresume.resume.select import _Chooser, select
+from mindresume.resume.select import _CandidateQueue, select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
@@ -98,7 +98,7 @@ class Bench:
         root, expected = self.root(world, story), self.steps * EVERY
 
         def rank_0() -> int:
-            chooser = _Chooser(PosixStorage(), root, SelectionPolicy(world))
+            chooser = _CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
             message = decide(Solo(), lambda: chooser.next([]))
             self.message[f"{world} {story}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]

@@ -27,7 +27,7 @@ from mindresume.files import FORMATS
 from mindresume.formats.names import FileName
 from mindresume.formats.records import scan_records
 from mindresume.network import deferred
-from mindresume.resume.prove import ProvenShard, prove
+from mindresume.resume.prove import VerifiedShard, verify_rank
 from mindresume.state import TrainingState
 from mindresume.store.shard import Place, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
@@ -89,8 +89,8 @@ class Bench:
         shard = rank_shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
         self.timed(f"ours {fmt}", lambda: write_shard(place, shard))
         candidate = scan_records(place.storage, root)[0][0]
-        found = self.rounds.timed(f"proof {fmt}", lambda: prove(place.storage, root, candidate, 0))
-        if not isinstance(found, ProvenShard):
+        found = self.rounds.timed(f"proof {fmt}", lambda: verify_rank(place.storage, root, candidate, 0))
+        if not isinstance(found, VerifiedShard):
             raise SystemExit(f"the file just written is refused: {found}")
         shutil.rmtree(root)
 

@@ -45,10 +45,10 @@ from mindresume.manifest import (
     run_sequence,
 )
 from mindresume.reshard.strategies import strategies
-from mindresume.resume.health import sick_files
+from mindresume.resume.health import unhealthy_files
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import survey
+from mindresume.resume.survey import list_checkpoints
 from mindresume.store.commit import Committer
 from mindresume.store.holds import holds
 from mindresume.store.retention import KeepLast
@@ -628,7 +628,7 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
     (root / "rank_1" / path_of(root, 20, 1, 1).name).unlink()
     fill(root / name)
     with within(5):
-        survey(STORAGE, str(root), strategies(STORAGE))
+        list_checkpoints(STORAGE, str(root), strategies(STORAGE))
         choice = select(STORAGE, str(root), Solo(), SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
                         strategy_of=strategies(STORAGE))
         assert holds(STORAGE, str(root)) is not None
@@ -638,7 +638,7 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
 def test_a_list_of_unhealthy_checkpoints_of_any_size_costs_nothing(tmp_path):
     sparse(tmp_path / "health_ckpts.json")
     with within(5):
-        names, trouble = sick_files(STORAGE, str(tmp_path))
+        names, trouble = unhealthy_files(STORAGE, str(tmp_path))
     assert not names and "more than" in trouble
 
 

@@ -13,8 +13,8 @@ from mindresume.formatting import size_text
 from mindresume.manifest import run_sequence
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
-from mindresume.resume.select import assumption
-from mindresume.resume.survey import Seen, size_of, survey
+from mindresume.resume.select import world_size_notes
+from mindresume.resume.survey import CheckpointStatus, list_checkpoints, size_of
 from mindresume.store.claim import lives, users_of
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -27,8 +27,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     """
     storage = PosixStorage()
     path = locate(folder)
-    found, rows = merged.survey(storage, path) if is_complete(storage, path) else survey(storage, path, strategies(storage),
-                                                                                         world_size)
+    found, rows = (merged.survey(storage, path) if is_complete(storage, path) else
+                   list_checkpoints(storage, path, strategies(storage), world_size))
     if found.strange:
         raise MissingCheckpointError(found.strange)
     users = users_of(storage, found.root)
@@ -39,14 +39,14 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     _print(storage, found.root, rows)
     foreign = any(row.candidate.origin == MINDFORMERS for row in rows)
     for note in (*found.notes, *(["run -: written by mindformers, without records"] if foreign else []),
-                 *assumption(found, world_size)):
+                 *world_size_notes(found, world_size)):
         say(note)
     for owner in users:
         state = {True: "alive", False: "dead, the next job takes over", None: "on another machine: its heartbeat tells"}
         say(f"{owner.purpose}: {owner}; {state[lives(owner)]}")
 
 
-def _row(root: str, row: Seen) -> dict[str, object]:
+def _row(root: str, row: CheckpointStatus) -> dict[str, object]:
     candidate, problem = row.candidate, row.problem
     return {"step": candidate.step, "epoch": candidate.epoch, "format": candidate.format, "ranks": candidate.world_size,
             "absent": list(candidate.absent),
@@ -56,7 +56,7 @@ def _row(root: str, row: Seen) -> dict[str, object]:
             "files": [os.path.join(root, file.path) for file in candidate.every_file]}
 
 
-def _print(storage: Storage, root: str, rows: tuple[Seen, ...]) -> None:
+def _print(storage: Storage, root: str, rows: tuple[CheckpointStatus, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
     if not rows:

@@ -29,9 +29,9 @@ from mindresume.formatting import size_text
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.prove import read_size
-from mindresume.resume.select import assumption
-from mindresume.resume.survey import Seen, survey
-from mindresume.resume.verified import verified
+from mindresume.resume.select import world_size_notes
+from mindresume.resume.survey import CheckpointStatus, list_checkpoints
+from mindresume.resume.verified import verify_checkpoints
 from mindresume.store.storage import PosixStorage
 
 
@@ -47,7 +47,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     storage = PosixStorage()
     path = locate(folder)
     complete = is_complete(storage, path)
-    found, rows = merged.survey(storage, path) if complete else survey(storage, path, strategies(storage), world_size)
+    found, rows = merged.survey(storage, path) if complete else list_checkpoints(storage, path, strategies(storage), world_size)
     if found.strange:
         raise MissingCheckpointError(found.strange)
     wanted = [row for row in rows if step is None or row.candidate.step == step]
@@ -61,13 +61,13 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             nonlocal read
             read += count
             meter.advance(count)
-        def again() -> list[Seen]:
-            return [row for row in survey(storage, path, strategies(storage), world_size)[1]
+        def again() -> list[CheckpointStatus]:
+            return [row for row in list_checkpoints(storage, path, strategies(storage), world_size)[1]
                     if step is None or row.candidate.step == step]
         if complete:
             results = [merged.verify(storage, path, progress) for _ in wanted]
         else:
-            results = verified(storage, found.root, wanted, again, progress)
+            results = verify_checkpoints(storage, found.root, wanted, again, progress)
     removed = sorted({row.candidate.step for row in wanted} - {candidate.step for candidate, _ in results} - {None})
     seconds = time.monotonic() - started
     damaged = any(bad for candidate, bad in results if candidate.existed)
@@ -84,7 +84,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             if results else f"{found.root}: no checkpoints")
         if removed:
             say(f"step {', '.join(map(str, removed))}: removed by a job or by hand while it was read")
-        for note in (*found.notes, *assumption(found, world_size)):
+        for note in (*found.notes, *world_size_notes(found, world_size)):
             say(note)
     sys.exit(NOTHING if not results else 1 if damaged else 0)
 

@@ -16,8 +16,8 @@ from mindresume.formats.metadata import read_metadata
 from mindresume.formats.names import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
-from mindresume.resume.prove import quick
-from mindresume.resume.remarks import damaged_beside
+from mindresume.resume.prove import check_files
+from mindresume.resume.remarks import damaged_metadata_files
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.acquire import occupy
@@ -105,8 +105,8 @@ def _committed(world: World, storage: Storage, found: Verdict) -> Verdict:
     for candidate in scan_records(storage, world.root)[0]:
         if not candidate.committed:
             continue
-        refusal = quick(storage, world.root, candidate, world.ranks)
-        wrong = [str(refusal)] if refusal else damaged_beside(storage, world.root, candidate)
+        refusal = check_files(storage, world.root, candidate, world.ranks)
+        wrong = [str(refusal)] if refusal else damaged_metadata_files(storage, world.root, candidate)
         if wrong:
             return Verdict(HARD_FAIL, f"committed and not whole: {wrong[0]}", found.chosen)
     return found

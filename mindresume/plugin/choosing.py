@@ -8,7 +8,7 @@ from mindresume.events.log_lines import LogLines
 from mindresume.plugin import adapter, modelarts, session
 from mindresume.plugin.convert import choose_complete, prepare
 from mindresume.reshard.strategies import strategies
-from mindresume.resume.choosing import Chooser, Request
+from mindresume.resume.choosing import CheckpointSelector, SelectionRequest
 from mindresume.resume.select import Choice
 from mindresume.store.storage import Storage
 
@@ -23,19 +23,19 @@ def choose(config: Any, path: str, named: str | None, current: session.Session, 
     of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
-    request = Request(path, named, converts, resume, as_it_is, instead,
-                      health=str(config.get("output_dir") or "") if healthy else None,
-                      output=adapter.output_root() if resume and _has_monitor(config) else None)
-    chooser = Chooser(storage, current.group, current.settings, LogLines(adapter.logger()).emit,
-                      partial(choose_complete, current=current, resume=resume),
-                      strategies(storage, config.get("src_strategy_path_or_dir") or None),
-                      current.remote, partial(modelarts.saved_to, config), current.islands)
-    found = chooser.choose(request)
+    request = SelectionRequest(path, named, converts, resume, as_it_is, instead,
+                               health_dir=str(config.get("output_dir") or "") if healthy else None,
+                               output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
+    chooser = CheckpointSelector(storage, current.group, current.settings, LogLines(adapter.logger()).emit,
+                                 partial(choose_complete, current=current, resume=resume),
+                                 strategies(storage, config.get("src_strategy_path_or_dir") or None),
+                                 current.remote, partial(modelarts.saved_to, config), current.islands)
+    found = chooser.select(request)
     if found.choice is None:
         return None
     current.choice = current.resumed_from = found.choice
-    current.lost, current.hold, current.trial = found.lost, found.hold, found.trial
-    if found.converts or found.choice.chosen.base:
+    current.lost, current.hold, current.trial = found.lost_work, found.read_lock, found.load_attempt
+    if found.uses_layouts or found.choice.chosen.base:
         prepare(config, current, storage, aside=resume or adapter.is_parallel())
     return found.choice
 

@@ -28,8 +28,8 @@ from mindresume.plugin import adapter, choosing, loading, modelarts, online, ses
 from mindresume.plugin.arguments import check_section
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
-from mindresume.resume.choosing import reads_once
-from mindresume.resume.dataset import identity_of
+from mindresume.resume.choosing import caching_storage
+from mindresume.resume.dataset import dataset_identity
 from mindresume.settings import Settings
 from mindresume.store import preemption
 from mindresume.store.shared import is_shared
@@ -337,7 +337,7 @@ def _load_online(original: Any) -> Any:
 def identity(config: Any, current: session.Session) -> dict[str, str]:
     """Of the data set, before mindformers takes its configuration apart. As rank 0 sees it."""
     try:
-        return decide(current.group, lambda: identity_of(PosixStorage(), config.get("train_dataset"), config.get("seed")),
+        return decide(current.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
                       Waiting("looking at the data set"))
     except AgreementError as error:
         adapter.logger().warning("mindresume: a change of the data set cannot be noticed: %s", error)
@@ -349,7 +349,7 @@ def choose_checkpoint(config: Any, current: session.Session) -> None:
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
     """
-    storage = current.storage = reads_once(PosixStorage(), current.settings, current.group)
+    storage = current.storage = caching_storage(PosixStorage(), current.settings, current.group)
     if online.applies(config):
         return online.choose(config, current, storage)
     if not config.resume_training:

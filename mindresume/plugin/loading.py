@@ -16,23 +16,23 @@ from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.network import check_fit
 from mindresume.plugin import adapter, convert, session, streaming, telling
-from mindresume.resume.account import account_of, warnings_of
-from mindresume.resume.progress import Progress, Setting, check_skip, data_wish, fresh, progress_of
-from mindresume.resume.prove import ProvenShard
+from mindresume.resume.account import resume_warnings, summary_rows
+from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, data_wish, fresh_position, resume_progress
+from mindresume.resume.prove import VerifiedShard
 from mindresume.resume.select import Choice
 from mindresume.state import TrainingState, is_transient
 from mindresume.store.storage import Storage
 
 
-def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[Progress, float | None]:
+def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[ResumeProgress, float | None]:
     """Counters of the run, and loss scale, from the state of the chosen checkpoint; mindformers is told where its data goes on.
     ProgressError: see ``progress``."""
     state, setting = state_of(current.choice), _setting(config, dataset_size, current)
-    progress = progress_of(state, setting)
+    progress = resume_progress(state, setting)
     current.origin = session.Origin(progress.initial_step, progress.position, progress.consumed)
     current.progress = progress
-    current.global_step, current.account = progress.global_step, account_of(state, progress, setting)
-    for sentence in warnings_of(progress, setting, current.settings.on_dataset_change):
+    current.global_step, current.account = progress.global_step, summary_rows(state, progress, setting)
+    for sentence in resume_warnings(progress, setting, current.settings.on_dataset_change):
         adapter.logger().warning("mindresume: %s", sentence)
     config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
     adapter.logger().info("mindresume: continues after step %d (epoch %d done), global batch size %s, loss scale %s%s",
@@ -48,18 +48,18 @@ def begin(config: Any, dataset: Any, current: session.Session) -> session.Origin
     warning = check_skip(setting)
     if warning:
         adapter.logger().warning("mindresume: %s", warning)
-    position, skip, runner.initial_epoch = fresh(setting)
+    position, skip, runner.initial_epoch = fresh_position(setting)
     streaming.refuse_skip(dataset, skip)
     if setting.wish.skip and not setting.wish.ignore and skip != setting.wish.skip:
         dataset.set_init_step(skip)
     return session.Origin(0, position)
 
 
-def _setting(config: Any, dataset_size: int, current: session.Session) -> Setting:
+def _setting(config: Any, dataset_size: int, current: session.Session) -> RunSettings:
     runner = config.runner_config
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
     wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    return Setting(runner.global_batch_size, dataset_size, sink_size, current.identity, wish, _epochs(runner))
+    return RunSettings(runner.global_batch_size, dataset_size, sink_size, current.identity, wish, _epochs(runner))
 
 
 def _epochs(runner: Any) -> int | None:
@@ -143,7 +143,7 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current
     adapter.logger().info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
 
 
-def read_shard(storage: Storage, root: str, shard: ProvenShard, gauge: ProgressReporter | None = None
+def read_shard(storage: Storage, root: str, shard: VerifiedShard, gauge: ProgressReporter | None = None
                ) -> tuple[dict[str, np.ndarray], bool]:
     """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
     again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""

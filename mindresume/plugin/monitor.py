@@ -28,7 +28,7 @@ from mindresume.plugin import adapter, session, telling
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
-from mindresume.resume.account import random_item, table
+from mindresume.resume.account import format_summary, random_state_row
 from mindresume.resume.health import add
 from mindresume.resume.restore import number_runs
 from mindresume.store.manager import CheckpointManager
@@ -171,7 +171,8 @@ class CheckpointMonitor(BuiltIn):
             restored = live.restore_random(details.random) if details and details.random else []
             saved_by, size = current.choice.chosen.world_size, current.group.size
             other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
-            log.info("mindresume: the state of the training:\n%s", table([*current.account, random_item(restored, other)]))
+            log.info("mindresume: the state of the training:\n%s",
+                     format_summary([*current.account, random_state_row(restored, other)]))
             self._say_lost(current)
 
     def _say_lost(self, current: session.Session) -> None:

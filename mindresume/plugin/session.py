@@ -17,11 +17,11 @@ from mindresume.agree import Group, Solo
 from mindresume.data import DataPosition
 from mindresume.errors import ConfigError
 from mindresume.reshard.source import Source
-from mindresume.resume.account import Item
+from mindresume.resume.account import SummaryRow
 from mindresume.resume.choosing import own_shard
-from mindresume.resume.lost import Lost
-from mindresume.resume.progress import Progress
-from mindresume.resume.prove import ProvenShard
+from mindresume.resume.lost import LostWork
+from mindresume.resume.progress import ResumeProgress
+from mindresume.resume.prove import VerifiedShard
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
@@ -74,15 +74,15 @@ class Session:
     training: bool = False                   # inside Trainer.train or finetune
     islands: dict[str, Islands] = field(default_factory=dict)    # which ranks see the same folder, by its path
     monitor: Any = None                      # the CheckpointMonitor that saves in this training
-    lost: Lost | None = None                 # on rank 0: what a job that died had done behind the chosen checkpoint
+    lost: LostWork | None = None             # on rank 0: what a job that died had done behind the chosen checkpoint
     load_seconds: float = 0.0                # of choosing, reading and checking
     requests: Mapping[str, Any] = field(default_factory=dict)    # to leave, from before it began (store/preemption.py)
     left: str = ""                           # why it ended before its end, having saved its last step
     global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
     identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
     origin: Origin = field(default_factory=Origin)
-    progress: Progress | None = None         # of a resume: where it goes on
-    account: list[Item] = field(default_factory=list)            # of a resume, for people
+    progress: ResumeProgress | None = None   # of a resume: where it goes on
+    account: list[SummaryRow] = field(default_factory=list)      # of a resume, for people
     dataset_size: int | None = None          # steps of one pass over the data
     sink_size: int | None = None             # None: not in sink mode
     metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
@@ -96,7 +96,7 @@ class Session:
     remote: Remote | None = None             # ModelArts: where checkpoints are kept when the disks are gone
 
     @property
-    def shard(self) -> ProvenShard | None:
+    def shard(self) -> VerifiedShard | None:
         """What this rank proved and loads; None if the checkpoint is of another number of ranks (it is converted then)."""
         return own_shard(self.choice, self.group)
 

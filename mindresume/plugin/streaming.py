@@ -13,13 +13,13 @@ from typing import Any
 
 from mindresume.data import SKIPPED
 from mindresume.errors import ProgressError
-from mindresume.resume.progress import Progress
+from mindresume.resume.progress import ResumeProgress
 from mindresume.store.storage import MOST_READ, PosixStorage, read_json
 
 _DEPTH = 20                     # of datasets around the one that reads
 
 
-def take_up(dataset: Any, progress: Progress) -> None:
+def take_up(dataset: Any, progress: ResumeProgress) -> None:
     """Lets the data go on where ``progress`` says. ProgressError if it cannot. Nothing is done for other data, and on ranks that
     do not read."""
     source = _source(dataset)

@@ -30,8 +30,8 @@ from mindresume.plugin.convert import OPENING
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.source import Source, open_complete
-from mindresume.resume.choosing import islands_of, located
-from mindresume.resume.prove import Source as ShardSource
+from mindresume.resume.choosing import islands_of, locate_checkpoints
+from mindresume.resume.prove import ShardSource as ShardSource
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -64,7 +64,7 @@ def choose(config: Any, task: str, current: session.Session, storage: Storage) -
         return
     group, asked = current.group, config.get("resume_training")
     emit = LogLines(adapter.logger()).emit
-    path = located(storage, path, group, emit)
+    path = locate_checkpoints(storage, path, group, emit)
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
         islands_of(storage, path, group, current.islands, emit).apart

@@ -10,7 +10,7 @@ from mindresume.report.account import Share, total_of
 from mindresume.report.disk import Checkpoint
 from mindresume.report.history import DIED, NORMAL, RUNNING, UNKNOWN, Life
 from mindresume.report.made import Report, looked_for
-from mindresume.resume.survey import COMPLETE, PART
+from mindresume.resume.survey import COMPLETE, NODE_LOCAL
 
 
 def escape(text: str) -> str:
@@ -213,7 +213,7 @@ def _checkpoints(report: Report) -> str:
 
 
 def _state(row: Checkpoint) -> str:
-    return (f'<span class="{"good" if row.state in (COMPLETE, PART) else "bad"}">{escape(row.state)}</span>'
+    return (f'<span class="{"good" if row.state in (COMPLETE, NODE_LOCAL) else "bad"}">{escape(row.state)}</span>'
             + (f"<br>{_reason(row.reason)}" if row.reason else ""))
 
 

@@ -18,9 +18,9 @@ from mindresume.reshard.direct import Traffic
 from mindresume.reshard.load import check_tensors
 from mindresume.reshard.made import Made, made_of
 from mindresume.reshard.source import Source, open_complete
-from mindresume.resume.prove import Progress
+from mindresume.resume.prove import OnBytesRead
 from mindresume.resume.select import Choice
-from mindresume.resume.survey import Seen
+from mindresume.resume.survey import CheckpointStatus
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
@@ -69,13 +69,13 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
         return _unreadable(path, problem), problem
 
 
-def survey(storage: Storage, path: str) -> tuple[Scan, tuple[Seen, ...]]:
+def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
     """What ``mindresume.resume.survey.survey`` gives of folders with several steps."""
     candidate, problem = look(storage, path)
-    return Scan(_folder(path), (candidate,)), (Seen(candidate, problem),)
+    return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
 
 
-def verify(storage: Storage, path: str, progress: Progress) -> tuple[Candidate, list[Refusal]]:
+def verify(storage: Storage, path: str, progress: OnBytesRead) -> tuple[Candidate, list[Refusal]]:
     """Every byte of every file, where ``conversion.json`` has checksums; then what ``look`` looks at."""
     candidate, problem = look(storage, path)
     try:
@@ -86,7 +86,7 @@ def verify(storage: Storage, path: str, progress: Progress) -> tuple[Candidate, 
     return candidate, found or ([problem] if problem else [])
 
 
-def _file_problem(storage: Storage, folder: str, made: Made, file: FileRecord, progress: Progress) -> Refusal | None:
+def _file_problem(storage: Storage, folder: str, made: Made, file: FileRecord, progress: OnBytesRead) -> Refusal | None:
     path = os.path.join(folder, file.path)
     try:
         with storage.open(path) as opened:

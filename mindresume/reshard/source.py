@@ -31,9 +31,9 @@ from mindresume.reshard.iteration import of_iteration
 from mindresume.reshard.made import Made, check_names, made_of
 from mindresume.reshard.strategies import identity_of, stamp, strategy_for
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
-from mindresume.resume.prove import prove
+from mindresume.resume.prove import verify_rank
 from mindresume.resume.select import candidates_for
-from mindresume.resume.understood import Layouts
+from mindresume.resume.understood import IterationMetadata
 from mindresume.state import TrainingState, is_count, is_number
 from mindresume.store.claim import Claim
 from mindresume.store.holds import hold
@@ -157,8 +157,8 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
         raise ConfigError(f"{os.path.join(root, candidate.base)} knows its layouts; leave {strategy} away")
     layouts = None if candidate.base else strategy_for(storage, root, candidate, strategy, identity)
     candidate = counted(root, candidate, layouts)
-    known = Layouts(storage, root, candidate)
-    proofs = parallel(storage, lambda rank: prove(storage, root, candidate, rank, full=False, layouts=known),
+    known = IterationMetadata(storage, root, candidate)
+    proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, layouts=known),
                       sorted(candidate.files))
     for proof in proofs:
         if isinstance(proof, Refusal):

@@ -25,13 +25,13 @@ from mindresume.strategy import Strategy
 StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate): that of the job which saved it, None: unknown
 
 
-def nobody_knows(root: str, candidate: Candidate) -> Strategy | None:
+def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
     """A StrategyOf for which there are no strategy files."""
     return None
 
 
-def filled(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
-           expected: int | None) -> tuple[Candidate, int | None]:
+def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
+                           expected: int | None) -> tuple[Candidate, int | None]:
     """The candidate, and how many ranks it must be of: those of the job that would resume (``world_size``); of what mindformers
     saved, if no such job is known, by its strategy, else by the folder (``expected``); None: any.
 
@@ -51,7 +51,7 @@ def filled(storage: Storage, root: str, candidate: Candidate, strategy_of: Strat
         return candidate, ranks
     files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
     try:
-        lost = uncovered(files, True, details_by(storage, root, candidate, strategy))
+        lost = uncovered(files, True, details_by_strategy(storage, root, candidate, strategy))
     except (DamagedFileError, StrategyError) as error:
         lost = str(error)
     if not lost:
@@ -60,7 +60,7 @@ def filled(storage: Storage, root: str, candidate: Candidate, strategy_of: Strat
         f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
 
 
-def details_by(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
+def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
     """What records would say of files that mindformers wrote without any; checksums are empty. Asking for a rank reads the header
     of its file: DamagedFileError; StrategyError if the strategy is of another model."""
     @cache
@@ -77,8 +77,8 @@ def details_by(storage: Storage, root: str, candidate: Candidate, strategy: Stra
     return details_of
 
 
-def stand_ins(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
-              ) -> dict[str, tuple[int, TensorRecord]] | str:
+def replica_sources(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
+                    ) -> dict[str, tuple[int, TensorRecord]] | str:
     """{tensor: (the rank that has it, its row there)} of all that ``rank`` held, or a phrase about what is nowhere. ``present``:
     ranks that wrote; ``details_of(rank)``: the long part of their records."""
     there = sorted(present)
@@ -99,12 +99,12 @@ def stand_ins(rank: int, present: Iterable[int], world_size: int, details_of: Ca
     return found
 
 
-def unlike_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
-                   progress: Callable[[int], None] | None = None) -> str:
+def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
+                      progress: Callable[[int], None] | None = None) -> str:
     """What shows that ``strategy`` is not of the job that wrote ``candidate``: a tensor of ``rank`` which by the strategy is the
     same on the first rank that holds it, and is not; empty if there is none. ``progress``: bytes read since the last call.
     DamagedFileError, StrategyError or OSError."""
-    details_of = details_by(storage, root, candidate, strategy)
+    details_of = details_by_strategy(storage, root, candidate, strategy)
     first = rank - rank % strategy.stage_size
     mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]
 

@@ -12,50 +12,50 @@ from typing import NamedTuple
 
 from mindresume.data import IGNORED, SKIPPED
 from mindresume.errors import ProgressError
-from mindresume.resume.progress import Progress, Setting, check_skip
+from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip
 from mindresume.state import TrainingState
 
 RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
 
 
-class Item(NamedTuple):
+class SummaryRow(NamedTuple):
     name: str
     how: str
     text: str
 
 
-def account_of(state: TrainingState, progress: Progress, new: Setting) -> list[Item]:
+def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> list[SummaryRow]:
     """Of everything but the random state, which is known last."""
     scaled, old = progress.step_scale != 1, state.global_batch_size
     how = RECOMPUTED if scaled else RESTORED
-    rows = [Item("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
+    rows = [SummaryRow("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
     if progress.consumed is not None:
-        rows.append(Item("samples", RESTORED, f"{progress.consumed} seen"))
+        rows.append(SummaryRow("samples", RESTORED, f"{progress.consumed} seen"))
     epoch = RECOMPUTED if progress.begins and new.sink_size else how
-    rows += [Item("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
+    rows += [SummaryRow("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
              _data(state, progress, new), _data_set(state, progress)]
     rate = "position of the schedule: " + (_scaled(state.global_step, progress.global_step, old, new.batch) if scaled else
                                            f"step {state.global_step} of the optimizer")
-    rows.append(Item("learning rate", how, rate))
-    rows.append(Item("loss scale", ABSENT, "not in use") if state.loss_scale is None else
-                Item("loss scale", RESTORED, f"{state.loss_scale:g}"))
+    rows.append(SummaryRow("learning rate", how, rate))
+    rows.append(SummaryRow("loss scale", ABSENT, "not in use") if state.loss_scale is None else
+                SummaryRow("loss scale", RESTORED, f"{state.loss_scale:g}"))
     return rows
 
 
-def random_item(restored: Sequence[str], ranks: str = "") -> Item:
+def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
     """``ranks``: why there can be none, such as "saved by 4 ranks, this job has 2"."""
     if restored:
-        return Item("random state", RESTORED, ", ".join(restored))
-    return Item("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
+        return SummaryRow("random state", RESTORED, ", ".join(restored))
+    return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
 
 
-def table(items: Sequence[Item]) -> str:
+def format_summary(items: Sequence[SummaryRow]) -> str:
     """One block, a line for each item."""
     width = max(len(item.name) for item in items)
     return "\n".join(f"  {item.name:<{width}}  {item.how:<10}  {item.text}" for item in items)
 
 
-def warnings_of(progress: Progress, new: Setting, on_change: str) -> list[str]:
+def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:
     """ProgressError if the data set was changed, nobody said so, and ``on_change`` is "error"."""
     found = list(filter(None, [check_skip(new)])) if progress.begins else []
     if progress.again:
@@ -84,19 +84,19 @@ def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
     return f"{count} * {old} / {new} = {exact:g}" + ("" if exact == result else f", so {result}")
 
 
-def _data(state: TrainingState, progress: Progress, new: Setting) -> Item:
+def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> SummaryRow:
     position, size = progress.position, new.size * (new.batch or 1)
     where = f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} steps are skipped"
     if progress.begins:
-        return Item("data", RECOMPUTED, f"as {position.declared} says: {where}")
+        return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")
     again = f"; {progress.repeated} samples are seen again" if progress.repeated else ""
     how = RESTORED if state.data is not None and progress.step_scale == 1 and not again else RECOMPUTED
-    return Item("data", how, where + again)
+    return SummaryRow("data", how, where + again)
 
 
-def _data_set(state: TrainingState, progress: Progress) -> Item:
+def _data_set(state: TrainingState, progress: ResumeProgress) -> SummaryRow:
     if state.data is None or not state.data.identity:
-        return Item("data set", ABSENT, "not in the checkpoint: taken for the same")
+        return SummaryRow("data set", ABSENT, "not in the checkpoint: taken for the same")
     if progress.changed:
-        return Item("data set", CHANGED, "; ".join(progress.changed))
-    return Item("data set", RESTORED, "the same")
+        return SummaryRow("data set", CHANGED, "; ".join(progress.changed))
+    return SummaryRow("data set", RESTORED, "the same")

@@ -1,10 +1,10 @@
-"""Choosing the checkpoint of a resume where nodes share no disk: the newest that every rank finds on its own.
+"""Selects the checkpoint of a resume where nodes share no storage: the newest that every rank finds in its own folder.
 
-    each   scan of its own folder ─▶ what passes the cheap proof for its own rank ─▶ names of these to all
-    all    the first, in the order of rank 0, that all ranks have ─▶ complete proof of own files ─▶ all verdicts to all
-    all    every verdict good: take it; else the next one that all have
+    each rank    scan of its own folder ─▶ candidates whose files for this rank pass the cheap checks ─▶ their names to all
+    all ranks    the first name, in the order of rank 0, that all ranks have ─▶ each verifies its files ─▶ all verdicts to all
+    all ranks    every verdict good: take it; else the next name that all have
 
-``mindresume.resume.select`` is for a folder that all ranks see; this gives the same ``Choice``.
+``mindresume.resume.select`` selects in a folder that all ranks see. Both return a ``Choice``.
 """
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.names import parse_name
 from mindresume.formats.records import listed
-from mindresume.resume.health import is_sick
-from mindresume.resume.select import Choice, candidates_for, forget_kept, proven_by_all, remarks_of
+from mindresume.resume.health import is_unhealthy
+from mindresume.resume.select import Choice, advisories_of, candidates_for, forget_kept, verify_on_all_ranks
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.storage import Storage
 
-_NEWEST = 64                    # checkpoints of one rank that the others are told of
+_NEWEST = 64                    # names of checkpoints that one rank sends to the others
 
 
 @dataclass
-class _Own:
-    """What one rank finds. ``offers``: by name, newest first."""
+class _LocalCheckpoints:
+    """The checkpoints in the folder of one rank. ``offers``: usable ones by name, newest first. ``is_explicit``: as of
+    ``candidates_for``."""
     found: Scan
-    insists: bool
+    is_explicit: bool
     offers: dict[str, Candidate] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
 
 
-def select_apart(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None) -> Choice:
-    """Chooses the newest checkpoint that every rank finds in its own ``path`` and has verified.
+def select_node_local(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None) -> Choice:
+    """Selects the newest checkpoint that every rank finds in its own ``path`` and has verified.
 
     Args:
         policy: as of ``select.select``. The job has as many ranks as the checkpoint, each verifies its own, and failed loads are
@@ -44,28 +45,29 @@ def select_apart(storage: Storage, path: str, group: Group, policy: SelectionPol
         MissingCheckpointError: on all ranks, if the requested checkpoint is not one of those.
     """
     policy, complete = policy or SelectionPolicy(), (policy or SelectionPolicy()).verifies_bytes
-    own: list[_Own] = []
+    local: list[_LocalCheckpoints] = []
 
     def look() -> dict[str, object]:
-        own.append(_look(storage, path, group, policy))
-        return {"offers": list(own[0].offers)[:_NEWEST], "existed": any(c.existed for c in own[0].found.candidates),
-                "insists": own[0].insists, "strange": own[0].found.strange}
+        here = _look(storage, path, group, policy)
+        local.append(here)
+        return {"offers": list(here.offers)[:_NEWEST], "maybe_completed": any(c.existed for c in here.found.candidates),
+                "is_explicit": here.is_explicit, "strange": here.found.strange}
     rows = report(group, look, Waiting(f"looking at the checkpoints below {path}"))
-    mine, tried = own[0], []
+    mine, tried = local[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:
         candidate = mine.offers[name]
         forget_kept(storage)
-        verdicts, shards, lost = proven_by_all(storage, mine.found.root, candidate, [group.rank], group, None, complete)
+        verdicts, shards, lost = verify_on_all_ranks(storage, mine.found.root, candidate, [group.rank], group, None, complete)
         if not verdicts:
             return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete,
-                          remarks_of(storage, mine.found.root, candidate, lost, group))
+                          advisories_of(storage, mine.found.root, candidate, lost, group))
         tried.append(verdicts[0])
     lacking = [*tried, *_lacking(rows, mine.refused)]
-    if rows[0]["insists"]:
-        raise MissingCheckpointError(_text("the checkpoint that was asked for cannot be used by all ranks", lacking),
+    if rows[0]["is_explicit"]:
+        raise MissingCheckpointError(_text("the requested checkpoint cannot be used by all ranks", lacking),
                                      tuple(lacking))
-    if any(row["existed"] for row in rows):
+    if any(row["maybe_completed"] for row in rows):
         raise NoUsableCheckpointError(
             _text(f"nodes share no disk, and no checkpoint below {path} is there for all ranks", lacking) +
             "\nStart the nodes in the order of the job that saved, bring the folders of all of them together on a shared disk, "
@@ -76,17 +78,17 @@ def select_apart(storage: Storage, path: str, group: Group, policy: SelectionPol
     return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, complete)
 
 
-def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) -> _Own:
+def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) -> _LocalCheckpoints:
     try:
-        found, insists = candidates_for(storage, path, policy.requested, group.size)
-    except MissingCheckpointError:                          # others may have it; the common choice tells
-        return _Own(Scan(path, exists=False), True)
-    own = _Own(found, insists)
+        found, is_explicit = candidates_for(storage, path, policy.requested, group.size)
+    except MissingCheckpointError:                          # other ranks may have it
+        return _LocalCheckpoints(Scan(path, exists=False), True)
+    own = _LocalCheckpoints(found, is_explicit)
     for candidate in found.candidates:
         refusal = candidate.problem or _for_rank(candidate, group)
-        if candidate.attempt is None:                       # only files were counted, and those of this node
+        if candidate.attempt is None:                       # the scan counted only the files of this node
             candidate = replace(candidate, world_size=group.size)
-        if refusal is None and policy.unhealthy is not None and not insists and is_sick(candidate, policy.unhealthy):
+        if refusal is None and policy.unhealthy is not None and not is_explicit and is_unhealthy(candidate, policy.unhealthy):
             refusal = candidate.refuse("it was unhealthy when it was saved")
         if refusal is None:
             own.offers.setdefault(_name(candidate), candidate)
@@ -111,7 +113,7 @@ def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
 
 
 def _name(candidate: Candidate) -> str:
-    """The same on all nodes: of its folder of records, or of mindformers' the name of its files without the rank."""
+    """Returns a name that is the same on all nodes: that of the folder of records, or of mindformers' files without the rank."""
     if candidate.attempt:
         return candidate.name
     name = os.path.basename(candidate.first.path)
@@ -120,10 +122,10 @@ def _name(candidate: Candidate) -> str:
 
 
 def _lacking(rows: list[dict[str, object]], refused: list[Refusal]) -> list[Refusal]:
-    """What each group of ranks has, where it differs; then why this rank refused its newest."""
+    """Returns what each group of ranks has, where it differs, then why this rank refused its newest checkpoints."""
     by_offers: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
-        by_offers.setdefault(", ".join(row["offers"][:3]) or "nothing that it can use", []).append(rank)
+        by_offers.setdefault(", ".join(row["offers"][:3]) or "nothing usable", []).append(rank)
     groups = [Refusal(None, f"rank {listed(ranks)}: {offers}", rank=ranks[0]) for offers, ranks in by_offers.items()]
     return [*(groups if len(groups) > 1 else ()), *refused[:3]]
 

@@ -1,11 +1,11 @@
-"""Chooses the checkpoint with which a job begins, for both formats, on all ranks together; says in the log why, and protects it.
+"""Selects the checkpoint with which a job begins, on all ranks together, and protects it from removal until it is loaded.
 
-    found = Chooser(storage, group, settings, log, choose_complete, ...).choose(Request(path))
+    found = CheckpointSelector(storage, group, settings, emit, select_consolidated, ...).select(SelectionRequest(path))
     found.choice                # None: a fresh start
 
-    where the checkpoints lie that the path means ─▶ which ranks see that folder ─▶ wait until it is listed by whoever chooses
-    ─▶ the choice (``selection.select_checkpoint``)
-    ─▶ refusals are said ─▶ a fresh start or an error; else a hold until it is read, and a trial until a step is done
+    locate the checkpoints that the path means ─▶ which ranks share that folder ─▶ wait until the ranks that select list it all
+    ─▶ ``selection.select_checkpoint`` ─▶ events for every refusal ─▶ a fresh start or an error; else a read lock until all ranks
+    have loaded it, and a load attempt that ends with the first step (``store.trials``)
 """
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS
 from mindresume.formats.location import find as find_checkpoints
 from mindresume.host_memory import share_of_rank
-from mindresume.resume.absent import StrategyOf, nobody_knows
-from mindresume.resume.health import sick_files
-from mindresume.resume.lost import Lost, lost_by_death
-from mindresume.resume.prove import ProvenShard
+from mindresume.resume.absent import StrategyOf, unknown_strategy
+from mindresume.resume.health import unhealthy_files
+from mindresume.resume.lost import LostWork, find_lost_work
+from mindresume.resume.prove import VerifiedShard
 from mindresume.resume.restore import RemoteSource
 from mindresume.resume.select import Choice, describe, forget_kept
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.witness import settle
+from mindresume.resume.witness import wait_until_visible
 from mindresume.settings import Settings
 from mindresume.store.claim import Claim
 from mindresume.store.holds import hold
@@ -50,126 +50,146 @@ from mindresume.store.trials import Trial
 
 
 @dataclass(frozen=True)
-class Request:
+class SelectionRequest:
     """What a job asks for.
 
-    ``path``: of a folder or a file. ``named``: one checkpoint in it. ``converts``: the number of ranks may differ, so all files
-    are proven by all ranks together. ``resume`` False: weights alone are wanted, so there is no fresh start. ``as_it_is``: what
-    mindformers saved on as many ranks as there are is not converted, so that it needs no layouts. ``instead``: ends a sentence
-    on the weights of a fresh start. ``health``: the folder in which mindformers' health monitor records what it found unhealthy,
-    which is not taken unless it is named; None: health does not matter. ``output``: the folder in which the job works, if it
-    will say when its first step is done; None: it will not."""
+    Args:
+        path: folder or file, as given by the user.
+        requested: one checkpoint in it, by the name of a file, iteration folder or step.
+        any_layout: the number of ranks may differ, so all ranks together verify all files.
+        resume: False: weights alone are wanted, so a fresh start is an error.
+        keep_layout: with ``any_layout``: what mindformers saved on as many ranks as the job has is loaded as it is; it needs no
+            layouts.
+        fresh_weights: ends the message of a fresh start, ``weights ...``.
+        health_dir: folder of the list of mindformers' health monitor; unhealthy checkpoints are refused. None: health is ignored.
+        output_dir: the job's output folder, if the job will report its first finished step; failed loads are then counted.
+    """
     path: str
-    named: str | None = None
-    converts: bool = False
+    requested: str | None = None
+    any_layout: bool = False
     resume: bool = True
-    as_it_is: bool = False
-    instead: str = "are initialised at random"
-    health: str | None = None
-    output: str | None = None
+    keep_layout: bool = False
+    fresh_weights: str = "are initialised at random"
+    health_dir: str | None = None
+    output_dir: str | None = None
 
 
 @dataclass(frozen=True)
-class Selection:
-    """What was chosen. ``choice`` None: a fresh start. ``converts``: it is loaded by way of its layouts. ``lost``: on rank 0,
-    what a job that died had done behind it. ``hold``: keeps it from being removed; to be left when all ranks have read it.
-    ``trial``: of it, until a step is done."""
+class SelectedCheckpoint:
+    """The result of a selection.
+
+    Args:
+        choice: None: a fresh start.
+        uses_layouts: whether it is loaded by regions of its tensors, instead of each rank its own file.
+        lost_work: on rank 0, the steps that a job that died had done after this checkpoint.
+        read_lock: keeps the checkpoint from being removed. Leave it when all ranks have read it.
+        load_attempt: counts this load until a step is done. None: loads are not counted.
+    """
     choice: Choice | None = None
-    converts: bool = False
-    lost: Lost | None = None
-    hold: Claim | None = None
-    trial: Trial | None = None
+    uses_layouts: bool = False
+    lost_work: LostWork | None = None
+    read_lock: Claim | None = None
+    load_attempt: Trial | None = None
 
 
 @dataclass(frozen=True)
-class Chooser:
-    """``storage``: by which the chosen checkpoint is verified and then loaded (``reads_once``). ``choose_complete(storage,
-    path)``: chooses complete weights. ``strategy_of``: as of ``select``. ``remote``: where checkpoints are kept besides, for a
-    resume from one of the folders ``saved_to()``. ``islands``: which ranks see the same folder, by its path, as far as it is
-    known; what is found out is added."""
+class CheckpointSelector:
+    """Selects for one training.
+
+    Args:
+        storage: verifies the checkpoint and then loads it (``caching_storage``).
+        emit: receives the events of the selection.
+        select_consolidated, strategy_of: as of ``selection.CheckpointSources``.
+        remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to()``.
+        islands: which ranks share a folder, by its real path. What is found out is added.
+    """
     storage: Storage
     group: Group
     settings: Settings
     emit: Emit
-    choose_complete: Callable[[Storage, str], Choice]
-    strategy_of: StrategyOf = nobody_knows
+    select_consolidated: Callable[[Storage, str], Choice]
+    strategy_of: StrategyOf = unknown_strategy
     remote: Remote | None = None
     saved_to: Callable[[], Collection[str]] = frozenset
     islands: dict[str, Islands] = field(default_factory=dict)
 
-    def choose(self, request: Request) -> Selection:
-        """Raises NoUsableCheckpointError, MissingCheckpointError, LoadError or AgreementError on all ranks together."""
+    def select(self, request: SelectionRequest) -> SelectedCheckpoint:
+        """Selects and protects a checkpoint.
+
+        Raises:
+            NoUsableCheckpointError, MissingCheckpointError, LoadError, AgreementError: on all ranks together.
+        """
         emit, group, disk = self.emit, self.group, disk_of(self.storage)
-        path, named, resume = request.path, request.named, request.resume
-        if named and _is_file(disk, path):
-            emit(warning(f"resume_training: {named} is ignored, because load_checkpoint is a file: {path}"))
-            named = None
-        path = located(disk, path, group, emit)
-        # asked of all alike, or some would wait for ever
-        one = request.converts or any(report(group, lambda: _is_file(disk, path)))
+        path, requested, resume = request.path, request.requested, request.resume
+        if requested and _is_file(disk, path):
+            emit(warning(f"resume_training: {requested} is ignored, because load_checkpoint is a file: {path}"))
+            requested = None
+        path = locate_checkpoints(disk, path, group, emit)
+        # A collective: all ranks must take part, whatever each of them finds.
+        one = request.any_layout or any(report(group, lambda: _is_file(disk, path)))
         islands = together(group.size) if one else islands_of(disk, path, group, self.islands, emit)
-        settled = settle(disk, path, group, islands)
-        if settled.seconds or settled.unseen:
-            emit(VisibilityWaited(settled.seconds, settled.unseen))
-        choice = self._select(request, path, named, islands)
+        visibility = wait_until_visible(disk, path, group, islands)
+        if visibility.wait_seconds or visibility.missing:
+            emit(VisibilityWaited(visibility.wait_seconds, visibility.missing))
+        choice = self._select(request, path, requested, islands)
         for refusal in choice.refused:
             emit(CandidateRefused(refusal.step, refusal.reason, refusal.file, weights_only=not resume))
         for note in choice.notes:
             emit(Notice(note))
-        if choice.chosen is None and settled.unseen:
+        if choice.chosen is None and visibility.missing:
             raise NoUsableCheckpointError(
-                f"{path} seems to hold no checkpoint, but {'; '.join(settled.unseen)}. Nothing begins afresh beside them: look "
-                f"whether all hosts have mounted the same folder, and start again")
+                f"{path} seems to hold no checkpoint, but {'; '.join(visibility.missing)}. The job does not start afresh: check "
+                f"that all hosts have mounted the same folder, and start it again")
         if choice.chosen is None:
-            self._begin_afresh(request, path)
-            return Selection()
-        return self._protect(request, choice, request.converts or choice.consolidated)
+            self._start_afresh(request, path)
+            return SelectedCheckpoint()
+        return self._protect(request, choice, request.any_layout or choice.consolidated)
 
-    def _policy(self, request: Request, requested: str | None) -> SelectionPolicy:
-        converts = request.converts
+    def _policy(self, request: SelectionRequest, requested: str | None) -> SelectionPolicy:
+        any_layout = request.any_layout
         return SelectionPolicy(
-            None if converts else self.group.size, requested, self.settings.verify, every_rank if converts else own_rank,
-            converts, self._unhealthy(request.health) if request.health is not None else None, self.settings.poison_limit,
-            require_counters=request.resume)
+            None if any_layout else self.group.size, requested, self.settings.verify, every_rank if any_layout else own_rank,
+            any_layout, self._unhealthy(request.health_dir) if request.health_dir is not None else None,
+            self.settings.poison_limit, require_counters=request.resume)
 
-    def _select(self, request: Request, path: str, requested: str | None, islands: Islands) -> Choice:
+    def _select(self, request: SelectionRequest, path: str, requested: str | None, islands: Islands) -> Choice:
         if islands.apart:
             self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all of them have is selected"))
         remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
-        sources = CheckpointSources(self.strategy_of, self.choose_complete, remote, islands)
+        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, islands)
         return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
                                  ProgressReporter("checking", self.emit))
 
     def _unhealthy(self, folder: str) -> Collection[str]:
-        """Returns the names of unhealthy files, on rank 0, which decides."""
-        names, trouble = sick_files(disk_of(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
+        """Returns the names of unhealthy files; empty on other ranks than 0, because rank 0 decides."""
+        names, trouble = unhealthy_files(disk_of(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
         if trouble:
             self.emit(warning(trouble))
         return names
 
-    def _begin_afresh(self, request: Request, path: str) -> None:
-        """MissingCheckpointError if there is nothing to begin with."""
+    def _start_afresh(self, request: SelectionRequest, path: str) -> None:
+        """Reports a fresh start. Raises MissingCheckpointError if weights were asked for."""
         forget_kept(self.storage)
         known = any(report(self.group, lambda: disk_of(self.storage).status(path) is not None))
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
         if not request.resume:
-            raise MissingCheckpointError(f"{path} {reason}; weights to begin with were asked for (no_load_optim: True, "
+            raise MissingCheckpointError(f"{path} {reason}; initial weights were asked for (no_load_optim: True, "
                                          f"resume_training: False). Give another load_checkpoint (load_path), or none for random "
                                          f"weights")
-        self.emit(FreshStart(path, reason, request.instead, is_expected=known))
+        self.emit(FreshStart(path, reason, request.fresh_weights, is_expected=known))
 
-    def _protect(self, request: Request, choice: Choice, converts: bool) -> Selection:
-        """Holds what was chosen, and says what it is."""
+    def _protect(self, request: SelectionRequest, choice: Choice, uses_layouts: bool) -> SelectedCheckpoint:
+        """Locks the selected checkpoint against removal and reports it."""
         group, disk, chosen, resume = self.group, disk_of(self.storage), choice.chosen, request.resume
         lost = None
         if resume and group.rank == 0:
             with suppress(OSError):
-                lost = lost_by_death(disk, choice.root, chosen)
-        held = hold_chosen(disk, choice, group, self.islands, self.emit)
+                lost = find_lost_work(disk, choice.root, chosen)
+        lock = lock_selected(disk, choice, group, self.islands, self.emit)
         try:
-            trial = Trial(disk, choice.root, chosen, os.path.realpath(request.output), group.rank,
-                          self.settings.poison_limit) if (
-                resume and self.settings.poison_limit and request.output is not None) else None
+            limit = self.settings.poison_limit
+            attempt = Trial(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
+                resume and limit and request.output_dir is not None) else None
             self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root, describe(chosen, choice.complete),
                                          weights_only=not resume))
             self._report_kept(choice)
@@ -177,28 +197,29 @@ class Chooser:
                 self.storage.enough()
             for remark in choice.remarks:
                 self.emit(warning(remark))
-            if converts and request.as_it_is and group.size > 1 and chosen.origin == MINDFORMERS and not chosen.base:
-                converts = not all(report(group, lambda: own_shard(choice, group) is not None))
+            if uses_layouts and request.keep_layout and group.size > 1 and chosen.origin == MINDFORMERS and not chosen.base:
+                uses_layouts = not all(report(group, lambda: own_shard(choice, group) is not None))
         except BaseException:
-            if held is not None:
-                held.leave()
+            if lock is not None:
+                lock.leave()
             raise
-        return Selection(choice, converts, lost, held, trial)
+        return SelectedCheckpoint(choice, uses_layouts, lost, lock, attempt)
 
     def _report_kept(self, choice: Choice) -> None:
         """Emits how much of the checkpoint is read a second time."""
         storage = self.storage
         if not isinstance(storage, KeptFiles) or choice.chosen.origin == MINDFORMERS:
-            return                                          # without checksums nothing but headers was read
+            return                                          # without checksums only headers were read
         read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
         if read or storage.size:
             self.emit(VerifiedBytesKept(storage.size, max(read - storage.size, 0), storage.budget))
 
 
-def reads_once(storage: Storage, settings: Settings, group: Group) -> Storage:
-    """Returns the storage of a choice, which keeps what is verified in memory until it is loaded: as much as half of this rank's
-    share of the host's memory, because the arrays into which it is loaded need the other half, and no more than ``staging_gib``.
-    All ranks call it together."""
+def caching_storage(storage: Storage, settings: Settings, group: Group) -> Storage:
+    """Returns a storage that keeps verified files in memory until they are loaded. All ranks call it together.
+
+    It keeps at most half of this rank's share of the free memory of the host, because the arrays into which the files are loaded
+    need the other half, and at most ``staging_gib``."""
     if settings.verify != "full":
         return storage
     budget = share_of_rank(group) // 2
@@ -207,9 +228,13 @@ def reads_once(storage: Storage, settings: Settings, group: Group) -> Storage:
     return KeptFiles(storage, budget)
 
 
-def located(storage: Storage, path: str, group: Group, emit: Emit) -> str:
-    """Where the checkpoints lie that ``path`` means (``formats.location``), the same on all ranks. Where nodes share no disk some
-    have none, and what the others find counts. MissingCheckpointError on all ranks if they find several."""
+def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) -> str:
+    """Returns the folder of checkpoints that ``path`` means (``formats.location``), the same on all ranks.
+
+    Rank 0 looks. If it finds none, all ranks look: where nodes share no storage, some of them may have none.
+    Raises:
+        MissingCheckpointError: on all ranks, if they find several folders.
+    """
     def look() -> list[str]:
         try:
             return [find_checkpoints(storage, path) or "", ""]
@@ -230,7 +255,8 @@ def located(storage: Storage, path: str, group: Group, emit: Emit) -> str:
 
 
 def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islands], emit: Emit) -> Islands:
-    """Which ranks see the same folder. Where one of them has none, or cannot write, nobody can look: they are taken for one."""
+    """Returns which ranks see the same folder. It is taken for a folder that all share where no rank has it, or one cannot write
+    there, which is how this is found out."""
     root = os.path.realpath(path)
     if root not in known:
         if not any(report(group, lambda: storage.status(root) is not None)):
@@ -239,14 +265,19 @@ def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islan
             known[root] = find(storage, root, group)
         except AgreementError as error:
             emit(Notice(f"{root} is taken for a folder that all nodes share: {error}"))
-            return together(group.size)                 # not remembered: whoever saves there has to know
+            return together(group.size)                 # not remembered: a save there must find it out
     return known[root]
 
 
-def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str, Islands], emit: Emit) -> Claim | None:
-    """Rank 0 (of nodes that share no disk the first rank of each) says that the chosen checkpoint is being read, so that neither
-    retention of a job that still saves there nor ``mindresume prune`` removes it. A folder that cannot be written to is read all
-    the same. Returns the claim, None: there is none. LoadError on all ranks if it was removed between the choice and now."""
+def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[str, Islands], emit: Emit) -> Claim | None:
+    """Publishes that the selected checkpoint is being read, so that neither the retention of a job that still saves there nor
+    ``mindresume prune`` removes it. Rank 0 does so, or where nodes share no storage the first rank of each node. A folder that
+    cannot be written to is read without a lock.
+
+    Returns: the lock of this rank; None if it has none.
+    Raises:
+        LoadError: on all ranks, if the checkpoint was removed since it was selected.
+    """
     chosen = choice.chosen
     if chosen.attempt is None:
         return None
@@ -256,14 +287,14 @@ def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str,
         try:
             claim = hold(storage, choice.root, chosen.name, chosen.box)
         except OSError as error:
-            emit(Notice(f"{choice.root} is read without a claim on it: {error}"))
+            emit(Notice(f"{choice.root} is read without a lock: {error}"))
             return True
         held.extend([claim] if claim is not None else [])
         return claim is not None
     islands = known.get(os.path.realpath(choice.root), together(group.size))
     try:
         if not all(report(group, lambda: work() if islands.leads(group.rank) else True)):
-            raise LoadError(f"{chosen.attempt} was removed while it was chosen; start the job again")
+            raise LoadError(f"{chosen.attempt} was removed while it was selected; start the job again")
     except BaseException:
         for claim in held:
             claim.leave()
@@ -271,9 +302,9 @@ def hold_chosen(storage: Storage, choice: Choice, group: Group, known: dict[str,
     return held[0] if held else None
 
 
-def own_shard(choice: Choice | None, group: Group) -> ProvenShard | None:
-    """Returns what this rank proved of the chosen checkpoint and loads; None if that is of another number of ranks (it is
-    converted then)."""
+def own_shard(choice: Choice | None, group: Group) -> VerifiedShard | None:
+    """Returns what this rank verified of the selected checkpoint and loads. None if the checkpoint has another number of ranks:
+    it is loaded by its layouts."""
     chosen = choice.chosen if choice else None
     shards = choice.shards if chosen and chosen.world_size == group.size else ()
     return next((shard for shard in shards if shard.rank == group.rank), None)

@@ -43,7 +43,7 @@ _SUFFIXES = ("", ".bin", ".idx")            # a data set of Megatron is named wi
 _MOST_FILES = 100_000
 
 
-def identity_of(storage: Storage, section: Any, seed: Any = None) -> dict[str, str]:
+def dataset_identity(storage: Storage, section: Any, seed: Any = None) -> dict[str, str]:
     """``section``: ``train_dataset`` of the configuration; None: {}. Files are looked at, not read. OSError."""
     if not isinstance(section, Mapping):
         return {}
@@ -57,7 +57,7 @@ def identity_of(storage: Storage, section: Any, seed: Any = None) -> dict[str, s
     return {key: _bounded(value) for key, value in rows.items()}
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def dataset_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """In what two data sets differ, one phrase each; empty if they are alike, or one of them is not known. Earlier versions
     recorded caches and states, too: such a row says nothing of the data."""
     if not before or not now:

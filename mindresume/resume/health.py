@@ -29,7 +29,7 @@ def add(storage: Storage, folder: str, name: str, health: int, tag: str) -> None
     publish_json(storage, path, [*known, {"is_health": health, "ckpt_name": name}], tag)
 
 
-def sick_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:
+def unhealthy_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:
     """Names in the list of ``folder`` whose newest entry says unhealthy, and a sentence if the list cannot be used: then nothing
     is known to be unhealthy. No list is no trouble."""
     path = os.path.join(folder, LIST)
@@ -51,7 +51,7 @@ def read_list(storage: Storage, folder: str) -> list[Any]:
     return found
 
 
-def is_sick(candidate: Candidate, names: Collection[str]) -> bool:
+def is_unhealthy(candidate: Candidate, names: Collection[str]) -> bool:
     """``names``: of files that a list calls unhealthy."""
     if candidate.state is not None and candidate.state.health:
         return True

@@ -15,7 +15,7 @@ from mindresume.store.storage import Storage
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostWork:
     """``steps``: at least so many, by the count of the job that died. ``since``: seconds since 1970 when the checkpoint was
     saved, None: not known."""
     steps: int
@@ -25,7 +25,7 @@ class Lost:
         return None if self.since is None else max(now - self.since, 0.0)
 
 
-def lost_by_death(storage: Storage, root: str, chosen: Candidate) -> Lost | None:
+def find_lost_work(storage: Storage, root: str, chosen: Candidate) -> LostWork | None:
     """None if the last job that saved below ``root`` ended by itself, lives, or was none of ours. OSError."""
     dead = [owner for owner in claims(storage, root) if owner.purpose == SAVING and lives(owner) is not True]
     if not dead:
@@ -33,4 +33,4 @@ def lost_by_death(storage: Storage, root: str, chosen: Candidate) -> Lost | None
     last = max(dead, key=lambda owner: owner.order)
     begun = [step for _, step, run in attempts(storage.list(os.path.join(root, FOLDER))) if run == last.run]
     reached = max([last.step, *begun])
-    return Lost(max(reached - (chosen.step or 0), 0), chosen.saved_at)
+    return LostWork(max(reached - (chosen.step or 0), 0), chosen.saved_at)

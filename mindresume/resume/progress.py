@@ -28,12 +28,12 @@ from typing import Any
 
 from mindresume.data import IGNORED, SKIPPED, DataPosition, DataWish
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.resume.dataset import differences
+from mindresume.resume.dataset import dataset_differences
 from mindresume.state import TrainingState
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """Of the new run. ``size``: steps of one pass over its data; ``sink_size`` None: not in sink mode; ``identity``: of its data
     set, empty: not known. ``epochs``: passes that the configuration asks for, None: any number."""
     batch: int | None
@@ -45,7 +45,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ResumeProgress:
     """Counters of a new run. ``step_scale`` multiplies every step count of the checkpoint. ``position``: where its data goes on,
     in whole steps of this run, ``data_skip`` of them from the beginning. ``consumed``: samples that the training has seen;
     ``repeated``: so many of them will be seen again. ``changed``: in what the data set differs from that of the checkpoint.
@@ -75,7 +75,7 @@ def data_wish(ignore: Any, skip: Any) -> DataWish:
     return DataWish(bool(ignore), skip)
 
 
-def progress_of(state: TrainingState, new: Setting) -> Progress:
+def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     """ProgressError if the checkpoint has less than one step of the new run, or the data would have to begin within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.batch) if old and new.batch else Fraction(1)
@@ -85,7 +85,7 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
                             f"{step} * {old} samples. Choose a smaller batch, or begin anew with these weights "
                             f"(resume_training: False)")
     before = _position_of(state, new, initial_step)
-    changed = tuple(differences(before.identity, new.identity or {}))
+    changed = tuple(dataset_differences(before.identity, new.identity or {}))
     identity = dict(new.identity or {}) or before.identity
     declared = str(new.wish)
     begins = bool(declared) and (declared != before.declared or bool(changed))
@@ -99,11 +99,11 @@ def progress_of(state: TrainingState, new: Setting) -> Progress:
     skip = position.steps(new.size, new.batch or 1)
     _check_sink(skip, SKIPPED if begins else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
-    return Progress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
-                    repeated, changed, begins, begins and declared == before.declared, position.passes - stood)
+    return ResumeProgress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
+                          repeated, changed, begins, begins and declared == before.declared, position.passes - stood)
 
 
-def fresh(new: Setting) -> tuple[DataPosition, int, int]:
+def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
     """Of a run that does not resume: where its data begins, the steps that are skipped for that, and the initial epoch.
     ProgressError if nothing is left, or the data would have to begin within a sink."""
     check_skip(new)
@@ -113,7 +113,7 @@ def fresh(new: Setting) -> tuple[DataPosition, int, int]:
     return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
 
 
-def _beginning(new: Setting, epochs: int) -> DataPosition:
+def _beginning(new: RunSettings, epochs: int) -> DataPosition:
     """Where a data set begins as the configuration says, after so many epochs of the training. MindSpore makes as many passes as
     there are epochs, so none that is left out can be one of them unless it stands for one that is done."""
     position = DataPosition().after(0 if new.wish.ignore else new.wish.skip or 0, new.size, new.batch or 1)
@@ -121,7 +121,7 @@ def _beginning(new: Setting, epochs: int) -> DataPosition:
     return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.wish))
 
 
-def check_skip(new: Setting) -> str:
+def check_skip(new: RunSettings) -> str:
     """ProgressError if nothing of the data would be left. Returns what is worth a warning: more than a pass is skipped."""
     skip, size, epochs = 0 if new.wish.ignore else new.wish.skip or 0, new.size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
@@ -133,7 +133,7 @@ def check_skip(new: Setting) -> str:
     return ""
 
 
-def _position_of(state: TrainingState, new: Setting, initial_step: int) -> DataPosition:
+def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> DataPosition:
     """What the checkpoint says; of one that does not, that its steps were all on one data set."""
     if state.data is not None:
         return state.data
@@ -142,7 +142,7 @@ def _position_of(state: TrainingState, new: Setting, initial_step: int) -> DataP
     return DataPosition().after(initial_step, new.size, new.batch or 1)
 
 
-def _rescaled(position: DataPosition, new: Setting, old: int | None) -> tuple[DataPosition, int]:
+def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tuple[DataPosition, int]:
     """In whole steps of the new run, and the samples of the part of a step that is left over."""
     batch = new.batch or old or 1
     steps, left = divmod(position.samples, batch)
@@ -160,7 +160,7 @@ def _of_whole_sinks(position: DataPosition, state: TrainingState) -> DataPositio
     return replace(position, passes=position.passes + 1, samples=0) if left < state.sink_size else position
 
 
-def _at_a_sink(position: DataPosition, new: Setting) -> DataPosition:
+def _at_a_sink(position: DataPosition, new: RunSettings) -> DataPosition:
     """Between two passes: with as many passes before as whole sinks need, out of those that were trained."""
     if not new.sink_size or position.samples or position.passes * new.size % new.sink_size == 0:
         return position
@@ -169,7 +169,7 @@ def _at_a_sink(position: DataPosition, new: Setting) -> DataPosition:
     return replace(position, passes=passes, first_epoch=epochs - passes)
 
 
-def _initial_epoch(position: DataPosition, skip: int, new: Setting) -> int:
+def _initial_epoch(position: DataPosition, skip: int, new: RunSettings) -> int:
     if not new.sink_size:
         return position.first_epoch + position.passes
     sinks, more = divmod(position.first_epoch * new.size + skip, new.sink_size)
@@ -177,7 +177,7 @@ def _initial_epoch(position: DataPosition, skip: int, new: Setting) -> int:
     return sinks + (more > rest)
 
 
-def _check_sink(skip: int, what: str, new: Setting) -> None:
+def _check_sink(skip: int, what: str, new: RunSettings) -> None:
     """MindSpore would round the data skip down to a multiple of the sink size and repeat samples (mindspore
     train/dataset_helper.py)."""
     if new.sink_size and skip % new.sink_size:

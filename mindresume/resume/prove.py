@@ -29,27 +29,27 @@ from mindresume.manifest import (
     read_record,
     record_name,
 )
-from mindresume.resume.absent import details_by, stand_ins, unlike_replica
-from mindresume.resume.understood import Layouts, needs_metadata
+from mindresume.resume.absent import details_by_strategy, differing_replica, replica_sources
+from mindresume.resume.understood import IterationMetadata, needs_metadata
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage, error_text
 from mindresume.strategy import Strategy
 
-Progress = Callable[[int], None]          # bytes read since the last call
+OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardSource:
     """Tensors to read from one file; ``names`` None: all of it."""
     file: FileRecord
     names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
-class ProvenShard:
+class VerifiedShard:
     """What one rank reads. ``details`` holds checksums and random state; None for files without records."""
     rank: int
-    sources: tuple[Source, ...]
+    sources: tuple[ShardSource, ...]
     state: TrainingState | None = None
     details: Details | None = None
     scalars: Mapping[str, Any] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class ProvenShard:
         return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
 
 
-def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
-          files: bool = True) -> Refusal | None:
+def check_files(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
+                files: bool = True) -> Refusal | None:
     """None if the files of all ranks seem to be there, and how they are cut is known. ``world_size``: of the job that would
     resume, None: any. ``files`` False: the files are not looked at, because each rank proves its own anyway."""
     if candidate.problem is not None:
@@ -80,7 +80,7 @@ def quick(storage: Storage, root: str, candidate: Candidate, world_size: int | N
     else:
         problem = None
     if problem is None and needs_metadata(candidate):
-        problem = Layouts(storage, root, candidate).problem()
+        problem = IterationMetadata(storage, root, candidate).problem()
     if problem is not None or not files:
         return problem
     return _wrong_files(storage, root, candidate)
@@ -95,7 +95,7 @@ def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal |
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
     for (rank, file), size in zip(rows, found, strict=True):
         if size is None and candidate.attempt:
-            elsewhere = replicas(storage, root, candidate, rank)
+            elsewhere = replica_files(storage, root, candidate, rank)
             if isinstance(elsewhere, Refusal):
                 return elsewhere
             continue
@@ -127,8 +127,9 @@ def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal |
     return None
 
 
-def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None = None,
-          full: bool = True, strategy: Strategy | None = None, layouts: Layouts | None = None) -> ProvenShard | Refusal:
+def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
+                full: bool = True, strategy: Strategy | None = None, layouts: IterationMetadata | None = None
+                ) -> VerifiedShard | Refusal:
     """Reads everything that ``rank`` is going to load from this candidate, and checks it. ``full`` False: only the record,
     the headers and the sizes. ``strategy``: of the job, where ranks are absent from what mindformers wrote. ``layouts``: of this
     candidate, where several ranks are proven."""
@@ -148,11 +149,12 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
                 if label is not None and label[1] != candidate.step:
                     return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
                                             f"are mixed", file.path, rank)
-            problem = (layouts or Layouts(storage, root, candidate)).misfit(rank, dict(zip(files, headers, strict=True)))
-            return problem or ProvenShard(rank, tuple(map(Source, files)), candidate.state)
+            metadata = layouts or IterationMetadata(storage, root, candidate)
+            problem = metadata.mismatch(rank, dict(zip(files, headers, strict=True)))
+            return problem or VerifiedShard(rank, tuple(map(ShardSource, files)), candidate.state)
         header = headers[0]
         scalars = scalars_of(storage, root, file, header)
-        unlike = unlike_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
+        unlike = differing_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
         if unlike:
             return candidate.refuse(unlike, file.path, rank)
     except DamagedFileError as error:
@@ -169,11 +171,11 @@ def prove(storage: Storage, root: str, candidate: Candidate, rank: int, progress
     if scalars.get("step_num") != candidate.step:
         return candidate.refuse(f"rank {rank} holds step {scalars.get('step_num')}, rank {next(iter(candidate.files))} "
                                 f"holds step {candidate.step}", file.path, rank)
-    return ProvenShard(rank, (Source(file),), scalars=scalars)
+    return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
 
 
-def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None,
-                    full: bool) -> ProvenShard | Refusal:
+def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
+                    full: bool) -> VerifiedShard | Refusal:
     record, details, checksum = record_of(storage, candidate, rank)
     files = candidate.files[rank]
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
@@ -184,29 +186,29 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
                                 f"checksum", files[0].path, rank)
     if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
         return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
-    sources: list[Source] = []
+    sources: list[ShardSource] = []
     for index, file in enumerate(files):
         recorded = {name: row for name, row in details.tensors.items() if row.file == index}
         found = _prove_file(storage, root, candidate, rank, file, recorded, progress, full)
         if isinstance(found, Refusal):
             return found
         sources += found
-    return ProvenShard(rank, tuple(sources), record.state, details)
+    return VerifiedShard(rank, tuple(sources), record.state, details)
 
 
-def _prove_absent(storage: Storage, root: str, candidate: Candidate, rank: int, progress: Progress | None,
-                  strategy: Strategy | None) -> ProvenShard | Refusal:
+def _prove_absent(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
+                  strategy: Strategy | None) -> VerifiedShard | Refusal:
     """Of a rank that was lost before its job saved for the last time: the tensors that others hold, and no random state."""
     try:
-        details_of = details_by(storage, root, candidate, strategy) if strategy else cache(
+        details_of = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
             lambda other: record_of(storage, candidate, other)[1])
-        found = stand_ins(rank, candidate.files, candidate.world_size, details_of)
+        found = replica_sources(rank, candidate.files, candidate.world_size, details_of)
         if isinstance(found, str):
             return candidate.refuse(f"rank {rank} wrote nothing, and {found}", rank=rank)
         names: dict[FileRecord, list[str]] = {}
         for name, (other, row) in found.items():
             names.setdefault(candidate.files[other][row.file], []).append(name)
-        sources = tuple(Source(file, tuple(held)) for file, held in names.items())
+        sources = tuple(ShardSource(file, tuple(held)) for file, held in names.items())
         recorded = {name: row for name, (_, row) in found.items()}
         proven = _prove_replicas(storage, root, candidate, rank, recorded, sources, progress)
         scalars = {} if candidate.state else scalars_of(storage, root, sources[0].file, header_of(storage, root, sources[0].file))
@@ -214,20 +216,21 @@ def _prove_absent(storage: Storage, root: str, candidate: Candidate, rank: int, 
         return candidate.refuse(f"rank {rank} wrote nothing, and the file that stands in for its own: {error.reason}", rank=rank)
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
-    return proven if isinstance(proven, Refusal) else ProvenShard(
+    return proven if isinstance(proven, Refusal) else VerifiedShard(
         rank, proven, candidate.state, Details(recorded) if candidate.attempt else None, scalars)
 
 
 def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
-                recorded: Mapping[str, TensorRecord], progress: Progress | None, full: bool) -> tuple[Source, ...] | Refusal:
+                recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool
+                ) -> tuple[ShardSource, ...] | Refusal:
     """One file of a rank; where it is missing, others that hold all of its tensors."""
     path = os.path.join(root, file.path)
     status = storage.status(path)
     if status is None:
-        found = replicas(storage, root, candidate, rank)
+        found = replica_files(storage, root, candidate, rank)
         if isinstance(found, Refusal):
             return found
-        sources = tuple(Source(source.file, names) for source in found
+        sources = tuple(ShardSource(source.file, names) for source in found
                         if (names := tuple(name for name in source.names or () if name in recorded)))
         return _prove_replicas(storage, root, candidate, rank, recorded, sources, progress)
     if status.size != file.size:
@@ -237,11 +240,11 @@ def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, fi
     if problem:
         return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
     if not full:
-        return (Source(file),)
+        return (ShardSource(file),)
     with storage.open(path) as opened:
         checksum, _ = file_checksum(opened, progress)
         if checksum == file.checksum:
-            return (Source(file),)
+            return (ShardSource(file),)
         wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in recorded.items()})
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
@@ -269,7 +272,7 @@ def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record
         return *read_details(file), checksum
 
 
-def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[Source, ...] | Refusal:
+def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
     """Where else the tensors lie of the files of a rank that are missing, byte for byte: in files of other ranks whose records
     hold a tensor of the same name, dtype, shape and checksum. A Refusal if a single one is nowhere."""
     lost = candidate.files[rank][0]
@@ -287,7 +290,7 @@ def replicas(storage: Storage, root: str, candidate: Candidate, rank: int) -> tu
                               (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
                               (row.dtype, row.shape, row.checksum))
                 if names and storage.status(os.path.join(root, file.path)) is not None:
-                    sources.append(Source(file, names))
+                    sources.append(ShardSource(file, names))
                     wanted = {name: row for name, row in wanted.items() if name not in names}
     except (RecordError, OSError) as error:
         return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", lost.path, rank)
@@ -312,7 +315,7 @@ def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: C
 
 
 def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
-                    sources: tuple[Source, ...], progress: Progress | None) -> tuple[Source, ...] | Refusal:
+                    sources: tuple[ShardSource, ...], progress: OnBytesRead | None) -> tuple[ShardSource, ...] | Refusal:
     for source in sources:
         header = header_of(storage, root, source.file)
         with storage.open(os.path.join(root, source.file.path)) as opened:

@@ -22,7 +22,7 @@ from mindresume.manifest import MANIFEST
 from mindresume.store.storage import Storage
 
 
-def stand_in_text(lost: Iterable[tuple[int, str]]) -> list[str]:
+def replica_text(lost: Iterable[tuple[int, str]]) -> list[str]:
     """One sentence on files that replicas stand in for; none without. ``lost``: (rank, path of its file)."""
     rows = list(lost)
     return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
@@ -38,7 +38,7 @@ def manifest_text(candidate: Candidate) -> list[str]:
             f"so a resume goes by them"]
 
 
-def damaged_beside(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
+def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
     """Files beside the weights that are not as they were written: the manifest, ``common.json`` and ``metadata.json``. A resume
     can do without them; mindformers alone cannot do without the latter."""
     path = os.path.relpath(os.path.join(candidate.attempt or "", MANIFEST), root)

@@ -1,15 +1,15 @@
-"""What an object store holds and this disk does not comes back before the choice; by all ranks, each its own files.
+"""Fetches what an object store holds and this disk does not, before a checkpoint is selected. All ranks take part, each with its
+own files.
 
-    restore = Restore(storage, remote, root, group, ...)
-    choice = restore.choose(lambda: select(...))
+    choice = RemoteFetch(storage, remote, root, group, policy, ...).select(lambda: select(...))
 
-    choose     the choice among what is on this disk ─▶ is there something newer at the url? ─▶ fetch it ─▶ choose again
+    select     the choice among what is on this disk ─▶ is there something newer at the url? ─▶ fetch it ─▶ choose again
     fetch      a folder of records, still empty ─▶ room? ─▶ each rank: download ─▶ checksum ─▶ rename ─▶ all ranks have theirs?
                ─▶ records ─▶ rank 0: manifest ─▶ an iteration folder gets its name
 
-What dies on the way leaves a save that never completed, with all that arrived; the next start goes on with it. What is on this
-disk with the right checksum is not fetched again. What does not arrive whole is refused with its reason, and the next older one
-is fetched: nothing of it is left to fill the disk.
+A fetch that is interrupted leaves a save that never completed, with all that arrived; the next start continues it. A file that is
+on this disk with the right checksum is not downloaded again. A checkpoint that does not arrive whole is refused with its reason,
+its files are removed so that they do not fill the disk, and the next older one is fetched.
 """
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from mindresume.manifest import (
     read_details,
     record_name,
 )
-from mindresume.resume.health import NONE_HEALTHY, is_sick
-from mindresume.resume.prove import quick
+from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
+from mindresume.resume.prove import check_files
 from mindresume.resume.select import Choice
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store import iteration
@@ -58,15 +58,22 @@ from mindresume.store.storage import Storage, parallel, publish, read_bytes, tem
 from mindresume.store.trials import deaths_by_key, suspicion
 
 CHECKPOINT = "checkpoint"       # below output_dir, where mindformers has folders of its own, and below remote_save_url
-_SPARE = 64 << 20               # bytes that are to be left on the disk
-_PATIENCE = 7200.0              # seconds without a file that came whole, on any rank, after which a download is given up
+_SPARE = 64 << 20               # bytes that stay free on the disk
+_PATIENCE = 7200.0              # seconds without a completed file on any rank, after which a download is given up
 
 
 @dataclass
-class Restore:
-    """``root``: the folder of checkpoints. ``policy``: of the selection; what it would not take, as the manifest or a note here
-    tells, is not fetched. ``islands``: where nodes share no disk; then each gets records and
-    manifest. Used by all ranks alike."""
+class RemoteFetch:
+    """A selection that also considers an object store. All ranks use it in the same way.
+
+    Args:
+        storage: the disk to which is downloaded.
+        root: the folder of checkpoints there.
+        policy: of the selection. Checkpoints that it would refuse, by their manifest or by failed loads that are recorded here,
+            are not fetched.
+        emit: receives CheckpointFetched and CandidateRefused.
+        islands: which ranks share a folder, where nodes share no storage; each node then gets all records and the manifest.
+    """
     storage: Storage
     remote: Remote
     root: str
@@ -77,12 +84,15 @@ class Restore:
     refused: list[Refusal] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
     _fetched: list[str] = field(default_factory=list)
-    _unhealthy: bool = False                            # one of those refused is
+    _refused_unhealthy: bool = False
 
-    def choose(self, pick: Callable[[], Choice]) -> Choice:
-        """``pick`` once more for each checkpoint that was fetched. Its errors; and on all ranks NoUsableCheckpointError if none
-        that the store holds could be fetched and there is no other, RemoteError if the store cannot be asked and there is no
-        other."""
+    def select(self, pick: Callable[[], Choice]) -> Choice:
+        """Calls ``pick``, and again after each checkpoint that was fetched.
+
+        Raises: on all ranks the errors of ``pick``, and if it finds no checkpoint on this disk
+            NoUsableCheckpointError: none of those in the store could be fetched.
+            RemoteError: the store cannot be read.
+        """
         while True:
             choice: Choice | None = None
             failure: UnusableError | None = None
@@ -101,7 +111,7 @@ class Restore:
                 self.emit(warning(f"{error}. The newest on this machine is taken"))
             if failure is not None:
                 raise failure
-            if not chosen and self._tried:              # the choice would begin afresh
+            if not chosen and self._tried:              # the job would start afresh
                 for attempt in self._fetched:
                     self._refuse(attempt, "it was fetched, and on this disk it is not complete")
                 raise NoUsableCheckpointError(self._none_usable(), self.refused)
@@ -109,11 +119,12 @@ class Restore:
 
     def _none_usable(self) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)
-        return (f"{NONE_HEALTHY + '. ' if self._unhealthy else ''}{self.remote.url} holds checkpoints, but none can be used:\n"
-                f"{table}\nRepair what is said there, or to start afresh set resume_training: False")
+        unhealthy = NONE_HEALTHY + ". " if self._refused_unhealthy else ""
+        return (f"{unhealthy}{self.remote.url} holds checkpoints, but none can be used:\n{table}\n"
+                f"Repair one of them, or to start afresh set resume_training: False")
 
     def _fetch_newer(self, refused: Iterable[Any], chosen: Candidate | None) -> bool:
-        """Fetches the newest that is newer than all that is good here. False if there is none."""
+        """Fetches the newest checkpoint that is newer than all usable ones here. Returns whether there was one."""
         steps = {refusal.step for refusal in refused}
         bound = (chosen.order[:2] if chosen else (0, 0)) if self.islands else None
         while True:
@@ -121,7 +132,7 @@ class Restore:
                            Waiting(f"looking at {self.remote.url}"))
             for row in offer["refused"]:
                 self._refuse(*row)
-            self._unhealthy = self._unhealthy or offer["unhealthy"]
+            self._refused_unhealthy = self._refused_unhealthy or offer["unhealthy"]
             if "failed" in offer:
                 raise RemoteError(offer["failed"])
             if not offer["attempt"]:
@@ -129,7 +140,7 @@ class Restore:
             self._tried.add(offer["attempt"])
             problem = self._fetch(offer["attempt"], offer["manifest"].encode())
             if isinstance(self.storage, KeptFiles):
-                self.storage.forget()               # what was replaced, by this rank or another one, is read anew
+                self.storage.forget()               # this rank or another one may have replaced files
             if problem is None:
                 return True
             self._refuse(offer["attempt"], problem)
@@ -143,8 +154,13 @@ class Restore:
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
     def _offer(self, refused: set[int | None], bound: tuple[float, ...] | None, suspected: bool) -> dict[str, Any]:
-        """What to fetch next, and what cannot be. ``bound``: newer than this one; None: than all that is good on this disk.
-        ``suspected``: what many jobs died of is better than nothing."""
+        """Returns what to fetch next, and what is refused with its reason.
+
+        Args:
+            refused: steps that were refused on this disk.
+            bound: order of the checkpoint that must be older. None: that of the newest usable one on this disk.
+            suspected: whether a checkpoint is offered after whose loading too many jobs died; this is better than none.
+        """
         offer: dict[str, Any] = {"attempt": "", "refused": [], "unhealthy": False}
         policy, requested = self.policy, self.policy.requested
         if requested:
@@ -157,21 +173,21 @@ class Restore:
         except RemoteError as error:
             return {**offer, "failed": f"whether there is something newer is not known: {error}"}
         deaths = deaths_by_key(self.storage, self.root) if policy.max_failed_loads and not requested else {}
-        dreaded = [name for name in names if suspicion(deaths.get(name, ()), policy.max_failed_loads)]
-        for attempt in [*(name for name in names if name not in dreaded), *(dreaded if suspected else ())]:
+        failing = [name for name in names if suspicion(deaths.get(name, ()), policy.max_failed_loads)]
+        for attempt in [*(name for name in names if name not in failing), *(failing if suspected else ())]:
             try:
                 manifest, data = self.remote.manifest(attempt)
             except (RecordError, RemoteError) as error:
                 offer["refused"].append((attempt, f"its manifest cannot be read: {error}"))
                 continue
-            if requested and not _is_named(manifest, requested):
+            if requested and not _is_requested(manifest, requested):
                 continue
             candidate = candidate_of(manifest, iteration_name(manifest.step) if _is_iteration(manifest) else "")
-            if not requested and policy.unhealthy is not None and is_sick(candidate, policy.unhealthy):
+            if not requested and policy.unhealthy is not None and is_unhealthy(candidate, policy.unhealthy):
                 offer["unhealthy"] = True
                 offer["refused"].append((attempt, "it was unhealthy when it was saved"))
                 continue
-            refusal = quick(self.storage, self.root, candidate, policy.world_size, files=False)
+            refusal = check_files(self.storage, self.root, candidate, policy.world_size, files=False)
             if refusal is None:
                 return {**offer, "attempt": attempt, "manifest": data.decode()}
             offer["refused"].append((attempt, refusal.reason))
@@ -180,7 +196,7 @@ class Restore:
     # ---- all ranks -------------------------------------------------------------------------------------------------
 
     def _fetch(self, attempt: str, data: bytes) -> str | None:
-        """None: it is on this disk now, whole. Else why it is not, and what came is gone again."""
+        """Fetches one checkpoint. Returns None if it is complete on this disk; else the reason, and what arrived is removed."""
         manifest, started = Manifest.read(io.BytesIO(data)), time.monotonic()
         share = self._share = _Share(self, attempt, manifest)
         problem = (self._all(share.prepare, leaders=True) or self._room(share) or self._all(share.download) or
@@ -192,12 +208,13 @@ class Restore:
         late = self._all(lambda: share.commit(data), leaders=True)
         total = sum(file.size or 0 for files in manifest.files for file in files)
         self.emit(CheckpointFetched(manifest.step, self.remote.url, share.fetched, total, time.monotonic() - started))
-        if late is not None:                        # it is complete: the next run commits it, and gives it its name
+        if late is not None:                        # all files are here: the next run commits it and gives it its name
             self.emit(warning(f"step {manifest.step} was fetched, but: {late}"))
         return None
 
     def _room(self, share: _Share) -> str | None:
-        """Ranks of one machine share its disk; several machines may, and then a full one is noticed too late but noticed."""
+        """Returns why the disk has no room for the download; None if it has. Ranks of one machine are taken to share its disk. If
+        several machines share a disk that is too small, the download itself fails."""
         def look() -> list[Any]:
             try:
                 return [socket.gethostname(), share.needed(), self.storage.room(self.root), None]
@@ -215,8 +232,8 @@ class Restore:
         return None
 
     def _all(self, work: Callable[[], None], leaders: bool = False) -> str | None:
-        """None if all ranks have done it (``leaders``: rank 0, of nodes that share no disk the first rank of each); else the
-        first reason."""
+        """Returns None if ``work`` succeeded on all ranks, else the first reason. ``leaders``: only rank 0 works, or where nodes
+        share no storage the first rank of each node."""
         leads = self.islands.leads(self.group.rank) if self.islands else self.group.rank == 0
 
         def attempt() -> str | None:
@@ -232,41 +249,42 @@ class Restore:
 
 
 class _Share:
-    """Of the files of one attempt those of saved ranks 0 + k, size + k, ...: with as many ranks as saved it, the rank's own."""
+    """The files of one checkpoint that one rank fetches: those of the saved ranks ``rank``, ``rank + size``, ...; its own, if as
+    many ranks saved it."""
 
-    def __init__(self, restore: Restore, attempt: str, manifest: Manifest):
+    def __init__(self, restore: RemoteFetch, attempt: str, manifest: Manifest):
         self.storage, self.remote, self.attempt, self.manifest = restore.storage, restore.remote, attempt, manifest
         self.root, self.rank, self.emit = restore.root, restore.group.rank, restore.emit
         self.ranks = range(restore.group.rank, manifest.world_size, restore.group.size)
         visible = os.path.join(self.root, iteration_name(manifest.step))
         if not _is_iteration(manifest):
-            self.base = self.root
+            self.target_dir = self.root
         elif self.storage.status(os.path.join(visible, FOLDER, attempt)) is not None:
-            self.base = visible                             # it is here, and something of it is damaged
+            self.target_dir = visible                       # it is here, and something in it is damaged
         else:
-            self.base = os.path.join(self.root, FOLDER, attempt)
-        self.records = os.path.join(self.base, FOLDER, attempt)
+            self.target_dir = os.path.join(self.root, FOLDER, attempt)
+        self.records = os.path.join(self.target_dir, FOLDER, attempt)
         self.fetched = 0
         self._lacking: list[FileRecord] = []
         self._new: list[str] = []
 
     def prepare(self) -> None:
-        """So that weights without a record are known to be of a save that never completed. Those of earlier ones go if they have
-        the names of files that are to be fetched."""
-        paths = {os.path.join(self.base, file.path) for files in self.manifest.files for file in files}
+        """Creates the folder of records, which marks weights without a record as a save that never completed. Removes such files
+        of earlier saves that have the names of files to fetch."""
+        paths = {os.path.join(self.target_dir, file.path) for files in self.manifest.files for file in files}
         free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, self.emit),
                    lambda: holds(self.storage, self.root), self.emit)
         self.storage.make_folder(self.records)
 
     def needed(self) -> int:
-        """Bytes to download."""
+        """Returns the bytes to download."""
         files = [file for rank in self.ranks for file in self.manifest.files[rank]]
         files += self.manifest.small if self.rank == 0 else ()
         self._lacking = [file for file in files if not self._is_here(file)]
         return sum(file.size or 0 for file in self._lacking)
 
     def _is_here(self, file: FileRecord) -> bool:
-        path = os.path.join(self.base, file.path)
+        path = os.path.join(self.target_dir, file.path)
         found = self.storage.status(path)
         return found is not None and found.size == file.size and self._sum(path) == file.checksum
 
@@ -275,9 +293,9 @@ class _Share:
             return file_checksum(opened)[0]
 
     def download(self) -> None:
-        """Each under a name that nobody reads, and that the next run removes."""
+        """Downloads each file under a temporary name, which the next run would remove, and renames it."""
         for file in self._lacking:
-            path = os.path.join(self.base, file.path)
+            path = os.path.join(self.target_dir, file.path)
             self._refuse_foreign(path, file)
             temporary = temporary_name(path, self.manifest.run)
             self.storage.make_folder(os.path.dirname(path))
@@ -292,25 +310,27 @@ class _Share:
             self.fetched += file.size or 0
 
     def _refuse_foreign(self, path: str, file: FileRecord) -> None:
-        """A damaged file of this save is replaced; never one of another run, which began on an empty disk with the same names."""
+        """Raises RecordError if the file at ``path`` belongs to another run, which started on an empty disk with the same names.
+        A damaged file of this save is replaced."""
         if self.storage.status(path) is None:
             return
         try:
-            label = parse_label(header_of(self.storage, self.base, file))
+            label = parse_label(header_of(self.storage, self.target_dir, file))
         except DamagedFileError:
             return
         if label not in (None, (self.manifest.run, self.manifest.step)):
             raise RecordError(f"{path} is of run {label[0]}, step {label[1]}, and is not overwritten; move it away")
 
     def withdraw(self) -> None:
-        """The records go before the files they name."""
+        """Removes what was fetched; records before the files that they name."""
         for path in reversed(self._new):
             self.storage.remove(path)
-        with suppress(OSError):                             # the others have not removed theirs yet, or some were here before
+        with suppress(OSError):                             # other ranks may not be done, or some records were here before
             self.storage.remove(self.records)
 
     def publish_records(self, every: bool = False) -> None:
-        """Of this rank's share; ``every``: those too that are still missing here, as on nodes that share no disk."""
+        """Publishes the records of this rank's share. ``every``: those of all ranks that are missing here, as on nodes that
+        share no storage."""
         self.storage.make_folder(self.records)
         names = set(self.storage.list(self.records)) if every else set()
 
@@ -328,8 +348,8 @@ class _Share:
         parallel(self.storage, fetch, [rank for rank in wanted if record_name(rank) not in names])
 
     def commit(self, data: bytes) -> None:
-        publish(self.storage, os.path.join(self.base, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)
-        if self.base.endswith(os.path.join(FOLDER, self.attempt)):
+        publish(self.storage, os.path.join(self.target_dir, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)
+        if self.target_dir.endswith(os.path.join(FOLDER, self.attempt)):
             place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
             iteration.show(place, self.manifest.step)
 
@@ -342,7 +362,7 @@ class RemoteSource:
     saved_to: Callable[[], Collection[str]]
 
 
-def choose_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSource, group: Group, storage: Storage,
+def select_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSource, group: Group, storage: Storage,
                        policy: SelectionPolicy, emit: Emit, islands: Islands | None = None) -> Choice:
     """Returns the choice of ``pick``. What is newer in the object store is fetched before, if ``path`` is where this job saves.
 
@@ -359,17 +379,17 @@ def choose_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSour
     if root not in saved_to:
         emit(Notice(f"{remote.url} is not looked at: load_checkpoint is {path}, not where this job saves to"))
         return pick()
-    return Restore(storage, remote, root, group, policy, emit, islands).choose(pick)
+    return RemoteFetch(storage, remote, root, group, policy, emit, islands).select(pick)
 
 
 def number_runs(remote: Remote | None, emit: Emit, storage: Storage, root: str) -> None:
-    """So that the run of this job is later than all in ``remote``, on an empty disk too. For rank 0, before it claims
-    ``root``."""
+    """Makes sure that this job's run number is larger than all in ``remote``, on an empty disk too. Rank 0 calls it before it
+    acquires ``root``."""
     if remote is None:
         return
     try:
-        trace(storage, remote, root)
-    except RemoteError as error:                    # uploads will fail, or find the later run, and say so
+        keep_run_marker(storage, remote, root)
+    except RemoteError as error:                    # uploads will fail, or find the later run, and report it
         emit(warning(error))
 
 
@@ -377,17 +397,19 @@ def _is_iteration(manifest: Manifest) -> bool:
     return "/" not in manifest.files[0][0].path
 
 
-def _is_named(manifest: Manifest, named: str) -> bool:
-    """As ``resume_training: named`` means it."""
+def _is_requested(manifest: Manifest, requested: str) -> bool:
+    """Returns whether ``resume_training: requested`` means this checkpoint."""
     file = manifest.files[0][0]
     if _is_iteration(manifest):
-        return manifest.step == (int(named) if named.isascii() and named.isdigit() else parse_iteration(named.rstrip("/")))
-    return os.path.basename(file.path) == name_for_rank(named, 0, file.format)
+        return manifest.step == (
+            int(requested) if requested.isascii() and requested.isdigit() else parse_iteration(requested.rstrip("/")))
+    return os.path.basename(file.path) == name_for_rank(requested, 0, file.format)
 
 
-def trace(storage: Storage, remote: Remote, root: str) -> None:
-    """Leaves the number of the latest run at the url in ``root``, so that the next run there gets a larger one. RemoteError,
-    OSError."""
+def keep_run_marker(storage: Storage, remote: Remote, root: str) -> None:
+    """Leaves the number of the latest run in ``remote`` as a marker in ``root``, so that the next run there gets a larger one.
+
+    Raises: RemoteError, OSError."""
     runs = remote.look().runs()
     if runs:
         leave_trace(storage, root, runs[-1])

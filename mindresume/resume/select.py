@@ -1,10 +1,10 @@
-"""Choosing the checkpoint of a resume, with all ranks of the job taking the same one.
+"""Selects the checkpoint of a resume in a folder that all ranks see; all ranks of the job take the same one.
 
-    rank 0   scan ─▶ newest candidate that passes the quick proof ─▶ broadcast
-    each     complete proof of its own files ─▶ all verdicts to all
-    all      every verdict good: take it; one bad: rank 0 goes on with the next older one
+    rank 0        scan ─▶ the newest candidate that passes the cheap checks ─▶ broadcast
+    each rank     verifies its own files completely ─▶ all verdicts to all ranks
+    all ranks     every verdict good: take it; one bad: rank 0 offers the next older candidate
 
-Everything travels through ``mindresume.agree``; an error on one rank reaches all of them.
+All exchanges go through ``mindresume.agree``; an error on one rank reaches all of them.
 """
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mindresume.formats.names import folder_name, folder_rank, name_for_rank
 from mindresume.formats.records import absent_text, header_of, is_without_step, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.manifest import FileRecord
-from mindresume.resume.absent import StrategyOf, filled, nobody_knows
-from mindresume.resume.health import NONE_HEALTHY, is_sick
-from mindresume.resume.prove import Progress, ProvenShard, prove, quick, read_size
-from mindresume.resume.remarks import damaged_beside, stand_in_text
+from mindresume.resume.absent import StrategyOf, complete_missing_ranks, unknown_strategy
+from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
+from mindresume.resume.prove import OnBytesRead, VerifiedShard, check_files, read_size, verify_rank
+from mindresume.resume.remarks import damaged_metadata_files, replica_text
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.understood import Layouts
+from mindresume.resume.understood import IterationMetadata
 from mindresume.state import TrainingState, is_count
 from mindresume.store.kept import KeptFiles
 from mindresume.store.storage import Storage
@@ -39,31 +39,42 @@ from mindresume.store.trials import Death, deaths_by_key, key_of, suspicion, war
 
 @dataclass(frozen=True)
 class Choice:
-    """``chosen`` None: nothing to resume from. ``fresh`` True: nothing was ever complete there, so starting afresh loses
-    nothing. ``refused``: every newer candidate (without a chosen one: every one) with its reason, newest first."""
+    """The result of a selection.
+
+    Args:
+        chosen: None: there is nothing to resume from.
+        refused: every newer candidate (every candidate, if none is chosen) with its reason, newest first.
+        notes: sentences for the log on what was found and ignored.
+        fresh: no save was ever complete there, so a fresh start loses nothing.
+        shards: what this process verified, by rank of the checkpoint.
+        root: the folder to which the paths of ``chosen`` are relative.
+        complete: every byte was verified; else sizes and headers.
+        remarks: sentences on what is wrong with the chosen checkpoint, though it can be used.
+        consolidated: these are consolidated weights, which have no layout of their own.
+    """
     chosen: Candidate | None
     refused: tuple[Refusal, ...]
     notes: tuple[str, ...]
     fresh: bool
-    shards: tuple[ProvenShard, ...] = ()         # of the ranks this process proved
+    shards: tuple[VerifiedShard, ...] = ()
     root: str = ""
-    complete: bool = True                        # every byte was read
-    remarks: tuple[str, ...] = ()                # what is wrong with the chosen one, though it can be used
-    consolidated: bool = False                   # consolidated weights, which have no layout of their own
+    complete: bool = True
+    remarks: tuple[str, ...] = ()
+    consolidated: bool = False
 
 
 class ProgressMeter(Protocol):
-    """Receives how far a verification is."""
+    """Receives the progress of a verification."""
 
     def expect(self, total: int) -> None:
-        """Begins anew: ``total`` bytes are to be read."""
+        """Resets the count; ``total`` bytes will be read."""
 
     def advance(self, count: int) -> None:
         """Adds ``count`` bytes that were read."""
 
 
 def describe(candidate: Candidate, complete: bool = True) -> str:
-    """One phrase: who wrote it and what was checked of it."""
+    """Returns a phrase for people: the first file, who wrote it and what was verified (``complete``: every byte)."""
     first = candidate.base or (candidate.first.path if candidate.first else "no file")
     lost = f"; {text}" if (text := absent_text(candidate)) else ""
     if candidate.origin == MINDFORMERS:
@@ -74,14 +85,17 @@ def describe(candidate: Candidate, complete: bool = True) -> str:
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"
 
 
-def candidates_for(storage: Storage, path: str, named: str | None = None, world_size: int | None = None
+def candidates_for(storage: Storage, path: str, requested: str | None = None, world_size: int | None = None
                    ) -> tuple[Scan, bool]:
-    """What ``load_checkpoint: path`` (a root folder, a folder above one, a rank folder, an iteration folder or a file) and
-    ``resume_training: named`` (a file, an iteration folder or a step) offer.
+    """Returns the candidates that ``path`` offers, and whether the user asked for a single one explicitly.
 
-    Returns the scan, and whether the user insists on its single candidate. ``world_size``: how many ranks read a file that lies
-    outside rank folders. MissingCheckpointError: a named checkpoint is not there at all, or several folders below ``path`` hold
-    checkpoints; ConfigError: a file of another kind.
+    Args:
+        path: ``load_checkpoint``: a root folder, a folder above one, a rank folder, an iteration folder or a file.
+        requested: ``resume_training``: the name of a file, an iteration folder or a step.
+        world_size: how many ranks read a file that lies outside of rank folders.
+    Raises:
+        MissingCheckpointError: the requested checkpoint is not there, or several folders below ``path`` hold checkpoints.
+        ConfigError: ``path`` is a file of another kind.
     """
     status = storage.status(path)
     if status is not None and not status.is_folder:
@@ -94,32 +108,33 @@ def candidates_for(storage: Storage, path: str, named: str | None = None, world_
     if found.exists and not any(candidate.existed for candidate in found.candidates):
         inner = below(storage, path)
         if inner:
-            found, insists = candidates_for(storage, inner, named, world_size)
-            return replace(found, notes=(f"{path} holds no checkpoints itself; those in {inner} count", *found.notes)), insists
+            found, is_explicit = candidates_for(storage, inner, requested, world_size)
+            notes = (f"{path} holds no checkpoints itself; those in {inner} count", *found.notes)
+            return replace(found, notes=notes), is_explicit
         found = replace(found, strange=strange(storage, root, bool(found.candidates)))
-    if named is None:
+    if requested is None:
         return found, False
-    matching = [c for c in found.candidates if _is_named(c, named)]
+    matching = [c for c in found.candidates if _is_requested(c, requested)]
     if not matching:
         offered = sorted({c.base or os.path.basename(c.first.path) for c in found.candidates if c.first})
         where = os.path.join(root, folder_name(0)) + " has no such file, nor has the folder of any other rank" if any(
             not c.base for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
         there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
-        raise MissingCheckpointError(f"resume_training names {named!r}: {where}. {there}")
+        raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
     return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
 
 
-def _is_named(candidate: Candidate, named: str) -> bool:
+def _is_requested(candidate: Candidate, requested: str) -> bool:
     if candidate.base:
-        step = int(named) if named.isascii() and named.isdigit() else parse_iteration(named.rstrip("/"))
+        step = int(requested) if requested.isascii() and requested.isdigit() else parse_iteration(requested.rstrip("/"))
         return candidate.step == step is not None
-    return any(os.path.basename(file.path) == name_for_rank(named, rank, candidate.format)
+    return any(os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
                for rank, (file, *_) in candidate.files.items())
 
 
 def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
-    """A single file. In a rank folder it stands for the files of all ranks, in an iteration folder for all of that, else every
-    rank reads this one."""
+    """Returns the candidate that a single file means: in a rank folder the files of all ranks with its name, in an iteration
+    folder the iteration, else this file, which every rank reads."""
     folder, name = os.path.split(os.path.abspath(path))
     if folder_rank(os.path.basename(folder)) is not None:
         return candidates_for(storage, os.path.dirname(folder), name)[0]
@@ -142,8 +157,8 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     return Scan(folder, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
 
 
-def assumption(found: Scan, world_size: int | None) -> list[str]:
-    """One sentence on the number of ranks that is taken for granted; none if the user or the manifests say it."""
+def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
+    """Returns one sentence on the number of ranks that is assumed; none if the user or the manifests give it."""
     foreign = any(candidate.origin == MINDFORMERS and not candidate.base for candidate in found.candidates)
     if world_size is not None or not foreign or found.expected_ranks is None:
         return []
@@ -152,22 +167,22 @@ def assumption(found: Scan, world_size: int | None) -> list[str]:
 
 
 def select(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None,
-           strategy_of: StrategyOf = nobody_knows, progress: ProgressMeter | None = None) -> Choice:
-    """Chooses among the checkpoints in ``path``, on all ranks of ``group`` alike: the newest that every rank has verified.
+           strategy_of: StrategyOf = unknown_strategy, progress: ProgressMeter | None = None) -> Choice:
+    """Selects the newest checkpoint in ``path`` that every rank has verified; the same on all ranks of ``group``.
 
     Args:
         path: as of ``candidates_for``.
         policy: what is accepted and how it is verified; None: the default.
-        strategy_of: ``(root, candidate)`` -> strategy of a job that left no manifest. It says how many ranks there were, and what
-            those held that are missing.
+        strategy_of: returns the strategy of a job that left no manifest, from which the number of its ranks and the tensors of
+            missing ranks follow.
         progress: receives the bytes of each candidate.
     Raises:
-        MissingCheckpointError: the requested checkpoint is not there on all ranks, or ``path`` is a folder of something else.
+        MissingCheckpointError: the requested checkpoint cannot be used, or ``path`` is a folder of something else.
         NoUsableCheckpointError: there are checkpoints, and none can be used.
         AgreementError: a rank failed in another way.
     """
     policy, progress = policy or SelectionPolicy(), progress or ProgressReporter.silent()
-    chooser = _Chooser(storage, path, policy, strategy_of) if group.rank == 0 else None
+    chooser = _CandidateQueue(storage, path, policy, strategy_of) if group.rank == 0 else None
     verdicts: list[Refusal] = []
     while True:
         message = decide(group, lambda verdicts=verdicts: chooser.next(verdicts), Waiting("looking at the checkpoints"))
@@ -177,26 +192,30 @@ def select(storage: Storage, path: str, group: Group, policy: SelectionPolicy | 
         ranks = policy.ranks_to_verify(group, candidate)
         progress.expect(read_size(candidate, ranks))
         forget_kept(storage)
-        verdicts, shards, lost = proven_by_all(storage, root, candidate, ranks, group, progress.advance, policy.verifies_bytes,
-                                               strategy_of)
+        verdicts, shards, lost = verify_on_all_ranks(storage, root, candidate, ranks, group, progress.advance,
+                                                     policy.verifies_bytes, strategy_of)
         if not verdicts:
             choice = _conclude({**message, "end": "chosen"}, shards, policy.verifies_bytes)
-            return replace(choice, remarks=remarks_of(storage, root, candidate, lost, group))
+            return replace(choice, remarks=advisories_of(storage, root, candidate, lost, group))
 
 
 def forget_kept(storage: Storage) -> None:
-    """Drops the files that ``storage`` keeps in memory: they are of a candidate that was refused, or were replaced."""
+    """Drops the files that ``storage`` keeps in memory: their candidate was refused, or they were replaced on disk."""
     if isinstance(storage, KeptFiles):
         storage.forget()
 
 
-def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
-                  progress: Progress | None, complete: bool, strategy_of: StrategyOf = nobody_knows
-                  ) -> tuple[list[Refusal], tuple[ProvenShard, ...], list[tuple[int, str]]]:
-    """What was found wrong on any rank of the job, the same on all; what this process proved, ``ranks`` of the checkpoint; and
-    (rank, path) of files that are missing and that others stand in for, the same on all."""
-    shards: list[ProvenShard] = []
-    layouts, read = Layouts(storage, root, candidate), [0]
+def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
+                        progress: OnBytesRead | None, complete: bool, strategy_of: StrategyOf = unknown_strategy
+                        ) -> tuple[list[Refusal], tuple[VerifiedShard, ...], list[tuple[int, str]]]:
+    """Verifies ``candidate`` on all ranks of the job together, in this process the files of ``ranks`` of the checkpoint.
+
+    Returns:
+        The refusals of all ranks, the same on all; what this process verified; and (rank, path) of missing files whose tensors
+        are read from replicas, the same on all.
+    """
+    shards: list[VerifiedShard] = []
+    layouts, read = IterationMetadata(storage, root, candidate), [0]
 
     def counted(count: int) -> None:
         read[0] += count
@@ -206,7 +225,7 @@ def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequ
     def check() -> Any:
         for rank in ranks:
             strategy = strategy_of(root, candidate) if candidate.absent and candidate.attempt is None else None
-            result = prove(storage, root, candidate, rank, counted, complete, strategy, layouts)
+            result = verify_rank(storage, root, candidate, rank, counted, complete, strategy, layouts)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
             shards.append(result)
@@ -216,26 +235,28 @@ def proven_by_all(storage: Storage, root: str, candidate: Candidate, ranks: Sequ
             sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())}))
 
 
-def remarks_of(storage: Storage, root: str, candidate: Candidate, lost: list[tuple[int, str]], group: Group) -> tuple[str, ...]:
-    """What all ranks are to say of the chosen one. ``lost``: as of ``proven_by_all``."""
-    beside = decide(group, lambda: [refusal.reason for refusal in damaged_beside(storage, root, candidate)],
+def advisories_of(storage: Storage, root: str, candidate: Candidate, lost: list[tuple[int, str]], group: Group
+                  ) -> tuple[str, ...]:
+    """Returns sentences on what is wrong with a usable candidate, the same on all ranks. ``lost``: missing files that replicas
+    replace (``verify_on_all_ranks``)."""
+    beside = decide(group, lambda: [refusal.reason for refusal in damaged_metadata_files(storage, root, candidate)],
                     Waiting("looking at the files beside the weights"))
-    return (*stand_in_text(lost), *beside)
+    return (*replica_text(lost), *beside)
 
 
-class _Chooser:
-    """Rank 0's side: offers one candidate after the other, and says how it ends."""
+class _CandidateQueue:
+    """The candidates on rank 0, offered one after the other as messages to all ranks; the last message is the outcome."""
 
-    def __init__(self, storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf = nobody_knows):
+    def __init__(self, storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf = unknown_strategy):
         self.storage, self.path, self.policy, self.strategy_of = storage, path, policy, strategy_of
-        self.deaths: Mapping[str, tuple[Death, ...]] = {}
-        self.said: list[str] = []
+        self.failed_loads: Mapping[str, tuple[Death, ...]] = {}
+        self.notes: list[str] = []
         self.suspected: list[Candidate] = []
         self.refused_unhealthy = False
         self.refused: list[Refusal] = []
         self.found: Scan | None = None
         self.queue: list[Candidate] = []
-        self.insists = False
+        self.is_explicit = False
 
     def next(self, verdicts: list[Refusal]) -> dict[str, Any]:
         try:
@@ -246,56 +267,56 @@ class _Chooser:
     def _next(self, verdicts: list[Refusal]) -> dict[str, Any]:
         policy = self.policy
         if self.found is None:
-            self.found, self.insists = candidates_for(self.storage, self.path, policy.requested, policy.world_size)
+            self.found, self.is_explicit = candidates_for(self.storage, self.path, policy.requested, policy.world_size)
             self.queue = list(self.found.candidates)
-            counts = policy.max_failed_loads and not self.insists
-            self.deaths = deaths_by_key(self.storage, self.found.root) if counts else {}
+            counts = policy.max_failed_loads and not self.is_explicit
+            self.failed_loads = deaths_by_key(self.storage, self.found.root) if counts else {}
         self.refused += verdicts[:1]
         while self.queue or self.suspected:
-            if not self.queue:                                  # better one that is suspected than none
-                self.queue, self.suspected, self.deaths = self.suspected, [], {}
+            if not self.queue:                                  # a suspected checkpoint is better than none
+                self.queue, self.suspected, self.failed_loads = self.suspected, [], {}
             candidate = self.queue.pop(0)
             if not policy.require_counters and is_without_step(candidate):
                 candidate = replace(candidate, problem=None)
             ranks = policy.world_size
-            if not (self.insists and len(candidate.files) == 1):
-                candidate, ranks = filled(self.storage, self.found.root, candidate, self.strategy_of, policy.world_size,
-                                          self.found.expected_ranks)
-            died = self.deaths.get(key_of(candidate), ())
-            if reason := suspicion(died, policy.max_failed_loads):
+            if not (self.is_explicit and len(candidate.files) == 1):
+                candidate, ranks = complete_missing_ranks(self.storage, self.found.root, candidate, self.strategy_of,
+                                                          policy.world_size, self.found.expected_ranks)
+            failures = self.failed_loads.get(key_of(candidate), ())
+            if reason := suspicion(failures, policy.max_failed_loads):
                 self.suspected.append(candidate)
                 self.refused.append(candidate.refuse(reason))
                 continue
-            refusal = quick(self.storage, self.found.root, candidate, policy.world_size if self.insists else ranks,
-                            not candidate.committed) or self._unhealthy(candidate)
+            refusal = check_files(self.storage, self.found.root, candidate, policy.world_size if self.is_explicit else ranks,
+                                  not candidate.committed) or self._unhealthy(candidate)
             if refusal is None:
-                self.said += [f"step {candidate.step}: {text}" for text in [warning(died, policy.max_failed_loads)] if text]
+                self.notes += [f"step {candidate.step}: {text}" for text in [warning(failures, policy.max_failed_loads)] if text]
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
-                        "refused": [r.to_json() for r in self.refused], "notes": self._notes()}
+                        "refused": [r.to_json() for r in self.refused], "notes": self._all_notes()}
             self.refused.append(refusal)
         fresh = not any(candidate.existed for candidate in self.found.candidates)
-        end = "missing" if self.insists or self.found.strange else "fresh" if fresh else "none"
+        end = "missing" if self.is_explicit or self.found.strange else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
-                "notes": self._notes(), "text": self._text(end, self.found.root)}
+                "notes": self._all_notes(), "text": self._text(end, self.found.root)}
 
     def _unhealthy(self, candidate: Candidate) -> Refusal | None:
         names = self.policy.unhealthy
-        if names is None or self.insists or not is_sick(candidate, names):
+        if names is None or self.is_explicit or not is_unhealthy(candidate, names):
             return None
         self.refused_unhealthy = True
         return candidate.refuse(f"it was unhealthy when it was saved (the embedding's local norm was above "
-                                f"embedding_local_norm_threshold); name its {'folder' if candidate.base else 'file'} to take it "
-                                f"all the same")
+                                f"embedding_local_norm_threshold); to take it all the "
+                                f"same, request it by the name of its {'folder' if candidate.base else 'file'}")
 
-    def _notes(self) -> list[str]:
-        return [*self.found.notes, *assumption(self.found, self.policy.world_size), *self.said] if self.found else []
+    def _all_notes(self) -> list[str]:
+        return [*self.found.notes, *world_size_notes(self.found, self.policy.world_size), *self.notes] if self.found else []
 
     def _text(self, end: str, root: str) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)
         if self.found.strange:
             return self.found.strange
         if end == "missing":
-            return f"the checkpoint that was asked for cannot be used:\n{table}"
+            return f"the requested checkpoint cannot be used:\n{table}"
         if end == "none":
             return (f"{NONE_HEALTHY + '. ' if self.refused_unhealthy else ''}{root} holds checkpoints, but none can be used:\n"
                     f"{table}\nRepair or restore one of them, or give another load_checkpoint"
@@ -303,7 +324,7 @@ class _Chooser:
         return ""
 
 
-def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...], complete: bool) -> Choice:
+def _conclude(message: dict[str, Any], shards: tuple[VerifiedShard, ...], complete: bool) -> Choice:
     end = message["end"]
     refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
     if end == "missing":
@@ -316,7 +337,7 @@ def _conclude(message: dict[str, Any], shards: tuple[ProvenShard, ...], complete
 
 
 def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
-    # asdict would copy the thousands of rows of files, which are told in another form anyway
+    # asdict would copy thousands of file rows, which are encoded in another form below
     value = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     value.update(problem=None, state=candidate.state.to_json() if candidate.state else None)
     value["files"] = [[rank, *(file.to_json() for file in files)] for rank, files in candidate.files.items()]

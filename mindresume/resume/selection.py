@@ -21,13 +21,13 @@ from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.complete import is_complete
 from mindresume.formats.location import locate
-from mindresume.resume.absent import StrategyOf, nobody_knows
-from mindresume.resume.apart import select_apart
-from mindresume.resume.prove import prove
-from mindresume.resume.restore import RemoteSource, choose_with_remote
+from mindresume.resume.absent import StrategyOf, unknown_strategy
+from mindresume.resume.apart import select_node_local
+from mindresume.resume.prove import verify_rank
+from mindresume.resume.restore import RemoteSource, select_with_remote
 from mindresume.resume.select import Choice, ProgressMeter, forget_kept, select
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.survey import PART, survey
+from mindresume.resume.survey import NODE_LOCAL, list_checkpoints
 from mindresume.store.islands import Islands
 from mindresume.store.kept import disk_of
 from mindresume.store.storage import Storage
@@ -43,7 +43,7 @@ class CheckpointSources:
         remote: the object store in which newer checkpoints may lie.
         shared: which ranks see the same folder. None: all of them.
     """
-    strategy_of: StrategyOf = nobody_knows
+    strategy_of: StrategyOf = unknown_strategy
     select_consolidated: Callable[[Storage, str], Choice] | None = None
     remote: RemoteSource | None = None
     shared: Islands | None = None
@@ -77,7 +77,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     def pick() -> Choice:
         forget_kept(storage)                                # a download may have replaced what was verified before
         if split:
-            return select_apart(storage, path, group, policy)
+            return select_node_local(storage, path, group, policy)
         return select(storage, path, group, policy, sources.strategy_of, progress)
     if split:
         policy = replace(policy, world_size=group.size, max_failed_loads=0)
@@ -85,7 +85,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         return replace(sources.select_consolidated(storage, path), consolidated=True)
     if sources.remote is None:
         return pick()
-    return choose_with_remote(pick, path, sources.remote, group, disk, policy, emit, sources.shared if split else None)
+    return select_with_remote(pick, path, sources.remote, group, disk, policy, emit, sources.shared if split else None)
 
 
 def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,
@@ -122,12 +122,12 @@ def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sour
 def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf) -> Candidate | None:
     """Returns the newest step of which the files of this node's ranks are all here and verified; None if there is none."""
     try:
-        found, rows = survey(storage, path, strategy_of)
+        found, rows = list_checkpoints(storage, path, strategy_of)
     except UnusableError:
         return None
     for row in rows:
-        if row.state == PART and not any(
-                isinstance(prove(storage, found.root, row.candidate, rank, None, policy.verifies_bytes), Refusal)
+        if row.state == NODE_LOCAL and not any(
+                isinstance(verify_rank(storage, found.root, row.candidate, rank, None, policy.verifies_bytes), Refusal)
                 for rank in row.candidate.files):
             return row.candidate
     return None

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.records import absent_text, sizes, status_of
-from mindresume.resume.absent import StrategyOf, filled
-from mindresume.resume.prove import quick
-from mindresume.resume.remarks import manifest_text, stand_in_text
+from mindresume.resume.absent import StrategyOf, complete_missing_ranks
+from mindresume.resume.prove import check_files
+from mindresume.resume.remarks import manifest_text, replica_text
 from mindresume.resume.select import candidates_for
 from mindresume.store.storage import Storage, parallel
 
-COMPLETE, INCOMPLETE, UNUSABLE, PART = "complete", "incomplete", "unusable", "of this node"
+COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable", "of this node"
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckpointStatus:
     """A saved step. ``problem``: why a resume passes it over. ``remarks``: sentences on what is wrong with one that it can
     use."""
     candidate: Candidate
@@ -27,7 +27,7 @@ class Seen:
         """COMPLETE, INCOMPLETE (the save never completed, nothing is lost with it), UNUSABLE, or PART: what one of several nodes
         that share no disk has of it is there."""
         if self.candidate.part and self.candidate.problem is None and self.problem is not None and self.problem.file is None:
-            return PART
+            return NODE_LOCAL
         return COMPLETE if self.problem is None else UNUSABLE if self.candidate.existed else INCOMPLETE
 
     @property
@@ -36,16 +36,16 @@ class Seen:
         return "iteration" if self.candidate.base else self.candidate.format
 
 
-def survey(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None
-           ) -> tuple[Scan, tuple[Seen, ...]]:
+def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None
+                     ) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
     """What is there, and each step of it in the order in which a resume tries them, newest first. ``path``, ``world_size``,
     ``strategy_of``: as for ``mindresume.resume.select.select``. MissingCheckpointError, ConfigError."""
     found, _ = candidates_for(storage, path)
     seen = []
     for candidate in found.candidates:
-        candidate, ranks = filled(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
-        problem = quick(storage, found.root, candidate, ranks)
-        seen.append(Seen(candidate, problem, _remarks(storage, found.root, candidate) if problem is None else ()))
+        candidate, ranks = complete_missing_ranks(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
+        problem = check_files(storage, found.root, candidate, ranks)
+        seen.append(CheckpointStatus(candidate, problem, _remarks(storage, found.root, candidate) if problem is None else ()))
     return found, tuple(seen)
 
 
@@ -54,7 +54,7 @@ def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ..
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.attempt else []
     found = sizes(storage, root, [file for _, file in rows])
     lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
-    return (*stand_in_text(lost), *manifest_text(candidate), *filter(None, [absent_text(candidate)]))
+    return (*replica_text(lost), *manifest_text(candidate), *filter(None, [absent_text(candidate)]))
 
 
 def size_of(storage: Storage, root: str, candidate: Candidate) -> int:

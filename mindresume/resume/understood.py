@@ -28,7 +28,7 @@ def needs_metadata(candidate: Candidate) -> bool:
     return candidate.origin == MINDFORMERS and bool(candidate.base) and candidate.problem is None
 
 
-class Layouts:
+class IterationMetadata:
     """``metadata.json`` of one candidate, read once, for all ranks that one process proves. Used by several threads."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):
@@ -67,7 +67,7 @@ class Layouts:
                     self._by_file.setdefault(file, []).append((row, number))
         return None
 
-    def misfit(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
+    def mismatch(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
         """What the files of ``rank`` hold otherwise than they should. DamagedFileError if another file that has to be looked at
         for that is damaged."""
         if problem := self.problem():

@@ -11,21 +11,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindresume.formats import Candidate, Refusal
-from mindresume.resume.prove import Progress, prove
-from mindresume.resume.remarks import damaged_beside, stand_in_text
-from mindresume.resume.survey import Seen
-from mindresume.resume.understood import Layouts
+from mindresume.resume.prove import OnBytesRead, verify_rank
+from mindresume.resume.remarks import damaged_metadata_files, replica_text
+from mindresume.resume.survey import CheckpointStatus
+from mindresume.resume.understood import IterationMetadata
 from mindresume.store.storage import Storage
 
 _LOOKS = 20                             # each of them after a change of the folder
 Verdict = tuple[Candidate, list[Refusal]]
 
 
-def verified(storage: Storage, root: str, rows: Iterable[Seen], again: Callable[[], Iterable[Seen]],
-             progress: Progress = lambda count: None) -> list[Verdict]:
+def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointStatus],
+                       again: Callable[[], Iterable[CheckpointStatus]],
+                       progress: OnBytesRead = lambda count: None) -> list[Verdict]:
     """Returns (step, what is damaged or missing of it) of ``rows`` of a survey, but for what was removed meanwhile. ``again()``:
     the rows of a new survey."""
-    found = [(row.candidate, damage(storage, root, row, progress)) for row in rows]
+    found = [(row.candidate, find_damage(storage, root, row, progress)) for row in rows]
     for _ in range(_LOOKS):
         if not any(candidate.existed for candidate, bad in found if bad):
             break
@@ -35,7 +36,7 @@ def verified(storage: Storage, root: str, rows: Iterable[Seen], again: Callable[
             break
         known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
         later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
-        found = [*((row.candidate, damage(storage, root, row, progress)) for row in later),
+        found = [*((row.candidate, find_damage(storage, root, row, progress)) for row in later),
                  *(verdict for verdict in found if verdict not in gone)]
     return found
 
@@ -44,20 +45,20 @@ def _identity(candidate: Candidate) -> Any:
     return candidate.box, candidate.run, candidate.step, tuple(file.path for file in candidate.every_file), candidate.committed
 
 
-def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, Seen]) -> bool:
+def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
     """As it was when it was read. A listing may be old; a name that is looked up is not."""
     return _identity(candidate) in now and (not candidate.box or storage.status(candidate.box) is not None)
 
 
-def damage(storage: Storage, root: str, row: Seen, progress: Progress = lambda count: None) -> list[Refusal]:
+def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:
     """Returns what is damaged or missing of one step of a survey; nothing: all is as it was written."""
     candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
-    layouts = Layouts(storage, root, candidate)
-    proofs = [] if candidate.problem else [prove(storage, root, candidate, rank, progress, layouts=layouts)
+    layouts = IterationMetadata(storage, root, candidate)
+    proofs = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, layouts=layouts)
                                            for rank in candidate.files]
     bad = [proof for proof in proofs if isinstance(proof, Refusal)]
     lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.lost(candidate)]
-    bad += [candidate.refuse(stand_in_text([(rank, path)])[0], path, rank) for rank, path in lost]
-    bad += damaged_beside(storage, root, candidate)
+    bad += [candidate.refuse(replica_text([(rank, path)])[0], path, rank) for rank, path in lost]
+    bad += damaged_metadata_files(storage, root, candidate)
     bad = list(dict.fromkeys(bad))                      # of metadata.json every rank says the same
     return bad or ([problem] if problem else [])

@@ -19,11 +19,11 @@ from mindresume.reshard.copies import check_copies
 from mindresume.reshard.engine import writer
 from mindresume.reshard.source import Source, reading
 from mindresume.reshard.strategies import own_strategy
-from mindresume.resume.absent import nobody_knows
+from mindresume.resume.absent import unknown_strategy
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import survey
-from mindresume.resume.verified import verified
+from mindresume.resume.survey import list_checkpoints
+from mindresume.resume.verified import verify_checkpoints
 from mindresume.simulation.cluster import Cluster, Process
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, wrong_content
@@ -106,8 +106,9 @@ def verify(play: Play) -> None:
     for pause in _pauses(play):
         here().scheduler.sleep(pause)
         with _judged(play, "verify"):
-            found, rows = survey(storage, training.root, nobody_knows)
-            for candidate, bad in verified(storage, found.root, rows, lambda: survey(storage, training.root, nobody_knows)[1]):
+            found, rows = list_checkpoints(storage, training.root, unknown_strategy)
+            for candidate, bad in verify_checkpoints(storage, found.root, rows,
+                                                     lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
                 if bad and candidate.existed and not _is_struck(play):
                     play.history.wrong.append(f"verify calls step {candidate.step} damaged: {bad[0].reason}")
 

@@ -22,7 +22,7 @@ from mindresume.files import read_header, read_tensor
 from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
 from mindresume.manifest import run_sequence
-from mindresume.resume.choosing import Chooser, Request
+from mindresume.resume.choosing import CheckpointSelector, SelectionRequest
 from mindresume.resume.restore import number_runs
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
@@ -256,11 +256,11 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     islands: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        found = Chooser(storage, group, training.settings, process.emit, _no_complete_weights, remote=remote,
-                         saved_to=lambda: {training.root}, islands=islands).choose(
-            Request(training.root, output=training.output, converts=training.converts,
-                    health=training.output if training.monitored else None))
-        choice, trial, hold = found.choice, found.trial, found.hold
+        found = CheckpointSelector(storage, group, training.settings, process.emit, _no_complete_weights, remote=remote,
+                                   saved_to=lambda: {training.root}, islands=islands).select(
+            SelectionRequest(training.root, output_dir=training.output, any_layout=training.converts,
+                             health_dir=training.output if training.monitored else None))
+        choice, trial, hold = found.choice, found.load_attempt, found.read_lock
         if choice is None and history.uploaded:
             history.wrong.append(f"{job.name} begins afresh, though {max(history.uploaded, key=newer)} is at the url")
     start = _loaded(job, choice, storage, rank) if choice is not None else 0

@@ -26,11 +26,11 @@ from mindresume.formats.iterations import tracked
 from mindresume.formats.names import META, folder_name, folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
-from mindresume.resume.absent import nobody_knows
-from mindresume.resume.remarks import damaged_beside
+from mindresume.resume.absent import unknown_strategy
+from mindresume.resume.remarks import damaged_metadata_files
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import COMPLETE, survey
+from mindresume.resume.survey import COMPLETE, list_checkpoints
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import ITERATION, History, Job, Saved, Training, due, newer, wrong_content
@@ -107,7 +107,7 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
             policy = SelectionPolicy(ranks, ranks_to_verify=every_rank, unhealthy=frozenset() if training.monitored else None,
                                      max_failed_loads=training.settings.poison_limit)
             choice = select(storage, training.root, Solo(), policy)
-            rows = survey(storage, training.root, nobody_knows, ranks)[1]
+            rows = list_checkpoints(storage, training.root, unknown_strategy, ranks)[1]
         except (MindResumeError, OSError) as error:
             findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
             return
@@ -116,7 +116,8 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
         if chosen is not None:
             findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(chosen.world_size))))
             if chosen.run:                              # mindformers alone goes by what lies beside the weights
-                findings.extend(Finding(WRONG, refusal.reason) for refusal in damaged_beside(storage, training.root, chosen))
+                findings.extend(Finding(WRONG, refusal.reason)
+                                for refusal in damaged_metadata_files(storage, training.root, chosen))
             rows = [row for row in rows if row.state == COMPLETE and not (training.monitored and row.candidate.health)]
             first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != told[0]:

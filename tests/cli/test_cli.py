@@ -324,20 +324,20 @@ def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, mo
     for step in (5, 10):
         save(tmp_path, step)
     verify_module = sys.modules["mindresume.cli.verify"]            # the name is that of the command
-    look = verify_module.survey
+    look = verify_module.list_checkpoints
 
     def late(*values):
-        monkeypatch.setattr(verify_module, "survey", look)
+        monkeypatch.setattr(verify_module, "list_checkpoints", look)
         found = look(*values)
         for path in paths(tmp_path, 5):
             os.remove(path)
         shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
         return found
-    monkeypatch.setattr(verify_module, "survey", late)
+    monkeypatch.setattr(verify_module, "list_checkpoints", late)
     status, found = read("verify", tmp_path)
     assert status == 0 and found["removed"] == [5] and [row["step"] for row in found["checkpoints"]] == [10]
     save(tmp_path, 5)
-    monkeypatch.setattr(verify_module, "survey", late)
+    monkeypatch.setattr(verify_module, "list_checkpoints", late)
     assert "step 5: removed by a job or by hand while it was read" in call("verify", tmp_path)[1]
 
 

@@ -26,7 +26,7 @@ from mindresume.formats.names import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import prove, select
-from mindresume.resume.prove import ProvenShard, Source
+from mindresume.resume.prove import ShardSource, VerifiedShard
 from mindresume.store import acquire, claim, commit, iteration, removal, saver, shard, storage
 from mindresume.store.background import Background
 from mindresume.store.commit import Committer
@@ -231,9 +231,9 @@ def only_manifests_count(patch: Patch) -> None:
 def believe_everything(patch: Patch) -> None:
     """Records and files are taken as they are."""
     def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, layouts=None):
-        return ProvenShard(rank, tuple(map(Source, candidate.files[rank])), candidate.state)
-    patch.setattr(select, "prove", prove_nothing)
-    patch.setattr(select, "quick", lambda disk, root, candidate, world, files=True: candidate.problem)
+        return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
+    patch.setattr(select, "verify_rank", prove_nothing)
+    patch.setattr(select, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
 
 
 def believe_everything_and_write_in_place(patch: Patch) -> None:

@@ -36,7 +36,7 @@ from mindresume.plugin import adapter, hooks, loading, online, session  # noqa: 
 from mindresume.resume import account, choosing, selection  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
-from mindresume.resume.witness import Settled  # noqa: E402
+from mindresume.resume.witness import Visibility  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
 from mindresume.store.shard import rank_shard, write_shard  # noqa: E402
@@ -236,8 +236,8 @@ def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, cur
 @pytest.mark.parametrize("there", [True, False])
 def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkeypatch, there):
     """An older one may be taken, said aloud; but never none."""
-    late = Settled(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
-    monkeypatch.setattr(choosing, "settle", lambda *_: late)
+    late = Visibility(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
+    monkeypatch.setattr(choosing, "wait_until_visible", lambda *_: late)
     if there:
         save(tmp_path, 5, world=1)
         hooks.choose_checkpoint(config_of(tmp_path), current)
@@ -415,7 +415,7 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
 def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
     chosen(tmp_path, current, 15)
     log = []
-    monkeypatch.setattr(loading, "warnings_of", lambda *given: log.extend(account.warnings_of(*given)) or [])
+    monkeypatch.setattr(loading, "resume_warnings", lambda *given: log.extend(account.resume_warnings(*given)) or [])
     config = runner(batch=16)
     loading.set_progress(config, 5, current)
     assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
@@ -627,7 +627,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         (tmp_path / "new").write_bytes(content)
         (tmp_path / "new").replace(path)
         return pick()
-    monkeypatch.setattr(selection, "choose_with_remote", restore)
+    monkeypatch.setattr(selection, "select_with_remote", restore)
     monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
     current.remote = object()
     hooks.choose_checkpoint(config_of(tmp_path), current)
@@ -643,8 +643,8 @@ def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkey
     def wait(storage, path, *arguments):
         assert tracked(storage, path) == 5
         iterations.track(tmp_path, "10")
-        return Settled(1)
-    monkeypatch.setattr(choosing, "settle", wait)
+        return Visibility(1)
+    monkeypatch.setattr(choosing, "wait_until_visible", wait)
     hooks.choose_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
     assert current.choice.chosen.step == 10
 

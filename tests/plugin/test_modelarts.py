@@ -82,10 +82,10 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked, events = [], []
-    monkeypatch.setattr(restore.Restore, "choose", lambda self, pick: (asked.append(self.root), pick())[1])
+    monkeypatch.setattr(restore.RemoteFetch, "select", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
     source = restore.RemoteSource(Remote(None, "obs://b/c"), lambda: modelarts.saved_to(config))
-    picked = restore.choose_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
+    picked = restore.select_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
                                         events.append)
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)

@@ -33,7 +33,7 @@ from mindresume.plugin import (
 )
 from mindresume.plugin import monitor as module  # noqa: E402
 from mindresume.plugin.monitor import CheckpointMonitor  # noqa: E402
-from mindresume.resume.lost import Lost  # noqa: E402
+from mindresume.resume.lost import LostWork  # noqa: E402
 from mindresume.resume.select import Choice  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store import manager  # noqa: E402
@@ -667,7 +667,7 @@ def test_scalars_of_saves_where_tensorboard_is_on(tmp_path, monkeypatch, kind):
 def test_one_line_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_session, caplog):
     writer = Writer()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
-    own_session.lost, own_session.load_seconds = Lost(4, 100.0), 2.5
+    own_session.lost, own_session.load_seconds = LostWork(4, 100.0), 2.5
     own_session.choice = SimpleNamespace(chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere")
     Job(build(tmp_path, done=10), 10)
     assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}

@@ -12,7 +12,7 @@ from mindresume.agree import Solo  # noqa: E402
 from mindresume.data import DataPosition  # noqa: E402
 from mindresume.errors import AgreementError, ProgressError  # noqa: E402
 from mindresume.plugin import hooks, session, streaming  # noqa: E402
-from mindresume.resume.progress import Progress  # noqa: E402
+from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
 SAMPLES, BATCH = 20, 2                          # 10 steps a pass
 
@@ -44,7 +44,7 @@ def states(tmp_path):
 
 
 def at(skip, begins=False):
-    return Progress(99, 9, 99, 1.0, DataPosition(), skip, begins=begins)
+    return ResumeProgress(99, 9, 99, 1.0, DataPosition(), skip, begins=begins)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import Details, TensorRecord, run_name
 from mindresume.reshard.source import open_source
-from mindresume.resume.absent import stand_ins
+from mindresume.resume.absent import replica_sources
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.commit import Committer
@@ -289,7 +289,7 @@ def test_the_proof_is_that_of_counting_elements(job):
     assert bool(said) is lacking()
     if not said:
         for rank in range(world):
-            found = stand_ins(rank, there, world, details)
+            found = replica_sources(rank, there, world, details)
             stage = rank // size
             assert set(found) == {"global_step", *(f"{stage}.{name}" for name in tables)}
             for name, (layout, shape) in tables.items():
@@ -304,6 +304,6 @@ def test_shares_of_several_ranks_are_looked_at_one_by_one():
     row = TensorRecord("float32", (4,), "", layout, shape)
     rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}
     assert uncovered([["f"], ["f"]], True, rows.get) == "" and uncovered([[], ["f"]], True, rows.get) == ""
-    assert stand_ins(0, [1], 2, rows.get)["b"][0] == 1
+    assert replica_sources(0, [1], 2, rows.get)["b"][0] == 1
     rows[1] = Details({"b": row})
-    assert stand_ins(0, [1], 2, lambda rank: replace(rows[1])).keys() == {"b"}
+    assert replica_sources(0, [1], 2, lambda rank: replace(rows[1])).keys() == {"b"}

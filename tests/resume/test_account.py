@@ -3,15 +3,15 @@ import pytest
 
 from mindresume.data import DataPosition, DataWish
 from mindresume.errors import ProgressError
-from mindresume.resume.account import account_of, random_item, table, warnings_of
-from mindresume.resume.progress import Setting, progress_of
+from mindresume.resume.account import format_summary, random_state_row, resume_warnings, summary_rows
+from mindresume.resume.progress import RunSettings, resume_progress
 from mindresume.state import TrainingState
 
 OURS = {"files": "a"}
 
 
 def told(state, new):
-    return table([*account_of(state, progress_of(state, new), new), random_item(())]).splitlines()
+    return format_summary([*summary_rows(state, resume_progress(state, new), new), random_state_row(())]).splitlines()
 
 
 STOOD = DataPosition(3, 40, identity=OURS)
@@ -22,7 +22,7 @@ def state(step=35, data=STOOD, **more):
 
 
 def test_nothing_changed():
-    assert told(state(loss_scale=1024.0), Setting(8, 10, None, OURS)) == [
+    assert told(state(loss_scale=1024.0), RunSettings(8, 10, None, OURS)) == [
         "  step           restored    35",
         "  samples        restored    280 seen",
         "  epoch          restored    3 done",
@@ -34,7 +34,7 @@ def test_nothing_changed():
 
 
 def test_another_batch_size():
-    assert told(state(), Setting(16, 5, None, OURS)) == [
+    assert told(state(), RunSettings(16, 5, None, OURS)) == [
         "  step           recomputed  35 * 8 / 16 = 17.5, so 17",
         "  samples        restored    280 seen",
         "  epoch          recomputed  3 done",
@@ -46,37 +46,37 @@ def test_another_batch_size():
 
 
 def test_another_data_set_and_a_checkpoint_that_does_not_say():
-    lines = told(state(), Setting(8, 10, None, {"files": "b"}, DataWish(False, 2)))
+    lines = told(state(), RunSettings(8, 10, None, {"files": "b"}, DataWish(False, 2)))
     assert ("  data           recomputed  as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are "
             "skipped") in lines
     assert "  data set       changed     files: a, now b" in lines
-    assert "  data set       absent      not in the checkpoint: taken for the same" in told(state(data=None), Setting(8, 10))
+    assert "  data set       absent      not in the checkpoint: taken for the same" in told(state(data=None), RunSettings(8, 10))
 
 
 def test_random_states_by_name():
-    assert random_item(["numpy", "mindspore"]) == ("random state", "restored", "numpy, mindspore")
-    assert random_item((), "saved by 4 ranks, this job has 2") == (
+    assert random_state_row(["numpy", "mindspore"]) == ("random state", "restored", "numpy, mindspore")
+    assert random_state_row((), "saved by 4 ranks, this job has 2") == (
         "random state", "absent", "saved by 4 ranks, this job has 2: the seeds of the configuration apply")
 
 
 def warnings(saved, new, on_change="warn"):
-    return warnings_of(progress_of(saved, new), new, on_change)
+    return resume_warnings(resume_progress(saved, new), new, on_change)
 
 
 def test_no_warning_without_a_reason():
-    assert warnings(state(), Setting(8, 10, None, OURS), "error") == []
-    assert warnings(state(), Setting(8, 10, None, {"files": "b"}, DataWish(True)), "error") == []
-    assert warnings(state(), Setting(8, 10), "error") == []
+    assert warnings(state(), RunSettings(8, 10, None, OURS), "error") == []
+    assert warnings(state(), RunSettings(8, 10, None, {"files": "b"}, DataWish(True)), "error") == []
+    assert warnings(state(), RunSettings(8, 10), "error") == []
 
 
 def test_samples_that_are_seen_again():
-    (sentence,) = warnings(state(), Setting(16, 5, None, OURS))
+    (sentence,) = warnings(state(), RunSettings(16, 5, None, OURS))
     assert sentence == ("8 samples are seen again: the checkpoint stands within a step of global batch size 16, and steps are "
                         "rounded down")
 
 
 def test_a_change_that_nobody_declared():
-    new = Setting(8, 10, None, {"files": "b"})
+    new = RunSettings(8, 10, None, {"files": "b"})
     (sentence,) = warnings(state(), new)
     assert sentence.startswith("the data set is not that of the checkpoint (files: a, now b); 35 steps of it are skipped as "
                                "if it were. If it is a new one, set ignore_data_skip: True")
@@ -87,7 +87,7 @@ def test_a_change_that_nobody_declared():
 def test_words_that_are_still_there_when_the_data_set_changes_again():
     """``ignore_data_skip: True`` was left in the configuration: what it does is said; without a change it does nothing."""
     wish, stood = DataWish(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
-    (sentence,) = warnings(state(data=stood), Setting(8, 10, None, {"files": "b"}, wish), "error")
+    (sentence,) = warnings(state(data=stood), RunSettings(8, 10, None, {"files": "b"}, wish), "error")
     assert sentence.startswith("ignore_data_skip: True is still set, and the data set is not that of the checkpoint (files: a, "
                                "now b): it begins anew.")
-    assert warnings(state(data=stood), Setting(8, 10, None, OURS, wish)) == []
+    assert warnings(state(data=stood), RunSettings(8, 10, None, OURS, wish)) == []

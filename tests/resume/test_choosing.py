@@ -19,10 +19,10 @@ from mindresume.events import (
 from mindresume.manifest import FOLDER
 from mindresume.reshard import merged
 from mindresume.resume import choosing, selection
-from mindresume.resume.choosing import Chooser, Request, located, own_shard, reads_once
+from mindresume.resume.choosing import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy
-from mindresume.resume.witness import Settled
+from mindresume.resume.witness import Visibility
 from mindresume.settings import Settings
 from mindresume.store.claim import claims
 from mindresume.store.islands import Islands
@@ -41,13 +41,13 @@ def complete(group):
 
 def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
     group = group or Solo()
-    return Chooser(storage, group, settings or Settings(), emit, complete(group), **options)
+    return CheckpointSelector(storage, group, settings or Settings(), emit, complete(group), **options)
 
 
 def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, islands=None, emit=ignore,
            **request):
     made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, islands={} if islands is None else islands)
-    return made.choose(Request(str(path), **request))
+    return made.select(SelectionRequest(str(path), **request))
 
 
 def holds(root):
@@ -58,33 +58,33 @@ def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, eve
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
-    found = choose(tmp_path, output=str(tmp_path / "output"), emit=events.append)
-    assert (found.choice.chosen.step, found.converts, found.lost) == (5, False, None)
+    found = choose(tmp_path, output_dir=str(tmp_path / "output"), emit=events.append)
+    assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
     assert own_shard(found.choice, Solo()).rank == 0 and own_shard(None, Solo()) is None
     assert holds(tmp_path) == [(found.choice.chosen.name,)]
-    assert (found.trial.output, found.trial.begun) == (str(tmp_path / "output"), False)
+    assert (found.load_attempt.output, found.load_attempt.begun) == (str(tmp_path / "output"), False)
     refused, selected = events
     assert (type(refused), refused.step, refused.file, refused.weights_only) == (
         CandidateRefused, 10, "rank_0/net_rank_0-1_10.safetensors", False)
     assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
-    found.hold.leave()
+    found.read_lock.leave()
     assert holds(tmp_path) == []
 
 
-@pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output": "/x", "resume": False}, Settings()),
-                                                ({"output": "/x"}, Settings(poison_limit=0))])
+@pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output_dir": "/x", "resume": False}, Settings()),
+                                                ({"output_dir": "/x"}, Settings(poison_limit=0))])
 def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, request_, settings):
     save(tmp_path, 5, world=1)
     found = choose(tmp_path, settings=settings, **request_)
-    assert found.trial is None and found.choice.chosen.step == 5
-    found.hold.leave()
+    assert found.load_attempt is None and found.choice.chosen.step == 5
+    found.read_lock.leave()
 
 
 def test_of_weights_alone_the_events_say_so(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
-    choose(tmp_path, resume=False, emit=events.append).hold.leave()
+    choose(tmp_path, resume=False, emit=events.append).read_lock.leave()
     assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(e.weights_only for e in events)
 
 
@@ -93,31 +93,31 @@ def test_a_fresh_start_says_why_and_weights_alone_are_an_error(tmp_path, events,
     path = tmp_path / "checkpoint"
     if there:
         path.mkdir()
-    found = choose(path, instead="of gpt", emit=events.append)
-    assert found.choice is None and found.hold is None and found.trial is None
+    found = choose(path, fresh_weights="of gpt", emit=events.append)
+    assert found.choice is None and found.read_lock is None and found.load_attempt is None
     (event,) = events
     assert event == FreshStart(str(path), event.reason, "of gpt", is_expected=there)
-    with pytest.raises(MissingCheckpointError, match="weights to begin with were asked for"):
+    with pytest.raises(MissingCheckpointError, match=str(path)):
         choose(path, resume=False)
 
 
 def test_a_file_is_named_already(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
-    found = choose(path_of(tmp_path, 5, 0), named="net_rank_0-1_10.safetensors", emit=events.append)
+    found = choose(path_of(tmp_path, 5, 0), requested="net_rank_0-1_10.safetensors", emit=events.append)
     assert found.choice.chosen.step == 5 and events[0].level == WARNING and "net_rank_0-1_10.safetensors" in events[0].text
-    found.hold.leave()
+    found.read_lock.leave()
 
 
 def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
     save(tmp_path / "checkpoint", 5, world=1)
     save(tmp_path / "checkpoint", 10, world=1)
     (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
-    found = choose(tmp_path / "checkpoint", health=str(tmp_path))
+    found = choose(tmp_path / "checkpoint", health_dir=str(tmp_path))
     assert found.choice.chosen.step == 5
-    found.hold.leave()
+    found.read_lock.leave()
     (tmp_path / "health_ckpts.json").write_text("[")
-    choose(tmp_path / "checkpoint", health=str(tmp_path), emit=events.append).hold.leave()
+    choose(tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append).read_lock.leave()
     assert events[0].level == WARNING and str(tmp_path / "health_ckpts.json") in events[0].text
 
 
@@ -132,7 +132,7 @@ def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
         monkeypatch.setattr(choosing, "describe", lambda *_: 1 / 0)
         error = ZeroDivisionError
     with pytest.raises(error):
-        chooser()._protect(Request("x"), taken(tmp_path), False)
+        chooser()._protect(SelectionRequest("x"), taken(tmp_path), False)
     assert holds(tmp_path) == []
 
 
@@ -144,8 +144,8 @@ def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
     save(tmp_path, 5, world=2)
     choice = taken(tmp_path)
     shutil.rmtree(tmp_path / FOLDER / choice.chosen.name)
-    for error in Ranks(2).run(lambda group: chooser(group)._protect(Request("x"), choice, False)):
-        assert isinstance(error, LoadError) and "was removed while it was chosen" in str(error)
+    for error in Ranks(2).run(lambda group: chooser(group)._protect(SelectionRequest("x"), choice, False)):
+        assert isinstance(error, LoadError) and choice.chosen.attempt in str(error)
 
 
 def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
@@ -156,17 +156,17 @@ def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
         assert found.choice.chosen.step == 5 and own_shard(found.choice, group).rank == group.rank
         assert holds(tmp_path) != []
         group.gather(b"")
-        if found.hold is not None:
-            found.hold.leave()
-        return found.hold is not None
+        if found.read_lock is not None:
+            found.read_lock.leave()
+        return found.read_lock is not None
     assert Ranks(2).run(work) == [True, False] and holds(tmp_path) == []
 
 
 @pytest.mark.parametrize("world, converts", [(2, False), (1, True)])
 def test_what_mindformers_saved_on_as_many_ranks_is_loaded_as_it_is(tmp_path, world, converts):
     write_foreign(tmp_path, 5, world=world)
-    found = Ranks(2).run(lambda group: choose(tmp_path, group, converts=True, resume=False, as_it_is=True))
-    assert [one.converts for one in found] == [converts] * 2
+    found = Ranks(2).run(lambda group: choose(tmp_path, group, any_layout=True, resume=False, keep_layout=True))
+    assert [one.uses_layouts for one in found] == [converts] * 2
 
 
 def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
@@ -175,7 +175,7 @@ def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
 
     def work(group):
         found = choose(tmp_path, group, islands=islands, emit=events.append)
-        found.hold.leave()
+        found.read_lock.leave()
         return found.choice.chosen.step
     assert Ranks(2).run(work) == [5, 5]
     assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
@@ -188,35 +188,35 @@ def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monke
     def with_remote(pick, path, source, *rest):
         asked.append((path, source.saved_to()))
         return pick()
-    monkeypatch.setattr(selection, "choose_with_remote", with_remote)
+    monkeypatch.setattr(selection, "select_with_remote", with_remote)
     for resume in (True, False):
-        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).hold.leave()
+        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).read_lock.leave()
     assert asked == [(str(tmp_path), {"there"})]
 
 
 def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, events):
     monkeypatch.setattr(choosing, "share_of_rank", lambda group: 1 << 20)
-    assert reads_once(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
-    assert reads_once(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
-    storage = reads_once(STORAGE, Settings(), Solo())
+    assert caching_storage(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
+    assert caching_storage(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
+    storage = caching_storage(STORAGE, Settings(), Solo())
     assert isinstance(storage, KeptFiles) and storage.budget == 1 << 19
     save(tmp_path, 5, world=1)
-    choose(tmp_path, storage=storage, emit=events.append).hold.leave()
+    choose(tmp_path, storage=storage, emit=events.append).read_lock.leave()
     size = path_of(tmp_path, 5, 0).stat().st_size
     assert storage.size == size and storage.budget == 0 and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
     storage.forget()
-    small = reads_once(STORAGE, Settings(staging_gib=2**-28), Solo())
-    choose(tmp_path, storage=small, emit=events.append).hold.leave()
+    small = caching_storage(STORAGE, Settings(staging_gib=2**-28), Solo())
+    choose(tmp_path, storage=small, emit=events.append).read_lock.leave()
     assert events[-1] == VerifiedBytesKept(0, size, 4)
 
 
-@pytest.mark.parametrize("settled", [Settled(12), Settled(65, ("rank 1 sees x",)), Settled()])
+@pytest.mark.parametrize("settled", [Visibility(12), Visibility(65, ("rank 1 sees x",)), Visibility()])
 def test_that_the_ranks_waited_for_a_late_listing_is_an_event(tmp_path, monkeypatch, events, settled):
     save(tmp_path, 5, world=1)
-    monkeypatch.setattr(choosing, "settle", lambda *_: settled)
-    choose(tmp_path, emit=events.append).hold.leave()
+    monkeypatch.setattr(choosing, "wait_until_visible", lambda *_: settled)
+    choose(tmp_path, emit=events.append).read_lock.leave()
     waited = [event for event in events if isinstance(event, VisibilityWaited)]
-    assert waited == ([VisibilityWaited(settled.seconds, settled.unseen)] if settled != Settled() else [])
+    assert waited == ([VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else [])
 
 
 # ---- where ---------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_all_ranks_look_in_one_place(tmp_path):
     save(tmp_path / "checkpoint", 5, world=2)
 
     def look(*there):
-        return Ranks(2).run(lambda group: located(Node(there[group.rank]), str(tmp_path), group, ignore))
+        return Ranks(2).run(lambda group: locate_checkpoints(Node(there[group.rank]), str(tmp_path), group, ignore))
     assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
     assert look(False, False) == [str(tmp_path)] * 2
     save(tmp_path / "other", 5, world=2)

@@ -6,7 +6,7 @@ import pytest
 from folders import STORAGE
 
 from mindresume.data import MAX_IDENTITY, MAX_TEXT
-from mindresume.resume.dataset import differences, identity_of
+from mindresume.resume.dataset import dataset_differences, dataset_identity
 
 
 def mind(path, **more):
@@ -15,7 +15,7 @@ def mind(path, **more):
 
 
 def of(section, seed=42):
-    return identity_of(STORAGE, section, seed)
+    return dataset_identity(STORAGE, section, seed)
 
 
 def test_a_file_is_known_by_name_and_size_not_by_its_place(tmp_path):
@@ -27,7 +27,7 @@ def test_a_file_is_known_by_name_and_size_not_by_its_place(tmp_path):
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert of({**mind(tmp_path / "b" / "x.mindrecord"), "batch_size": 16, "num_parallel_workers": 1}) == before
     (tmp_path / "b" / "x.mindrecord").write_bytes(b"1234")
-    assert differences(before, of(mind(tmp_path / "b" / "x.mindrecord"))) == [
+    assert dataset_differences(before, of(mind(tmp_path / "b" / "x.mindrecord"))) == [
         "dataset_dir: 1 file, 3 bytes: x.mindrecord, now 1 file, 4 bytes: x.mindrecord"]
 
 
@@ -35,7 +35,7 @@ def test_what_decides_the_samples_counts(tmp_path):
     before = of(mind("/no/where"))
     for changed in (mind("/no/where", num_samples=80), {**mind("/no/where"), "seed": 1}, mind("/else/where"),
                     {**mind("/no/where"), "input_columns": ["input_ids"]}, {**mind("/no/where"), "drop_remainder": True}):
-        assert len(differences(before, of(changed))) == 1, changed
+        assert len(dataset_differences(before, of(changed))) == 1, changed
 
 
 def test_the_seed_of_the_job_counts_where_the_data_set_has_none():
@@ -67,7 +67,7 @@ def test_a_blend_of_megatron(tmp_path):
     before = of(section(0.3, 0.7))
     assert before["config.data_path"].startswith("4 files, 6 bytes: a_text.bin, a_text.idx, b_text.bin, ... (")
     assert before["config.data_path"].endswith("; 0.3, 0.7") and before["sizes"] == "1000, 0, 0"
-    assert len(differences(before, of(section(0.5, 0.5)))) == 1
+    assert len(dataset_differences(before, of(section(0.5, 0.5)))) == 1
 
 
 def test_many_keys_and_long_values_are_bounded_and_still_count():
@@ -76,19 +76,19 @@ def test_many_keys_and_long_values_are_bounded_and_still_count():
         return {"data_loader": {"type": "T", **many, "last": last}, "text": "y" * 9999 + last}
     first, second = of(section("a")), of(section("b"))
     assert len(first) <= MAX_IDENTITY and all(len(text) <= MAX_TEXT for text in first.values())
-    assert first != second and differences(first, second)
+    assert first != second and dataset_differences(first, second)
 
 
 def test_no_configuration_is_not_known():
-    assert identity_of(STORAGE, None) == identity_of(STORAGE, "a text") == {}
+    assert dataset_identity(STORAGE, None) == dataset_identity(STORAGE, "a text") == {}
 
 
 def test_what_differs():
     before = {"type": "MindDataset", "shuffle": "True", "seed": "1"}
-    assert differences(before, dict(before)) == differences({}, before) == differences(before, {}) == []
-    assert differences(before, {"type": "MindDataset", "shuffle": "False", "num_samples": "80"}) == [
+    assert dataset_differences(before, dict(before)) == dataset_differences({}, before) == dataset_differences(before, {}) == []
+    assert dataset_differences(before, {"type": "MindDataset", "shuffle": "False", "num_samples": "80"}) == [
         "shuffle: True, now False", "seed: 1, now nothing", "num_samples: nothing, now 80"]
-    (long,) = differences({"files": "a" * 500}, {"files": "b"})
+    (long,) = dataset_differences({"files": "a" * 500}, {"files": "b"})
     assert len(long) < 150 and long.endswith("..., now b")
 
 
@@ -118,7 +118,7 @@ def test_indices_that_mindformers_keeps_beside_a_prefix(tmp_path):
     write(tmp_path / "text" / "cache" / "GPTDataset_indices", *INDICES)
     assert of(megatron(tmp_path / "text")) == before
     write(tmp_path, "text.bin", data=b"1234")
-    assert len(differences(before, of(megatron(tmp_path / "text")))) == 1
+    assert len(dataset_differences(before, of(megatron(tmp_path / "text")))) == 1
 
 
 def test_a_prefix_without_a_folder_before_it(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_files_that_loaders_leave_among_the_data(tmp_path, name):
     write(tmp_path / "d", name)
     assert of(section) == before
     write(tmp_path / "d", "data-00001-of-00002.arrow")
-    assert len(differences(before, of(section))) == 1
+    assert len(dataset_differences(before, of(section))) == 1
 
 
 def test_what_grants_access_is_not_recorded():
@@ -171,6 +171,6 @@ def test_what_earlier_versions_recorded_of_caches_is_no_change():
     names = ", ".join(f"cache/GPTDataset_indices/{name}" for name in INDICES[:3])
     for before in ({**now, "config.path_to_cache": "/no/where", "dataset_state_dir": "9 files, 90 bytes: a, b, c, ... (00)"},
                    {**now, "config.data_path": f"4 files, 12 bytes: {names}, ... (0123456789abcdef); 1"}):
-        assert differences(before, now) == [] and differences(now, before) == []
-    assert len(differences({**now, "config.data_path": "2 files, 7 bytes of 4, 3: text.bin, text.idx; 1"}, now)) == 1
-    assert len(differences({**now, "type": "cache-1.arrow"}, now)) == 1
+        assert dataset_differences(before, now) == [] and dataset_differences(now, before) == []
+    assert len(dataset_differences({**now, "config.data_path": "2 files, 7 bytes of 4, 3: text.bin, text.idx; 1"}, now)) == 1
+    assert len(dataset_differences({**now, "type": "cache-1.arrow"}, now)) == 1

@@ -6,7 +6,7 @@ from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_foreig
 
 from mindresume.agree import Solo
 from mindresume.errors import NoUsableCheckpointError
-from mindresume.resume.health import LIST, sick_files
+from mindresume.resume.health import LIST, unhealthy_files
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 
@@ -26,7 +26,7 @@ def test_the_newest_that_is_not_sick(tmp_path, write):
     for step in (5, 10, 15):
         write(tmp_path, step)
     listed(tmp_path, (name_of(0, 5), 0), (name_of(0, 10), 0), (name_of(0, 15), 1))
-    names, trouble = sick_files(STORAGE, str(tmp_path))
+    names, trouble = unhealthy_files(STORAGE, str(tmp_path))
     assert (names, trouble) == ({str(name_of(0, 15))}, "")
     choice = choose(tmp_path, names)
     assert choice.chosen.step == 10 and "unhealthy when it was saved" in choice.refused[0].reason
@@ -37,12 +37,12 @@ def test_the_newest_that_is_not_sick(tmp_path, write):
 def test_what_the_list_does_not_name_is_not_known_to_be_sick(tmp_path):
     save(tmp_path, 5)
     listed(tmp_path, (name_of(0, 3), 1))
-    assert choose(tmp_path, sick_files(STORAGE, str(tmp_path))[0]).chosen.step == 5
+    assert choose(tmp_path, unhealthy_files(STORAGE, str(tmp_path))[0]).chosen.step == 5
 
 
 def test_the_last_entry_of_a_name_counts(tmp_path):
     listed(tmp_path, (name_of(0, 5), 1), (name_of(0, 10), 0), (name_of(0, 5), 0), (name_of(0, 10), 1))
-    assert sick_files(STORAGE, str(tmp_path))[0] == {str(name_of(0, 10))}
+    assert unhealthy_files(STORAGE, str(tmp_path))[0] == {str(name_of(0, 10))}
 
 
 def test_none_healthy_is_the_documented_error_and_says_how_to_go_on(tmp_path):
@@ -52,7 +52,7 @@ def test_none_healthy_is_the_documented_error_and_says_how_to_go_on(tmp_path):
     with pytest.raises(NoUsableCheckpointError) as caught:
         choose(tmp_path, {str(name_of(0, 10))})
     assert str(caught.value).startswith("The training has no healthy checkpoints yet, please start training again. ")
-    assert "name its file to take it all the same" in str(caught.value) and "step 5" in str(caught.value)
+    assert "step 10" in str(caught.value) and "step 5" in str(caught.value)
 
 
 def test_damage_alone_is_not_called_bad_health(tmp_path):
@@ -66,19 +66,19 @@ def test_damage_alone_is_not_called_bad_health(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]"])
 def test_an_empty_list_says_nothing(tmp_path, content):
     (tmp_path / LIST).write_text(content, encoding="utf-8")
-    assert sick_files(STORAGE, str(tmp_path)) == (frozenset(), "")
+    assert unhealthy_files(STORAGE, str(tmp_path)) == (frozenset(), "")
 
 
 @pytest.mark.parametrize("content", ["[{", '{"is_health": 1}', '[1]', '[{"ckpt_name": "a"}]',
                                      '[{"ckpt_name": 3, "is_health": 1}]', "[" * 100_000])
 def test_a_damaged_list_is_said_and_ignored(tmp_path, content):
     (tmp_path / LIST).write_text(content, encoding="utf-8")
-    names, trouble = sick_files(STORAGE, str(tmp_path))
+    names, trouble = unhealthy_files(STORAGE, str(tmp_path))
     assert names == frozenset() and trouble.startswith(f"{tmp_path / LIST} cannot be used (")
 
 
 def test_no_list_is_no_trouble(tmp_path):
-    assert sick_files(STORAGE, str(tmp_path)) == (frozenset(), "")
+    assert unhealthy_files(STORAGE, str(tmp_path)) == (frozenset(), "")
 
 
 def test_ours_carry_it_themselves(tmp_path):

@@ -6,7 +6,7 @@ from folders import RUN, STORAGE, save, write_rank
 
 from mindresume.formats.scan import scan
 from mindresume.manifest import run_name
-from mindresume.resume.lost import Lost, lost_by_death
+from mindresume.resume.lost import LostWork, find_lost_work
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import SAVING, Claim, owner_of_this_process
 
@@ -19,14 +19,14 @@ def dead(run=RUN, step=0, machine=None):
 
 
 def lost(root):
-    return lost_by_death(STORAGE, str(root), scan(STORAGE, str(root)).candidates[0])
+    return find_lost_work(STORAGE, str(root), scan(STORAGE, str(root)).candidates[0])
 
 
 @pytest.mark.parametrize("machine", [None, "another"])
 def test_the_step_of_the_last_sign_of_life(tmp_path, machine):
     save(tmp_path, 10)
     Claim(STORAGE, str(tmp_path), dead(step=17, machine=machine)).publish()
-    assert lost(tmp_path) == Lost(7, 1010.0)
+    assert lost(tmp_path) == LostWork(7, 1010.0)
 
 
 def test_a_save_that_was_begun_tells_more(tmp_path):
@@ -34,7 +34,7 @@ def test_a_save_that_was_begun_tells_more(tmp_path):
     Claim(STORAGE, str(tmp_path), dead(step=12)).publish()
     write_rank(tmp_path, 15, 1, 4)
     found = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step == 10][0]
-    assert lost_by_death(STORAGE, str(tmp_path), found).steps == 5
+    assert find_lost_work(STORAGE, str(tmp_path), found).steps == 5
 
 
 def test_who_ended_or_lives_lost_nothing(tmp_path):
@@ -57,4 +57,4 @@ def test_the_last_of_several_dead_counts(tmp_path):
 
 @pytest.mark.parametrize("since, seconds", [(100.0, 60.0), (None, None), (200.0, 0.0)])
 def test_seconds_since_the_checkpoint_was_saved(since, seconds):
-    assert Lost(7, since).seconds(160.0) == seconds             # never negative: clocks of hosts differ
+    assert LostWork(7, since).seconds(160.0) == seconds         # never negative: clocks of hosts differ

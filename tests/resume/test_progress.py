@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mindresume.data import DataPosition, DataWish
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.resume.progress import Setting, check_skip, data_wish, fresh, progress_of
+from mindresume.resume.progress import RunSettings, check_skip, data_wish, fresh_position, resume_progress
 from mindresume.state import TrainingState
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
@@ -21,45 +21,45 @@ def counters(progress):
 
 
 @pytest.mark.parametrize("saved, new, expected", [
-    (state(15), Setting(8, 10), (15, 1, 15, 1.0, 15)),              # middle of epoch 2: one epoch is done
-    (state(20), Setting(8, 10), (20, 2, 20, 1.0, 20)),
-    (state(20), Setting(16, 5), (10, 2, 10, 0.5, 10)),              # the batch doubled: half the steps, the same epoch
-    (state(20, 16, 5), Setting(8, 10), (40, 4, 40, 2.0, 40)),
-    (state(40), Setting(8, 10, 2), (40, 20, 40, 1.0, 40)),          # sink size 2: 20 sinks are done
-    (state(16), Setting(8, 10, 4), (16, 4, 16, 1.0, 16)),           # that do not divide an epoch
-    (state(7, None, None), Setting(8, 10), (7, 0, 7, 1.0, 7)),      # a checkpoint that does not say: no scaling
-    (state(14, 8, None), Setting(16, 5), (7, 1, 7, 0.5, 7)),
+    (state(15), RunSettings(8, 10), (15, 1, 15, 1.0, 15)),          # middle of epoch 2: one epoch is done
+    (state(20), RunSettings(8, 10), (20, 2, 20, 1.0, 20)),
+    (state(20), RunSettings(16, 5), (10, 2, 10, 0.5, 10)),          # the batch doubled: half the steps, the same epoch
+    (state(20, 16, 5), RunSettings(8, 10), (40, 4, 40, 2.0, 40)),
+    (state(40), RunSettings(8, 10, 2), (40, 20, 40, 1.0, 40)),      # sink size 2: 20 sinks are done
+    (state(16), RunSettings(8, 10, 4), (16, 4, 16, 1.0, 16)),       # that do not divide an epoch
+    (state(7, None, None), RunSettings(8, 10), (7, 0, 7, 1.0, 7)),  # a checkpoint that does not say: no scaling
+    (state(14, 8, None), RunSettings(16, 5), (7, 1, 7, 0.5, 7)),
 ])
 def test_counters_of_the_new_run(saved, new, expected):
-    progress = progress_of(saved, new)
+    progress = resume_progress(saved, new)
     assert counters(progress) == expected and progress.repeated == 0
 
 
 def test_what_does_not_scale_is_rounded_down_and_counted():
     """35 * 8 / 16 = 17.5 steps. Half a step of data is seen again."""
-    progress = progress_of(state(35, consumed=280), Setting(16, 5))
+    progress = resume_progress(state(35, consumed=280), RunSettings(16, 5))
     assert counters(progress) == (17, 3, 17, 0.5, 17)
     assert (progress.repeated, progress.position.samples, progress.consumed) == (8, 32, 280)
 
 
 def test_less_than_a_step_is_refused():
     with pytest.raises(ProgressError, match=r"step 1 at global batch size 8 is less than one step at global batch size 16"):
-        progress_of(state(1), Setting(16, 5))
+        resume_progress(state(1), RunSettings(16, 5))
 
 
 def test_a_sink_is_not_cut():
     with pytest.raises(ProgressError, match="the data of step 15: it begins behind 15 steps of the data set, no multiple"):
-        progress_of(state(15), Setting(8, 10, 2))
-    for run in (progress_of, lambda saved, new: fresh(new)):
+        resume_progress(state(15), RunSettings(8, 10, 2))
+    for run in (resume_progress, lambda saved, new: fresh_position(new)):
         with pytest.raises(ProgressError, match="data_skip_steps: it begins behind 3 steps of the data set, no multiple"):
-            run(state(10), Setting(8, 10, 2, wish=DataWish(False, 3), epochs=4))
+            run(state(10), RunSettings(8, 10, 2, wish=DataWish(False, 3), epochs=4))
 
 
 def test_a_pass_of_another_length_moves_nothing_else():
     """11 steps of 8 in a pass, or 5 of 16 (drop_remainder): step 22 is the end of pass 2 in both, though 22 * 8 / 16 = 11."""
-    progress = progress_of(state(22, 8, 11), Setting(16, 5))
+    progress = resume_progress(state(22, 8, 11), RunSettings(16, 5))
     assert counters(progress) == (11, 2, 11, 0.5, 10) and progress.repeated == 0
-    near_the_end = progress_of(state(21, 8, 11), Setting(16, 5))        # sample 80 of 88, of which 80 are left
+    near_the_end = resume_progress(state(21, 8, 11), RunSettings(16, 5))  # sample 80 of 88, of which 80 are left
     assert (near_the_end.position.passes, near_the_end.position.samples, near_the_end.repeated) == (2, 0, 0)
 
 
@@ -71,7 +71,7 @@ def on(step, position, size=10, batch=8):
 
 @pytest.mark.parametrize("wish, skip, epoch", [(DataWish(True), 0, 3), (DataWish(False, 2), 2, 3), (DataWish(False, 12), 12, 3)])
 def test_a_new_data_set_begins_as_it_was_said(wish, skip, epoch):
-    progress = progress_of(on(35, DataPosition(3, 40, identity=OURS)), Setting(8, 10, None, OTHER, wish))
+    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, wish))
     assert counters(progress) == (35, epoch, 35, 1.0, skip) and progress.begins
     assert progress.changed == ("files: 1 file, 10 bytes: a, now 1 file, 12 bytes: b",)
     assert progress.position.identity == OTHER and progress.position.declared == str(wish)
@@ -80,28 +80,28 @@ def test_a_new_data_set_begins_as_it_was_said(wish, skip, epoch):
 @pytest.mark.parametrize("wish", [DataWish(True), DataWish(False, 2)])
 def test_it_begins_once(wish):
     """Interrupted again: the same command goes on where the new data set was, and ends where it would have ended."""
-    first = progress_of(on(35, DataPosition(3, 40, identity=OURS)), Setting(8, 10, None, OTHER, wish))
+    first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, wish))
     saved = on(42, first.position.after(7, 10, 8))
-    again = progress_of(saved, Setting(8, 10, None, OTHER, wish))
+    again = resume_progress(saved, RunSettings(8, 10, None, OTHER, wish))
     assert not again.begins and again.data_skip == first.data_skip + 7
     assert again.initial_epoch == 3 and not again.changed
-    later = progress_of(on(50, first.position.after(15, 10, 8)), Setting(8, 10, None, OTHER))       # the wish was taken out
+    later = resume_progress(on(50, first.position.after(15, 10, 8)), RunSettings(8, 10, None, OTHER))  # the wish was taken out
     assert later.data_skip == first.data_skip + 15 and later.initial_epoch == 4
 
 
 def test_a_third_data_set_begins_by_the_same_words():
     second = DataPosition(0, 56, 3, "ignore_data_skip: True", OTHER)
-    progress = progress_of(on(42, second), Setting(8, 10, None, OURS, DataWish(True)))
+    progress = resume_progress(on(42, second), RunSettings(8, 10, None, OURS, DataWish(True)))
     assert progress.begins and progress.data_skip == 0
 
 
 def test_the_same_data_set_from_its_beginning():
-    progress = progress_of(on(35, DataPosition(3, 40, identity=OURS)), Setting(8, 10, None, OURS, DataWish(True)))
+    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OURS, DataWish(True)))
     assert progress.begins and (progress.data_skip, progress.initial_epoch) == (0, 3) and not progress.changed
 
 
 def test_a_change_that_nobody_declared_goes_on_as_if_there_was_none():
-    progress = progress_of(on(35, DataPosition(3, 40, identity=OURS)), Setting(8, 10, None, OTHER))
+    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER))
     assert progress.changed and not progress.begins and progress.data_skip == 35
     assert progress.position.identity == OTHER
 
@@ -111,8 +111,8 @@ def test_a_new_data_set_each_round_begins_at_its_beginning():
     position, step = DataPosition(identity={"files": "0"}), 0
     for number, size in enumerate((10, 7, 4)):
         if step:
-            progress = progress_of(state(step, 8, (10, 7, 4)[number - 1], position),
-                                   Setting(8, size, None, {"files": str(number)}))
+            progress = resume_progress(state(step, 8, (10, 7, 4)[number - 1], position),
+                                       RunSettings(8, size, None, {"files": str(number)}))
             position = progress.position
             assert progress.position.samples == 0 and progress.initial_epoch == number
         position, step = position.after(size, size, 8), step + size
@@ -125,8 +125,8 @@ def test_whatever_the_batch_sizes_no_sample_is_left_out(lives):
     position, consumed, step, batch = DataPosition(), 0, 0, 8
     for new, steps in lives:
         if step * batch >= new:
-            progress = progress_of(TrainingState(step, 80 // batch, step, batch, dataset_size=80 // batch, data=position),
-                                   Setting(new, 80 // new))
+            progress = resume_progress(TrainingState(step, 80 // batch, step, batch, dataset_size=80 // batch, data=position),
+                                       RunSettings(new, 80 // new))
             seen = progress.position.passes * 80 + progress.position.samples
             assert 0 <= consumed - seen == progress.repeated < new and progress.data_skip * new == seen
             position, step, batch, consumed = progress.position, progress.initial_step, new, seen
@@ -152,19 +152,19 @@ def test_what_cannot_be_meant(ignore, skip, match):
 
 @pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins behind 0 steps"), (23, "begins behind 3 steps of a pass")])
 def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
-    found = check_skip(Setting(8, 10, wish=DataWish(False, skip), epochs=3))
+    found = check_skip(RunSettings(8, 10, wish=DataWish(False, skip), epochs=3))
     assert said in found and bool(found) is bool(said)
-    assert check_skip(Setting(8, 10, wish=DataWish(True, skip), epochs=3)) == ""                # ignore_data_skip
+    assert check_skip(RunSettings(8, 10, wish=DataWish(True, skip), epochs=3)) == ""            # ignore_data_skip
 
 
 def test_a_skip_beyond_the_data_is_an_error():
     with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: noth"):
-        check_skip(Setting(8, 10, wish=DataWish(False, 30), epochs=3))
+        check_skip(RunSettings(8, 10, wish=DataWish(False, 30), epochs=3))
     with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
-        check_skip(Setting(8, 10, 4, wish=DataWish(False, 28), epochs=3))
-    assert "behind 0 steps" in check_skip(Setting(8, 10, wish=DataWish(False, 100_000)))
+        check_skip(RunSettings(8, 10, 4, wish=DataWish(False, 28), epochs=3))
+    assert "behind 0 steps" in check_skip(RunSettings(8, 10, wish=DataWish(False, 100_000)))
     with pytest.raises(ProgressError, match="nothing of it would be left"):
-        progress_of(state(20), Setting(8, 10, wish=DataWish(False, 30), epochs=3))
+        resume_progress(state(20), RunSettings(8, 10, wish=DataWish(False, 30), epochs=3))
 
 
 # ---- how much is trained, with and without sinks -----------------------------------------------------------------------
@@ -186,7 +186,7 @@ def trained(skip, epoch, new):
 
 
 def resumed(saved, new):
-    progress = progress_of(saved, new)
+    progress = resume_progress(saved, new)
     return trained(progress.data_skip, progress.initial_epoch, new)
 
 
@@ -202,16 +202,16 @@ def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, s
     """Of sinks as many as fit."""
     sink = size if sink == -1 else sink
     saved = on(stood.steps(10, 8) + stood.first_epoch * 10, stood)
-    first, stop = resumed(saved, Setting(8, size, sink, OTHER, DataWish(True), epochs))
+    first, stop = resumed(saved, RunSettings(8, size, sink, OTHER, DataWish(True), epochs))
     assert first == 0 and stop == steps // (sink or 1) * (sink or 1)
 
 
 @pytest.mark.parametrize("sink, steps", [(None, 43), (1, 43), (2, 42), (4, None)])
 def test_and_behind_steps_of_it(sink, steps):
-    saved, new = on(30, DataPosition(3, 0, identity=OURS)), Setting(8, 15, sink, OTHER, DataWish(False, 2), 6)
+    saved, new = on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 15, sink, OTHER, DataWish(False, 2), 6)
     if steps is None:
         with pytest.raises(ProgressError, match="behind 2 steps"):
-            progress_of(saved, new)
+            resume_progress(saved, new)
     else:
         assert resumed(saved, new) == (2, 2 + steps)
 
@@ -220,8 +220,8 @@ def test_and_behind_steps_of_it(sink, steps):
 @pytest.mark.parametrize("skip, first, stop", [(None, 0, 30), (0, 0, 30), (10, 0, 30), (20, 0, 30)])
 def test_a_run_from_its_beginning(sink, skip, first, stop):
     """Whole passes that are left out are no part of what MindSpore makes."""
-    new = Setting(8, 10, sink, OURS, DataWish(False, skip), 3)
-    position, skipped, epoch = fresh(new)
+    new = RunSettings(8, 10, sink, OURS, DataWish(False, skip), 3)
+    position, skipped, epoch = fresh_position(new)
     assert trained(skipped, epoch, new) == (first, stop) and position.identity == OURS
     assert position.declared == (f"data_skip_steps: {skip}" if skip else "")
 
@@ -229,8 +229,8 @@ def test_a_run_from_its_beginning(sink, skip, first, stop):
 @pytest.mark.parametrize("sink, stop", [(None, 30), (1, 30), (2, 30), (4, 28)])
 def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
     for skip in (4, 14):
-        new = Setting(8, 10, sink, wish=DataWish(False, skip), epochs=3)
-        position, skipped, epoch = fresh(new)
+        new = RunSettings(8, 10, sink, wish=DataWish(False, skip), epochs=3)
+        position, skipped, epoch = fresh_position(new)
         assert trained(skipped, epoch, new) == (4, stop) and (position.passes, position.samples) == (0, 32)
 
 
@@ -244,29 +244,30 @@ def test_a_new_data_set_each_round(before, after):
     step = old // sink * sink
     saved = TrainingState(step, sink, step, 8, sink_size=sink, dataset_size=old,
                           data=DataPosition(identity=OURS).after(step, old, 8))
-    new = Setting(8, size, next_sink, OTHER, epochs=2)
-    progress = progress_of(saved, new)
+    new = RunSettings(8, size, next_sink, OTHER, epochs=2)
+    progress = resume_progress(saved, new)
     assert (progress.position.samples, progress.position.first_epoch + progress.position.passes) == (0, 1)
     first, stop = trained(progress.data_skip, progress.initial_epoch, new)
     assert first % size == 0 and stop - first in (size // next_sink * next_sink, 2 * size // next_sink * next_sink - size)
 
 
 def test_between_two_passes_of_the_same_data_another_sink_begins_at_a_pass_that_it_can():
-    progress = progress_of(on(30, DataPosition(3, 0, identity=OURS)), Setting(8, 10, 4, OURS, epochs=6))
+    progress = resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, 4, OURS, epochs=6))
     assert (progress.data_skip, progress.position.passes, progress.position.first_epoch, progress.moved) == (20, 2, 1, -1)
-    assert trained(progress.data_skip, progress.initial_epoch, Setting(8, 10, 4, OURS, epochs=6)) == (20, 48)     # 28 of 30 steps
+    assert trained(progress.data_skip, progress.initial_epoch, RunSettings(8, 10, 4, OURS, epochs=6)) == (20, 48)
     for sink in (None, 1, 2, 5, 10):
-        assert progress_of(on(30, DataPosition(3, 0, identity=OURS)), Setting(8, 10, sink, OURS, epochs=6)).moved == 0
+        assert resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, sink, OURS, epochs=6)).moved == 0
 
 
 @given(size=st.integers(1, 40), sink=st.integers(1, 12), epochs=st.integers(1, 9), cut=st.integers(1, 400))
 def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink, epochs, cut):
     """The same steps as without an interruption, whatever sink divides what."""
-    new = Setting(8, size, sink, OURS, epochs=epochs)
+    new = RunSettings(8, size, sink, OURS, epochs=epochs)
     cut = min(cut, int(size / sink * epochs) - 1)
     assume(cut > 0)
     position = DataPosition(identity=OURS).after(cut * sink, size, 8)
-    progress = progress_of(TrainingState(cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position), new)
+    progress = resume_progress(TrainingState(cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position),
+                               new)
     assert (progress.initial_step, progress.initial_epoch, progress.data_skip, progress.moved) == (cut * sink, cut, cut * sink, 0)
 
 
@@ -276,14 +277,14 @@ def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more
     """With another batch size, too: all lives together train as many whole sinks of it as fit into the epochs that are left."""
     position = DataPosition(identity=OURS).after(step, old, 8)
     epochs = position.passes + more
-    new = Setting(batch, size, sink, OTHER, DataWish(True), epochs)
-    progress, wanted = progress_of(on(step, position, old), new), more * size // sink
+    new = RunSettings(batch, size, sink, OTHER, DataWish(True), epochs)
+    progress, wanted = resume_progress(on(step, position, old), new), more * size // sink
     total, left = int(size / sink * epochs), wanted
     assert total - progress.initial_epoch == left
     for sinks in lives:
         if sinks >= left:
             break
         stands, at = progress.position.after(sinks * sink, size, batch), progress.initial_step + sinks * sink
-        progress = progress_of(TrainingState(at, sink, at, batch, sink_size=sink, dataset_size=size, data=stands), new)
+        progress = resume_progress(TrainingState(at, sink, at, batch, sink_size=sink, dataset_size=size, data=stands), new)
         left -= sinks
         assert total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink and not progress.begins

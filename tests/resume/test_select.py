@@ -9,8 +9,8 @@ from mindresume.agree import Solo
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.files import read_header
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
-from mindresume.resume.prove import ProvenShard
-from mindresume.resume.select import _Chooser, select
+from mindresume.resume.prove import VerifiedShard
+from mindresume.resume.select import _CandidateQueue, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.storage import PosixStorage
 
@@ -344,7 +344,7 @@ def test_one_bad_verdict_moves_all_ranks(saved):
     results = Ranks(WORLD).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
     assert [result.chosen.step for result in results] == [10] * WORLD
     assert [result.shards[0].rank for result in results] == [0, 1, 2, 3]
-    assert all(isinstance(result.shards[0], ProvenShard) for result in results)
+    assert all(isinstance(result.shards[0], VerifiedShard) for result in results)
     assert len({str(result.refused) for result in results}) == 1
 
 
@@ -376,7 +376,7 @@ def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_r
         for rank in range(world // 2 if trouble else 0):
             write_rank(root, 30, rank, world)
         counting = Counting()
-        chooser = _Chooser(counting, str(root), SelectionPolicy(world))
+        chooser = _CandidateQueue(counting, str(root), SelectionPolicy(world))
         assert chooser.next([])["candidate"]["step"] == 20
         counts.append(counting.operations)
     assert counts[0] == counts[1]

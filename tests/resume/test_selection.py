@@ -132,7 +132,7 @@ def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monke
     def with_remote(pick, path, source, group, storage, policy, log, islands):
         asked.append((policy.world_size, policy.max_failed_loads, islands))
         raise NoUsableCheckpointError("nothing")
-    monkeypatch.setattr(selection, "choose_with_remote", with_remote)
+    monkeypatch.setattr(selection, "select_with_remote", with_remote)
     shared = Islands((0, 1) if split else (0, 0))
     sources = CheckpointSources(remote=RemoteSource(object(), frozenset), shared=shared)
 

@@ -6,9 +6,9 @@ import pytest
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
 
 from mindresume.manifest import FOLDER, attempt_name
-from mindresume.resume.absent import nobody_knows
-from mindresume.resume.survey import survey
-from mindresume.resume.verified import verified
+from mindresume.resume.absent import unknown_strategy
+from mindresume.resume.survey import list_checkpoints
+from mindresume.resume.verified import verify_checkpoints
 from mindresume.store.commit import Committer
 from mindresume.store.holds import holds
 from mindresume.store.removal import carry_out, plan
@@ -22,11 +22,12 @@ def no_flush(monkeypatch):
 
 
 def looked(root):
-    return survey(STORAGE, str(root), nobody_knows)[1]
+    return list_checkpoints(STORAGE, str(root), unknown_strategy)[1]
 
 
 def verdicts(root, rows, again=None):
-    return [(candidate.step, bool(bad)) for candidate, bad in verified(STORAGE, str(root), rows, again or (lambda: looked(root)))]
+    return [(candidate.step, bool(bad))
+            for candidate, bad in verify_checkpoints(STORAGE, str(root), rows, again or (lambda: looked(root)))]
 
 
 def test_what_is_whole_is_looked_at_once(tmp_path):

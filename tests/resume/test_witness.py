@@ -10,7 +10,7 @@ from iterations import save as save_iteration
 from mindresume.agree import Solo
 from mindresume.formats.iteration_files import TRACKER, iteration_name
 from mindresume.manifest import FOLDER, attempt_name, run_name
-from mindresume.resume.witness import PATIENCE, Settled, settle
+from mindresume.resume.witness import PATIENCE, Visibility, wait_until_visible
 from mindresume.store.islands import Islands, together
 from mindresume.store.storage import PosixStorage
 
@@ -39,7 +39,7 @@ class Late(PosixStorage):
 def ask(root, late, ranks=3, late_ranks=(0,), islands=None):
     """What all ranks get; ``late``: the host of ``late_ranks``."""
     hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
-    found = Ranks(ranks).run(lambda group: settle(
+    found = Ranks(ranks).run(lambda group: wait_until_visible(
         hosts[group.rank], str(root), group, islands or together(ranks), hosts[group.rank].sleep))
     assert all(one == found[0] for one in found), found
     return found[0]
@@ -47,13 +47,13 @@ def ask(root, late, ranks=3, late_ranks=(0,), islands=None):
 
 def waited(root, hidden, **keys):
     found = ask(root, Late(root, hidden), **keys)
-    assert found.unseen == ()
-    return found.seconds
+    assert found.missing == ()
+    return found.wait_seconds
 
 
 def test_nothing_late_nothing_waited(tmp_path):
     save(tmp_path, 5, 3)
-    assert ask(tmp_path, Late()) == Settled() == settle(STORAGE, str(tmp_path), Solo(), together(1))
+    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), Solo(), together(1))
 
 
 def test_a_whole_step_that_only_the_others_list(tmp_path):
@@ -85,16 +85,16 @@ def test_one_that_a_single_rank_lists(tmp_path):
 def test_a_save_that_never_completed_is_not_waited_for(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, 5, rank, 3)
-    assert ask(tmp_path, Late()) == Settled()
+    assert ask(tmp_path, Late()) == Visibility()
 
 
 def test_an_empty_or_absent_folder(tmp_path):
-    assert ask(tmp_path, Late()) == Settled() == ask(tmp_path / "none", Late())
+    assert ask(tmp_path, Late()) == Visibility() == ask(tmp_path / "none", Late())
 
 
 def test_another_number_of_ranks_than_saved_it(tmp_path):
     save(tmp_path, 5, 4)
-    assert ask(tmp_path, Late(), ranks=2) == Settled()
+    assert ask(tmp_path, Late(), ranks=2) == Visibility()
     assert waited(tmp_path, [f"{FOLDER}/{attempt(5)}"], ranks=2) == 30
 
 
@@ -113,7 +113,7 @@ def test_an_iteration_that_only_the_others_list(tmp_path, late):
     """It was looked for one folder too high: nothing was ever waited for, and a first save ended in a fresh start."""
     save_iteration(tmp_path, 5)
     save_iteration(tmp_path, 10)
-    assert ask(tmp_path, Late(), ranks=2) == Settled()
+    assert ask(tmp_path, Late(), ranks=2) == Visibility()
     assert waited(tmp_path, late, ranks=2) == 30
 
 
@@ -121,7 +121,7 @@ def test_an_iteration_in_the_making(tmp_path):
     save_iteration(tmp_path, 5)
     write_all(tmp_path, 10)
     name = attempt(10)
-    assert ask(tmp_path, Late(), ranks=2) == Settled()
+    assert ask(tmp_path, Late(), ranks=2) == Visibility()
     assert waited(tmp_path, [f"{FOLDER}/{name}"], ranks=2) == 30
     assert waited(tmp_path, [f"{FOLDER}/{name}/{FOLDER}/{name}/rank_00001.json"], ranks=2) == 30
 
@@ -143,7 +143,7 @@ def test_an_iteration_of_mindformers(tmp_path):
 def test_rank_folders_of_mindformers(tmp_path):
     save(tmp_path, 5, 3)
     shutil.rmtree(tmp_path / FOLDER)
-    assert ask(tmp_path, Late()) == Settled()
+    assert ask(tmp_path, Late()) == Visibility()
     for late in ("rank_2", f"rank_1/{name_of(1, 5)}"):
         assert waited(tmp_path, [late]) == 30
 
@@ -155,9 +155,9 @@ def test_at_most_until_no_listing_can_be_that_old(tmp_path):
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
     found = ask(tmp_path, Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], seconds=1e9))
-    assert found.seconds == PATIENCE
-    assert found.unseen[0] == (f"rank 1 sees {tmp_path}/{FOLDER}/{attempt(10)}/manifest.json, and rank 0 does not list it, after "
-                               f"{PATIENCE} s")
+    assert found.wait_seconds == PATIENCE
+    assert f"{tmp_path}/{FOLDER}/{attempt(10)}/manifest.json" in found.missing[0]
+    assert "rank 1" in found.missing[0] and "rank 0" in found.missing[0]
 
 
 def test_what_is_removed_meanwhile_is_not_waited_for(tmp_path):
@@ -166,7 +166,7 @@ def test_what_is_removed_meanwhile_is_not_waited_for(tmp_path):
     late = Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], 1e9,
                 also=lambda now: shutil.rmtree(tmp_path / FOLDER / attempt(10)) if now == 7 else None)
     found = ask(tmp_path, late)
-    assert found.unseen == () and found.seconds in (7, 8)           # the others look before or after that
+    assert found.missing == () and found.wait_seconds in (7, 8)           # the others look before or after that
 
 
 def test_a_host_that_cannot_list_for_a_moment(tmp_path):
@@ -181,7 +181,7 @@ def test_a_host_that_cannot_list_for_a_moment(tmp_path):
                 raise OSError(116, "Stale file handle", path)
             return super().status(path)
     save(tmp_path, 5, 3)
-    assert ask(tmp_path, Stale()) == Settled(5)
+    assert ask(tmp_path, Stale()) == Visibility(5)
 
 
 # ---- nodes that share no disk ------------------------------------------------------------------------------------------------
@@ -192,6 +192,6 @@ def test_each_node_waits_for_what_its_own_ranks_see(tmp_path):
     save(tmp_path / "b", 5, 4)
     islands, late = Islands((0, 0, 2, 2)), Late(tmp_path / "b", [FOLDER])
     hosts = [Late(), Late(), Late(), late]
-    found = Ranks(4).run(lambda group: settle(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group, islands,
-                                              hosts[group.rank].sleep))
-    assert found == [Settled(30)] * 4
+    found = Ranks(4).run(lambda group: wait_until_visible(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group, islands,
+                                                          hosts[group.rank].sleep))
+    assert found == [Visibility(30)] * 4

@@ -8,7 +8,7 @@ from mindresume.errors import FolderInUseError, UnusableError
 from mindresume.events import SaveNotStaged
 from mindresume.reshard import source
 from mindresume.resume import restore, select
-from mindresume.resume.restore import Restore
+from mindresume.resume.restore import RemoteFetch
 from mindresume.resume.select import Choice
 from mindresume.simulation import desk
 from mindresume.simulation.bucket import BUCKET
@@ -253,19 +253,19 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
         bucket.unreadable |= {url for url in bucket.objects if url.endswith("manifest.json")}
         return kinds_of(play)
     assert kinds() == set()
-    choose = Restore.choose
+    select_ = RemoteFetch.select
 
     def afresh(self, pick):
         try:
-            return choose(self, pick)
+            return select_(self, pick)
         except UnusableError:
             return Choice(None, (), (), True)
-    monkeypatch.setattr(Restore, "choose", afresh)
+    monkeypatch.setattr(RemoteFetch, "select", afresh)
     assert kinds() == {"wrong"}
 
 
 def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
-    monkeypatch.setattr(Restore, "_refuse", lambda self, attempt, reason: self._tried.update(
+    monkeypatch.setattr(RemoteFetch, "_refuse", lambda self, attempt, reason: self._tried.update(
         self.remote.look().committed()))
     assert found("bucket unreadable", 60)
 
@@ -277,6 +277,6 @@ def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
 
 
 def test_an_unhealthy_checkpoint_that_is_taken_from_a_bucket_is_found(monkeypatch):
-    monkeypatch.setattr(restore, "is_sick", lambda *_: False)
-    monkeypatch.setattr(select, "is_sick", lambda *_: False, raising=False)
+    monkeypatch.setattr(restore, "is_unhealthy", lambda *_: False)
+    monkeypatch.setattr(select, "is_unhealthy", lambda *_: False)
     assert kinds_of(played("bucket health")) & {"unequal", "wrong"}

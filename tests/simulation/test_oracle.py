@@ -316,15 +316,15 @@ def test_where_nothing_struck_the_pointers_are_those_of_the_last_save(fmt):
 
 
 def test_people_and_the_job_are_given_different_answers(monkeypatch):
-    real = oracle.survey
-    monkeypatch.setattr(oracle, "survey", lambda *values: (None, real(*values)[1][1:]))
+    real = oracle.list_checkpoints
+    monkeypatch.setattr(oracle, "list_checkpoints", lambda *values: (None, real(*values)[1][1:]))
     assert kinds(judged("ckpt")) == {UNEQUAL}
 
 
 def test_a_job_that_does_not_start_is_stuck(monkeypatch):
     def fails(*_, **__):
         raise ValueError("does not start")
-    monkeypatch.setattr(jobs.Chooser, "choose", fails)
+    monkeypatch.setattr(jobs.CheckpointSelector, "select", fails)
     (found,) = judged("ckpt")
     assert found.kind == STUCK and "does not start" in found.text
 

@@ -153,9 +153,9 @@ MUTANTS = [
         Edit(manager.CheckpointManager, "begin", "agreed(self.group", "self.meet(); self.begin_trial(); agreed(self.group")],
         ("restarts", "safetensors", ""), LOST),
     mutant("nobody waits for what other ranks see", [
-        Edit(choosing.Chooser, "choose", "settled = settle(disk, path, group, islands)",
-             "from mindresume.resume.witness import Settled; settled = Settled()")], ("same hosts", "safetensors", ""), LOST,
-        deaths=False, first=155, within=25,
+        Edit(choosing.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, islands)",
+             "from mindresume.resume.witness import Visibility; visibility = Visibility()")],
+        ("same hosts", "safetensors", ""), LOST, deaths=False, first=155, within=25,
         draws=each("kill host", lag=60.0)),
     mutant("the signs of life of another job are expected as often as one's own", [
         Edit(acquire, "_watch", "owner.every if _is_told_by_beats(owner) else BEAT", "BEAT")], ("rare beats", "safetensors", ""),
@@ -167,7 +167,7 @@ MUTANTS = [
         Edit(manager.CheckpointManager, "_start_mirror", "pledged=apart and self.settings.leave_check > 0", "pledged=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("a manifest in the bucket that cannot be read ends the start", [
-        Edit(restore.Restore, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        Edit(restore.RemoteFetch, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
     mutant("a manifest in the bucket that cannot be read ends all retention there", [
         Edit(remote.Remote, "_known", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
@@ -264,7 +264,7 @@ MUTANTS = [
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{UNTIDY} {LOST}",
         first=4),
     mutant("what rank 0 finds decides alone", [
-        Edit(select, "proven_by_all", 'for row in rows if "refusal" in row]', 'for row in rows[:1] if "refusal" in row]')],
+        Edit(select, "verify_on_all_ranks", 'for row in rows if "refusal" in row]', 'for row in rows[:1] if "refusal" in row]')],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a rank that is asked to leave leaves alone", [
         Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],

@@ -11,9 +11,9 @@ from mindresume.errors import AgreementError, FolderInUseError, RecordError
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name, seal, unseal
-from mindresume.resume.absent import nobody_knows
-from mindresume.resume.prove import quick
-from mindresume.resume.survey import PART, survey
+from mindresume.resume.absent import unknown_strategy
+from mindresume.resume.prove import check_files
+from mindresume.resume.survey import NODE_LOCAL, list_checkpoints
 from mindresume.store import claim
 from mindresume.store.commit import Committer
 from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
@@ -216,7 +216,7 @@ def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     assert [(c.step, c.part, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
         (5, (2, 3), 4, [2, 3], True, None)]
     assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
-    refusal = quick(STORAGE, str(tmp_path), found[0], 4)
+    refusal = check_files(STORAGE, str(tmp_path), found[0], 4)
     assert "only the files of rank 2, 3 of 4 are here: nodes saved it that share no disk" in refusal.reason
     assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
 
@@ -227,7 +227,7 @@ def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
     save_part(tmp_path, 5, (2, 3))
     found = scan(STORAGE, str(tmp_path)).candidates[0]
     assert (found.part, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
-    assert quick(STORAGE, str(tmp_path), found, 4) is None
+    assert check_files(STORAGE, str(tmp_path), found, 4) is None
     assert Committer(place_of(tmp_path, 0, 4, LATER)).adopt() == [5]
     assert scan(STORAGE, str(tmp_path)).candidates[0].committed
 
@@ -237,7 +237,7 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     save_part(tmp_path, 5, commit=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
     assert (found.part, found.existed, found.committed, found.problem) == ((2, 3), True, False, None)
-    assert [seen.state for seen in survey(STORAGE, str(tmp_path), nobody_knows)[1]] == [PART]
+    assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
     assert made.debris == made.victims == ()
     assert Committer(place_of(tmp_path, 2, 4, LATER, (2, 3))).adopt() == [5]
@@ -275,7 +275,7 @@ def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path
         assert len(found) == (ranks != (4, 5))
     assert [c.part for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
     whole, = scan(STORAGE, str(tmp_path)).candidates
-    assert whole.part == () and quick(STORAGE, str(tmp_path), whole, 6) is None
+    assert whole.part == () and check_files(STORAGE, str(tmp_path), whole, 6) is None
 
 
 @pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3], [[0, 3]],

@@ -22,7 +22,7 @@ from mindresume.events import WARNING, CandidateRefused, CheckpointFetched, Noti
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
-from mindresume.resume.restore import Restore, trace
+from mindresume.resume.restore import RemoteFetch, keep_run_marker
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.simulation.standins import here
@@ -109,8 +109,8 @@ class World:
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
-        found = Restore(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
-        return found.choose(lambda: select(STORAGE, str(self.disk), group, policy))
+        found = RemoteFetch(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
+        return found.select(lambda: select(STORAGE, str(self.disk), group, policy))
 
     def restore_all(self, size=None, **how):
         """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
@@ -398,8 +398,8 @@ def restored_apart(tmp_path, monkeypatch, fetched=Remote):
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
             store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        found = Restore(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
-        return found.choose(lambda: select(storage, str(world.disk), group, SelectionPolicy(2)))
+        found = RemoteFetch(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
+        return found.select(lambda: select(storage, str(world.disk), group, SelectionPolicy(2)))
     return world, Ranks(2).run(work)
 
 
@@ -429,7 +429,7 @@ def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypa
     world.mirror(5)
     world.empty_disk()
     with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
-        Restore(STORAGE, world.remote, str(world.disk), Solo()).choose(lambda: Choice(None, (), (), True))
+        RemoteFetch(STORAGE, world.remote, str(world.disk), Solo()).select(lambda: Choice(None, (), (), True))
 
 
 def test_another_number_of_ranks(world):
@@ -461,9 +461,9 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
         one.saved(10)
     world.first.work()
     world.empty_disk()
-    found = Restore(STORAGE, world.remote, str(world.disk), Solo(), emit=world.events.append)
+    found = RemoteFetch(STORAGE, world.remote, str(world.disk), Solo(), emit=world.events.append)
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
-    choice = found.choose(lambda: select(STORAGE, str(world.disk), Solo(), policy))
+    choice = found.select(lambda: select(STORAGE, str(world.disk), Solo(), policy))
     assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
@@ -550,7 +550,7 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     world.mirror(5, run=run_name(7, "00000007"))
     world.empty_disk()
     for _ in range(2):
-        trace(STORAGE, world.remote, str(world.disk))
+        keep_run_marker(STORAGE, world.remote, str(world.disk))
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
     claim = occupy(STORAGE, str(world.disk), owner_of_this_process("saving"), 0)
     assert claim.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
@@ -558,7 +558,7 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
     world.remote.announce(run_name(3, "00000003"), Mark())
-    trace(STORAGE, world.remote, str(world.disk))
+    keep_run_marker(STORAGE, world.remote, str(world.disk))
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
 
@@ -1000,7 +1000,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
         machine = Machine(STORAGE, Turns(1, random.Random(0)), Fault("kill all", at), random.Random(0))
         view = machine.view(0)
         try:
-            Restore(view, world.remote, str(world.disk), Solo()).choose(
+            RemoteFetch(view, world.remote, str(world.disk), Solo()).select(
                 lambda view=view: select(view, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank)))
             break
         except Killed:

@@ -12,8 +12,8 @@ from store.test_islands import RUN, save_part
 
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.manifest import FOLDER, attempt_name, parse_attempt
-from mindresume.resume.apart import select_apart
-from mindresume.resume.restore import Restore
+from mindresume.resume.apart import select_node_local
+from mindresume.resume.restore import RemoteFetch
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store import mirror as mirrors
 from mindresume.store.common import committed
@@ -64,8 +64,8 @@ def save(tmp_path, *steps, late=()):
 def resume(tmp_path, storage=lambda: STORAGE):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
-        found = Restore(own, remote(), root, group, SelectionPolicy(4), islands=ISLANDS)
-        return found.choose(lambda: select_apart(own, root, group))
+        found = RemoteFetch(own, remote(), root, group, SelectionPolicy(4), islands=ISLANDS)
+        return found.select(lambda: select_node_local(own, root, group))
     found = Ranks(4).run(one)
     for error in found:
         if isinstance(error, BaseException):
