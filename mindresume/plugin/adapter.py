@@ -1,37 +1,13 @@
-"""Everything that depends on the version of mindformers and mindspore: where to hook in, and what to call.
-
-Supported: mindformers 1.9.0 with mindspore 2.9.0. A place that has moved is found at installation, not in the middle of a
-training. Names are patched where they are used, in the modules that imported them.
-"""
+"""Calls mindformers and MindSpore for the other modules. What is called is listed in the table of ``upstream``."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from importlib import import_module, metadata
 from typing import Any
 
-from mindresume.errors import ConfigError, SaveError
+from mindresume.errors import SaveError
+from mindresume.plugin import upstream, upstream_check
 
-SUPPORTED = (("mindformers", "1.9"), ("mindspore", "2.9"))
 ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into a callback of this very name
-
-# what is replaced -> the modules that hold the name
-TRAINER = "mindformers.trainer.trainer"
-BASE_TRAINER = "mindformers.trainer.base_trainer"
-TRAINER_UTILS = "mindformers.trainer.utils"
-CAUSAL_TRAINER = "mindformers.trainer.causal_language_modeling.causal_language_modeling"
-REGISTER = "mindformers.tools.register.register"
-SHARED_ASKED = (TRAINER, "mindformers.checkpoint.checkpoint", "mindformers.tools.resume_ckpt",      # is_publicly_accessible_path
-                "mindformers.utils.resume_ckpt_utils", "mindformers.utils.file_utils")
-
-
-def check_versions() -> list[str]:
-    """Sentences about installed versions that were not tested together; empty if all is as supported."""
-    found = []
-    for name, wanted in SUPPORTED:
-        version = metadata.version(name)
-        if not (version + ".").startswith(wanted + "."):
-            found.append(f"{name} {version} is installed; mindresume is tested with {name} {wanted}")
-    return found
 
 
 def logger() -> Any:
@@ -39,32 +15,9 @@ def logger() -> Any:
     return mindformers_logger
 
 
-def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces ``module.name`` (a dot in ``name``: a method of any kind) by ``make(original)``. Twice is once.
-
-    ConfigError if it is not there: this version of mindformers is not supported.
-    """
-    holder: Any = import_module(module)
-    *parents, last = name.split(".")
-    try:
-        for parent in parents:
-            holder = getattr(holder, parent)
-        original = holder.__dict__[last] if isinstance(holder, type) else getattr(holder, last)
-    except (AttributeError, KeyError) as error:
-        raise ConfigError(f"{module}.{name} is not in the installed mindformers {metadata.version('mindformers')}; "
-                          f"mindresume supports {SUPPORTED[0][1]}") from error
-    bound = isinstance(original, (classmethod, staticmethod))
-    function = original.__func__ if bound else original
-    if getattr(function, "_mindresume", False):
-        return
-    replacement = make(function)
-    replacement._mindresume = True
-    setattr(holder, last, type(original)(replacement) if bound else replacement)
-
-
 def register_monitor(monitor: type) -> None:
     """Puts our callback under the name CheckpointMonitor; the built-in stays importable."""
-    import_module("mindformers.core.callback")                # registers the built-in; ours must come after it
+    import mindformers.core.callback  # noqa: F401  registers the built-in; ours must come after it
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
     MindFormerRegister.register_cls(monitor, module_type=MindFormerModuleType.CALLBACK, alias=ALIAS)
 
@@ -90,7 +43,9 @@ def has_loss() -> bool:
 
 
 def tensorboard_writer() -> Any:
-    """That of mindformers, on this rank; None: it is off."""
+    """Returns mindformers' writer on this rank, None if it is disabled."""
+    if upstream_check.is_off(upstream.TENSORBOARD):
+        return None
     from mindformers.utils.tensorboard import get_tensorboard_writer
     return get_tensorboard_writer()
 
@@ -197,11 +152,11 @@ def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]
 def compile_for_load(config: Any, model: Any, dataset: Any, do_eval: bool = False, do_predict: bool = False) -> None:
     """Compiles the network so that its parameters have their slices (and the strategy files are written); then waits for
     the other ranks, as mindformers does before it loads. ``do_eval``, ``do_predict``: it is not trained."""
+    from mindformers.trainer.utils import compile_model
     from mindspore.communication.comm_func import barrier
-    utils = import_module(TRAINER_UTILS)
     runner = config.runner_config
-    utils.compile_model(model=model, dataset=dataset, mode=config.context.mode, sink_mode=runner.sink_mode,
-                        epoch=runner.epochs, sink_size=runner.sink_size, do_eval=do_eval, do_predict=do_predict)
+    compile_model(model=model, dataset=dataset, mode=config.context.mode, sink_mode=runner.sink_mode, epoch=runner.epochs,
+                  sink_size=runner.sink_size, do_eval=do_eval, do_predict=do_predict)
     barrier()
 
 

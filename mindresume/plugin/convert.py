@@ -23,7 +23,7 @@ from mindresume.formats import OURS
 from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.records import ranks_count
 from mindresume.network import layouts as network_layouts
-from mindresume.plugin import adapter, session, telling
+from mindresume.plugin import adapter, session, telling, upstream, upstream_check
 from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
@@ -195,6 +195,8 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
 
 def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int) -> dict[str, str]:
     """Rank 0 alone, with worker processes of its own: {"folder"}, or {"refused"} where MindSpore's engine is not able to."""
+    if upstream_check.is_off(upstream.TRANSFORM):
+        return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
     conversion, finished = _free(storage, job, folder)
     if not finished:
         try:

@@ -17,53 +17,41 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from mindresume.agree import Waiting, agreed, decide, report
-from mindresume.errors import AgreementError, ConfigError, TrainingCompleteError
+from mindresume.agree import agreed, report
+from mindresume.errors import TrainingCompleteError
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
-from mindresume.plugin import adapter, choosing, loading, modelarts, online, session, streaming, weights_alone
+from mindresume.plugin import (
+    adapter,
+    job_start,
+    loading,
+    modelarts,
+    online,
+    session,
+    streaming,
+    weights_alone,
+)
 from mindresume.plugin.arguments import check_section
-from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.plugin.group import group_of_job
-from mindresume.resume.choosing import caching_storage
-from mindresume.resume.dataset import dataset_identity
 from mindresume.settings import Settings
 from mindresume.store import preemption
 from mindresume.store.shared import is_shared
 from mindresume.store.storage import PosixStorage
 
 
-def install() -> None:
-    """Idempotent. ConfigError if a place to hook in is not there."""
-    for method in ("train", "finetune"):
-        adapter.replace(adapter.TRAINER, f"Trainer.{method}", _training)
-    for task in (weights_alone.EVALUATE, weights_alone.PREDICT):
-        adapter.replace(adapter.TRAINER, f"Trainer.{task}", functools.partial(_inference, task))
-    adapter.replace(adapter.TRAINER, "Trainer._check_config_rules", _rules)
-    adapter.replace(adapter.REGISTER, "MindFormerRegister.get_cls", _trainer_class)
-    adapter.replace(adapter.TRAINER, "get_resume_checkpoint", _resume_name)
-    adapter.replace(adapter.TRAINER, "clear_auto_trans_output", _clear)
-    adapter.replace(adapter.TRAINER_UTILS, "is_hf_checkpoint", _only_folders)
-    for module in adapter.SHARED_ASKED:
-        adapter.replace(module, "is_publicly_accessible_path", _shared)
-    adapter.replace(adapter.BASE_TRAINER, "BaseTrainer.resume_ckpt_path_with_strategy", _path_with_strategy)
-    adapter.replace(adapter.BASE_TRAINER, "load_resume_context_from_checkpoint", _context)
-    adapter.replace(adapter.BASE_TRAINER, "_resume_hf_iterable_dataset", _streaming)
-    adapter.replace(adapter.BASE_TRAINER, "check_runner_config", _runner_config)
-    adapter.replace(adapter.BASE_TRAINER, "preload_ckpt", _preload)
-    for module in (adapter.BASE_TRAINER, adapter.CAUSAL_TRAINER):
-        adapter.replace(module, "transform_and_load_checkpoint", _load)
-    adapter.replace(adapter.TRAINER, "get_checkpoint_path", _folder)
-    adapter.replace(adapter.BASE_TRAINER, "get_healthy_checkpoint_path", _healthy)
-    adapter.replace(adapter.BASE_TRAINER, "BaseTrainer._train_dataset_postprocess", _dataset)
-    adapter.replace(adapter.BASE_TRAINER, "CommonInfo.load_common", _common)
-    adapter.replace(adapter.BASE_TRAINER, "Model", _model)
-    adapter.replace(adapter.BASE_TRAINER, "compile_model", _compile)
-    adapter.replace(adapter.BASE_TRAINER, "load_checkpoint", _load_online)
-    adapter.replace(adapter.BASE_TRAINER, "load_hf_checkpoint", _load_online)
+def _binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """Returns a function that gives the arguments of a call by the names of ``original``, defaults included."""
+    parameters = signature(original)
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+    return named
 
 
 # ---- the wrappers --------------------------------------------------------------------------------------------------
@@ -118,28 +106,31 @@ def _leave(current: session.Session) -> None:
 
 def _rules(original: Any) -> Any:
     @functools.wraps(original)
-    def check(self: Any) -> Any:
+    def check(self: Any, *args: Any, **kwargs: Any) -> Any:
         for note in lift_data_skip(self.config):
             adapter.logger().info("mindresume: %s", note)
         current = session.current()
         if current.training:
             check_section(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
-            current.identity = identity(self.config, current)
+            current.identity = job_start.identity(self.config, current)
             with current.loading():
-                choose_checkpoint(self.config, current)
+                job_start.choose_checkpoint(self.config, current)
         elif current.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):    # else it is loaded already
             weights_alone.choose(self.config, current.task, current, PosixStorage())
-        return original(self)
+        return original(self, *args, **kwargs)
     return check
 
 
 def _trainer_class(original: Any) -> Any:
     """Documents 002 and 003 show ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:``, whose constructor would raise
     a TypeError. The registry is asked for the class after a plug-in named in that block was loaded; so both ways in work."""
+    from mindformers.tools.register import MindFormerModuleType
+    named = _binder(original)
+
     @functools.wraps(original)
-    def get_cls(cls: Any, module_type: Any, class_name: Any = None) -> Any:
-        found = original(cls, module_type, class_name)
-        if module_type != "trainer":
+    def get_cls(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if named(args, kwargs)["module_type"] != MindFormerModuleType.TRAINER:
             return found
 
         @functools.wraps(found, updated=())
@@ -163,54 +154,76 @@ def _resume_name(original: Any) -> Any:
 
 
 def _only_folders(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def is_hf(path: str) -> bool:
-        return os.path.isdir(path) and original(path)      # 1.9.0 raises for a file and refuses to resume from one
+    def is_hf(*args: Any, **kwargs: Any) -> bool:
+        # 1.9.0 raises for a file and refuses to resume from one
+        return os.path.isdir(named(args, kwargs)["checkpoint_path"]) and original(*args, **kwargs)
     return is_hf
 
 
 def _shared(original: Any) -> Any:
     """Without the part of mindformers that takes /data01 for a part of /data, and with file systems beyond NFS. Jobs of one node
     and ModelArts it answers before it looks at the path: with one that is in nothing."""
+    parameters = signature(original)
+
     @functools.wraps(original)
-    def is_accessible(path: str) -> bool:
-        return is_shared(path, os.environ.get("SHARED_PATHS", "")) or original(os.sep)
+    def is_accessible(*args: Any, **kwargs: Any) -> bool:
+        given = parameters.bind(*args, **kwargs)
+        if is_shared(given.arguments["path"], os.environ.get("SHARED_PATHS", "")):
+            return True
+        given.arguments["path"] = os.sep
+        return original(*given.args, **given.kwargs)
     return is_accessible
 
 
 def _path_with_strategy(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def find(config: Any) -> Any:
+    def find(*args: Any, **kwargs: Any) -> Any:
         # With MS_ENABLE_TFT mindformers looks for the newest file by time; the choice is already made.
-        return config.checkpoint.load_path if session.current().resumes else original(config)
+        if session.current().resumes:
+            return named(args, kwargs)["config"].checkpoint.load_path
+        return original(*args, **kwargs)
     return find
 
 
 def _context(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def load(config: Any, dataset: Any) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
         current = session.current()
         if not current.resumes:
-            return original(config, dataset)
-        return loading.set_progress(config, dataset.get_dataset_size(), current)
+            return original(*args, **kwargs)
+        given = named(args, kwargs)
+        return loading.set_progress(given["config"], given["dataset"].get_dataset_size(), current)
     return load
 
 
 def _streaming(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def resume(dataset: Any, step: int) -> None:
+    def resume(*args: Any, **kwargs: Any) -> None:
         current = session.current()
         if current.progress is None:
-            return original(dataset, step)
-        return agreed(current.group, lambda: streaming.take_up(dataset, current.progress))
+            return original(*args, **kwargs)
+        return agreed(current.group, lambda: streaming.take_up(named(args, kwargs)["dataset"], current.progress))
     return resume
 
 
 def _runner_config(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def check(config: Any, dataset: Any) -> None:
-        original(config, dataset)
-        current, runner = session.current(), config.runner_config
+    def check(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        given, current = named(args, kwargs), session.current()
+        config, dataset = given["config"], given["dataset"]
+        runner = config.runner_config
         current.dataset_size = config.data_size
         if not current.resumes:
             current.origin = loading.begin(config, dataset, current)
@@ -224,21 +237,24 @@ def _runner_config(original: Any) -> Any:
 
 def _preload(original: Any) -> Any:
     @functools.wraps(original)
-    def preload(config: Any) -> Any:
+    def preload(*args: Any, **kwargs: Any) -> Any:
         current = session.current()
-        return None if current.resumes or current.alone else original(config)
+        return None if current.resumes or current.alone else original(*args, **kwargs)
     return preload
 
 
 def _load(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def load(config: Any, model: Any, network: Any, dataset: Any, optimizer: Any = None, **kwargs: Any) -> Any:
-        current = session.current()
-        if current.alone and weights_alone.load(config, model, network, dataset, current, current.storage,
-                                                kwargs.get("do_eval", False), kwargs.get("do_predict", False)):
+    def load(*args: Any, **kwargs: Any) -> Any:
+        given, current = named(args, kwargs), session.current()
+        config, model, dataset = given["config"], given["model"], given["dataset"]
+        if current.alone and weights_alone.load(config, model, given["network"], dataset, current, current.storage,
+                                                given["do_eval"], given["do_predict"]):
             return None
         if not current.resumes or config.only_save_strategy:
-            return original(config, model, network, dataset, optimizer=optimizer, **kwargs)
+            return original(*args, **kwargs)
         try:
             return loading.load_chosen(config, model, dataset, current, current.storage)
         finally:
@@ -247,10 +263,14 @@ def _load(original: Any) -> Any:
 
 
 def _clear(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def clear(load_checkpoint: Any = None, src_strategy_path_or_dir: Any = None, load_ckpt_format: str = "ckpt") -> None:
-        check_not_cleared(adapter.output_root(), load_checkpoint, src_strategy_path_or_dir, load_ckpt_format=load_ckpt_format)
-        original(load_checkpoint, src_strategy_path_or_dir, load_ckpt_format)
+    def clear(*args: Any, **kwargs: Any) -> Any:
+        given = named(args, kwargs)
+        job_start.check_not_cleared(adapter.output_root(), given["load_checkpoint"], given["src_strategy_path_or_dir"],
+                                    load_ckpt_format=given["load_ckpt_format"])
+        return original(*args, **kwargs)
     return clear
 
 
@@ -258,26 +278,28 @@ def _clear(original: Any) -> Any:
 
 def _folder(original: Any) -> Any:
     @functools.wraps(original)
-    def get(checkpoint: str) -> str:
+    def get(*args: Any, **kwargs: Any) -> str:
         loads = session.current().online
-        return loads.folder if loads else original(checkpoint)
+        return loads.folder if loads else original(*args, **kwargs)
     return get
 
 
 def _healthy(original: Any) -> Any:
     @functools.wraps(original)
-    def get() -> str:
+    def get(*args: Any, **kwargs: Any) -> str:
         loads = session.current().online            # mindformers would replace the path that the user gave
-        return loads.folder if loads else original()
+        return loads.folder if loads else original(*args, **kwargs)
     return get
 
 
 def _dataset(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def postprocess(self: Any, dataset: Any, config: Any) -> Any:
-        dataset, current = original(self, dataset, config), session.current()
+    def postprocess(*args: Any, **kwargs: Any) -> Any:
+        dataset, current = original(*args, **kwargs), session.current()
         if current.online:
-            current.online.config = config
+            config = current.online.config = named(args, kwargs)["config"]
             if current.online.resume:
                 current.online.common = online.common_for(config, dataset.get_dataset_size(), current)
         return dataset
@@ -285,11 +307,13 @@ def _dataset(original: Any) -> Any:
 
 
 def _common(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def load_common(cls: Any, common_filename: str) -> Any:
-        loads = session.current().online
-        if not loads or loads.common is None or os.path.dirname(common_filename) != loads.folder:
-            return original(cls, common_filename)
+    def load_common(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loads, given = session.current().online, named((cls, *args), kwargs)
+        if not loads or loads.common is None or os.path.dirname(given["common_filename"]) != loads.folder:
+            return original(cls, *args, **kwargs)
         common, loads.common = loads.common, None   # once: a fault-tolerant job loads later checkpoints from the same place
         return cls(**common)
     return load_common
@@ -306,24 +330,29 @@ def _model(original: Any) -> Any:
 
 
 def _compile(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
-    def compile_model(model: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_model(*args: Any, **kwargs: Any) -> Any:
         loads = session.current().online
         if not loads:
-            return original(model, dataset, *args, **kwargs)
+            return original(*args, **kwargs)
         if adapter.is_parallel():
-            adapter.compile_for_load(loads.config, model, dataset)
+            given = named(args, kwargs)
+            adapter.compile_for_load(loads.config, given["model"], given["dataset"])
         return None
     return compile_model
 
 
 def _load_online(original: Any) -> Any:
+    named = _binder(original)
+
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
         current = session.current()
         if not current.online:
             return original(*args, **kwargs)
-        given = signature(original).bind(*args, **kwargs).arguments
+        given = named(args, kwargs)
         try:
             with current.loading():
                 return online.load(given["network"], given.get("optimizer"), current)
@@ -332,55 +361,29 @@ def _load_online(original: Any) -> Any:
     return load
 
 
-# ---- what they do --------------------------------------------------------------------------------------------------
-
-def identity(config: Any, current: session.Session) -> dict[str, str]:
-    """Of the data set, before mindformers takes its configuration apart. As rank 0 sees it."""
-    try:
-        return decide(current.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
-                      Waiting("looking at the data set"))
-    except AgreementError as error:
-        adapter.logger().warning("mindresume: a change of the data set cannot be noticed: %s", error)
-        return {}
-
-
-def choose_checkpoint(config: Any, current: session.Session) -> None:
-    """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config`` to what was chosen by all ranks.
-
-    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
-    """
-    storage = current.storage = caching_storage(PosixStorage(), current.settings, current.group)
-    if online.applies(config):
-        return online.choose(config, current, storage)
-    if not config.resume_training:
-        return weights_alone.choose(config, weights_alone.TRAIN, current, storage)
-    if not config.load_checkpoint:
-        return None
-    path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
-    log = adapter.logger()
-    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt),
-                             healthy=bool(config.get("use_checkpoint_health_monitor")))
-    if choice is None:
-        config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
-        return None
-    if not os.path.isfile(path):
-        config.load_checkpoint = choice.root
-    if config.get("load_ckpt_format", "ckpt") != choice.chosen.format:
-        log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
-        config.load_ckpt_format = choice.chosen.format
-    config.resume_training = True
-    if current.open_source is not None:
-        config.auto_trans_ckpt = False                      # mindformers has nothing left to do, to require, or to clear
-    return None
-
-
-def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
-    """With auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies in one of them,
-    also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing slash)."""
-    cleared = [os.path.realpath(os.path.join(output, name)) for name in
-               (STRATEGY, TRANSFORMED if load_ckpt_format == "ckpt" else UNIFIED)]
-    for source in filter(None, sources):
-        for folder in cleared:
-            if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
-                raise ConfigError(f"{source} lies in {folder}, which mindformers empties at the start of a conversion "
-                                  f"(auto_trans_ckpt). Move it, or give another output_dir")
+WRAPPERS: dict[str, Callable[[Any], Any]] = {           # by the name of a symbol; some names are used in several modules
+    "Trainer.train": _training,
+    "Trainer.finetune": _training,
+    "Trainer.evaluate": functools.partial(_inference, weights_alone.EVALUATE),
+    "Trainer.predict": functools.partial(_inference, weights_alone.PREDICT),
+    "Trainer._check_config_rules": _rules,
+    "MindFormerRegister.get_cls": _trainer_class,
+    "get_resume_checkpoint": _resume_name,
+    "clear_auto_trans_output": _clear,
+    "is_hf_checkpoint": _only_folders,
+    "is_publicly_accessible_path": _shared,
+    "BaseTrainer.resume_ckpt_path_with_strategy": _path_with_strategy,
+    "load_resume_context_from_checkpoint": _context,
+    "_resume_hf_iterable_dataset": _streaming,
+    "check_runner_config": _runner_config,
+    "preload_ckpt": _preload,
+    "transform_and_load_checkpoint": _load,
+    "get_checkpoint_path": _folder,
+    "get_healthy_checkpoint_path": _healthy,
+    "BaseTrainer._train_dataset_postprocess": _dataset,
+    "CommonInfo.load_common": _common,
+    "Model": _model,
+    "compile_model": _compile,
+    "load_checkpoint": _load_online,
+    "load_hf_checkpoint": _load_online,
+}

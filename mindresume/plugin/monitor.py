@@ -24,7 +24,7 @@ from mindresume.events import Event, Resumed, SaveWritten
 from mindresume.events.log_lines import LogLines
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
-from mindresume.plugin import adapter, session, telling
+from mindresume.plugin import adapter, session, telling, upstream, upstream_check
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
@@ -143,8 +143,8 @@ class CheckpointMonitor(BuiltIn):
         return self._checkpoints.hand_over(_Step(self, cb_params))
 
     def rescue(self, cb_params: Any) -> bool:
-        """Ranks were lost, see ``CheckpointManager.rescue``. False: the built-in may try."""
-        return self._checkpoints.rescue(_Step(self, cb_params))
+        """Saves after ranks were lost, see ``CheckpointManager.rescue``. False: the built-in may try."""
+        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.rescue(_Step(self, cb_params))
 
     # ---- start -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ pytest.importorskip("mindformers")
 from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.errors import AgreementError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
-from mindresume.plugin import adapter, convert, hooks, loading, session  # noqa: E402
+from mindresume.plugin import adapter, convert, job_start, loading, session  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.source import open_source  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
@@ -51,7 +51,7 @@ def job(group, path, output, plan, settings=None, **values):
     config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
                               load_ckpt_format="safetensors", **values)
     current = session.Session(settings or Settings(), group)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert config.auto_trans_ckpt is False
     current.global_step = STEP
     if group.rank == 0 and plan.world_size > 1:                 # the compiler
@@ -252,11 +252,11 @@ def test_a_load_without_resume_never_empties_the_folder_of_its_source(tmp_path, 
     (tmp_path / "output" / "strategy").mkdir(parents=True)
     for source in ("output/strategy", "./output/strategy/", "output/strategy/a.ckpt", str(tmp_path / "output" / "strategy")):
         with pytest.raises(ConfigError, match="which mindformers empties"):
-            hooks.check_not_cleared("./output", None, source, load_ckpt_format="safetensors")
-    hooks.check_not_cleared("./output", "output/checkpoint", "output/strategy_old", load_ckpt_format="safetensors")
-    hooks.check_not_cleared("./output", "output/transformed_checkpoint", "", load_ckpt_format="safetensors")
+            job_start.check_not_cleared("./output", None, source, load_ckpt_format="safetensors")
+    job_start.check_not_cleared("./output", "output/checkpoint", "output/strategy_old", load_ckpt_format="safetensors")
+    job_start.check_not_cleared("./output", "output/transformed_checkpoint", "", load_ckpt_format="safetensors")
     with pytest.raises(ConfigError):
-        hooks.check_not_cleared("./output", "output/transformed_checkpoint/", "", load_ckpt_format="ckpt")
+        job_start.check_not_cleared("./output", "output/transformed_checkpoint/", "", load_ckpt_format="ckpt")
 
 
 def test_the_tensors_of_these_tests_have_what_is_easily_lost():

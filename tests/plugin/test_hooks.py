@@ -32,7 +32,8 @@ from mindresume.formats.iterations import tracked
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER  # noqa: E402
 from mindresume.network import snapshot  # noqa: E402
-from mindresume.plugin import adapter, hooks, loading, online, session  # noqa: E402
+from mindresume.plugin import adapter, hooks, job_start, loading, online, session, upstream  # noqa: E402
+from mindresume.plugin.upstream import Kind  # noqa: E402
 from mindresume.resume import account, choosing, selection  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
@@ -41,16 +42,7 @@ from mindresume.settings import Settings  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
 from mindresume.store.shard import rank_shard, write_shard  # noqa: E402
 
-PLACES = [(adapter.TRAINER, "Trainer.train"), (adapter.TRAINER, "Trainer.finetune"),
-          (adapter.TRAINER, "Trainer._check_config_rules"), (adapter.REGISTER, "MindFormerRegister.get_cls"),
-          (adapter.TRAINER, "get_resume_checkpoint"), (adapter.TRAINER_UTILS, "is_hf_checkpoint"),
-          (adapter.BASE_TRAINER, "load_resume_context_from_checkpoint"), (adapter.BASE_TRAINER, "check_runner_config"),
-          (adapter.BASE_TRAINER, "preload_ckpt"), (adapter.BASE_TRAINER, "transform_and_load_checkpoint"),
-          (adapter.TRAINER, "get_checkpoint_path"), (adapter.BASE_TRAINER, "get_healthy_checkpoint_path"),
-          (adapter.BASE_TRAINER, "BaseTrainer._train_dataset_postprocess"), (adapter.BASE_TRAINER, "CommonInfo.load_common"),
-          (adapter.BASE_TRAINER, "Model"), (adapter.BASE_TRAINER, "compile_model"), (adapter.BASE_TRAINER, "load_checkpoint"),
-          (adapter.BASE_TRAINER, "load_hf_checkpoint"), (adapter.TRAINER, "Trainer.evaluate"),
-          (adapter.TRAINER, "Trainer.predict"), (adapter.CAUSAL_TRAINER, "transform_and_load_checkpoint")]
+WRAPPED = [symbol for symbol in upstream.MINDFORMERS_1_9.symbols if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)]
 
 
 def place(module, name):
@@ -73,45 +65,13 @@ def config_of(path="", **values):
 
 # ---- installation ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("module, name", PLACES)
-def test_every_place_is_hooked_once_and_keeps_its_name(module, name):
-    hooked = place(module, name)
-    assert hooked._mindresume and hooked.__name__ == name.rpartition(".")[2]
+@pytest.mark.parametrize("symbol", WRAPPED, ids=lambda symbol: symbol.path)
+def test_every_place_is_hooked_once_and_keeps_its_name(symbol):
+    hooked = place(symbol.module, symbol.name)
+    assert hooked._mindresume and hooked.__name__ == symbol.name.rpartition(".")[2]
     mindresume.plugin.install()
-    assert place(module, name) == hooked                # a bound method is a new object each time
+    assert place(symbol.module, symbol.name) == hooked          # a bound method is a new object each time
     assert not getattr(hooked.__wrapped__, "_mindresume", False)
-
-
-@pytest.mark.parametrize("module, name", [("mindformers.trainer.utils", "no_such_function"),
-                                          ("mindformers.trainer.trainer", "Trainer.no_such_method"),
-                                          ("mindformers.trainer.trainer", "NoSuchClass.train")])
-def test_a_place_that_is_gone_is_an_error_of_the_installation(module, name):
-    with pytest.raises(ConfigError, match=f"{module}.{name} is not in the installed mindformers 1.9.0; .*supports 1.9"):
-        adapter.replace(module, name, lambda original: original)
-
-
-def test_replace_twice_is_once(monkeypatch):
-    module = importlib.import_module("mindformers.trainer.utils")
-    monkeypatch.setattr(module, "victim", lambda: "original", raising=False)
-
-    def make(original):
-        return lambda: "ours and " + original()
-    for _ in range(2):
-        adapter.replace("mindformers.trainer.utils", "victim", make)
-    assert module.victim() == "ours and original"
-
-
-def test_an_inherited_method_is_not_patched_by_accident(monkeypatch):
-    module = importlib.import_module("mindformers.trainer.utils")
-    monkeypatch.setattr(module, "Child", type("Child", (type("Base", (), {"run": lambda self: 1}),), {}), raising=False)
-    with pytest.raises(ConfigError):
-        adapter.replace("mindformers.trainer.utils", "Child.run", lambda original: original)
-
-
-def test_untested_versions_are_said(monkeypatch):
-    assert adapter.check_versions() == []
-    monkeypatch.setattr(adapter.metadata, "version", lambda name: {"mindformers": "1.90.0", "mindspore": "2.9"}[name])
-    assert adapter.check_versions() == ["mindformers 1.90.0 is installed; mindresume is tested with mindformers 1.9"]
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
@@ -158,7 +118,7 @@ def test_what_a_folder_is_taken_for(tmp_path, names, complete):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
         assert not online.applies(config_of(path))
-        assert selection.is_consolidated(hooks.PosixStorage(), str(path), False) is complete
+        assert selection.is_consolidated(STORAGE, str(path), False) is complete
 
 
 @pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
@@ -174,17 +134,17 @@ def test_the_choice_sets_the_configuration(tmp_path, current):
         save(tmp_path, step, world=1, fmt="ckpt")
     flip_bit(path_of(tmp_path, 10, 0, fmt="ckpt"), 200)
     config = config_of(tmp_path / "rank_0", load_ckpt_format="safetensors")
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (str(tmp_path), True, "ckpt")
     assert current.resumes and current.choice.chosen.step == 5 and current.shard.rank == 0
-    assert place(adapter.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
+    assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
 
 
 def test_a_name_chooses(tmp_path, current):
     for step in (5, 10):
         save(tmp_path, step, world=1)
     config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert current.choice.chosen.step == 5 and config.resume_training is True
 
 
@@ -195,14 +155,14 @@ def test_a_sick_one_is_passed_over_where_health_is_monitored(tmp_path, current, 
     listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
     (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
     config = config_of(tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert current.choice.chosen.step == step
     current.release()
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint, current.resumes) == (False, "", False)
 
 
@@ -210,18 +170,18 @@ def test_nothing_there_is_a_fresh_start(tmp_path, current):
 def test_the_folder_above_will_do(tmp_path, current, place):
     save(tmp_path / place, 15, world=1)
     config = config_of(tmp_path)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place)) and current.choice.chosen.step == 15
 
 
 def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
-        hooks.choose_checkpoint(config_of(tmp_path), current)
+        job_start.choose_checkpoint(config_of(tmp_path), current)
     save(tmp_path / "a", 5, world=1)
     save(tmp_path / "b", 5, world=1)
     with pytest.raises(MissingCheckpointError, match="several folders below do"):
-        hooks.choose_checkpoint(config_of(tmp_path), current)
+        job_start.choose_checkpoint(config_of(tmp_path), current)
 
 
 def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, current):
@@ -229,7 +189,7 @@ def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, cur
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "log" / "rank_0" / "info.log").write_bytes(b"x")
     config = config_of(tmp_path)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint) == (False, "")
 
 
@@ -240,18 +200,18 @@ def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkey
     monkeypatch.setattr(choosing, "wait_until_visible", lambda *_: late)
     if there:
         save(tmp_path, 5, world=1)
-        hooks.choose_checkpoint(config_of(tmp_path), current)
+        job_start.choose_checkpoint(config_of(tmp_path), current)
         assert current.choice.chosen.step == 5
     else:
         with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
-            hooks.choose_checkpoint(config_of(tmp_path), current)
+            job_start.choose_checkpoint(config_of(tmp_path), current)
 
 
 def test_only_damaged_ones_are_an_error(tmp_path, current):
     save(tmp_path, 5, world=1)
     flip_bit(path_of(tmp_path, 5, 0))
     with pytest.raises(NoUsableCheckpointError):
-        hooks.choose_checkpoint(config_of(tmp_path), current)
+        job_start.choose_checkpoint(config_of(tmp_path), current)
     assert not current.resumes
 
 
@@ -260,7 +220,7 @@ def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
     save(tmp_path, 5, world=1)
     config = config_of(tmp_path, **values)
     before = dict(config)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     assert dict(config) == before and not current.resumes
 
 
@@ -268,13 +228,17 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     save(tmp_path, 5, world=1)
     flip_bit(path_of(tmp_path, 5, 0))
     current.settings = type(current.settings)(verify="quick")
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     assert current.choice.chosen.step == 5
     with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
         loading.read_shard(STORAGE, current.choice.root, current.shard)
 
 
 # ---- a training and what comes after it ------------------------------------------------------------------------------
+
+def load_by_mindformers(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
+    raise AssertionError("mindformers loads what mindresume has chosen")
+
 
 class FakeTrainer:
     config = MindFormerConfig()
@@ -286,7 +250,7 @@ def test_a_session_lives_as_long_as_its_training(tmp_path):
     def train(self):
         current = session.current()
         assert current.training
-        hooks.choose_checkpoint(config_of(tmp_path), current)
+        job_start.choose_checkpoint(config_of(tmp_path), current)
         return current.resumes
     assert hooks._training(train)(FakeTrainer()) is True
     assert not session.current().training
@@ -338,7 +302,7 @@ def test_settings_come_from_the_yaml_section():
 
 
 def test_files_are_no_hf_checkpoints(tmp_path):
-    is_hf = place(adapter.TRAINER_UTILS, "is_hf_checkpoint")
+    is_hf = place(upstream.TRAINER_UTILS, "is_hf_checkpoint")
     (tmp_path / "a.ckpt").write_bytes(b"")
     assert is_hf(str(tmp_path / "a.ckpt")) is False and is_hf(str(tmp_path / "missing")) is False
 
@@ -347,14 +311,14 @@ def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
     preload = hooks._preload(lambda config: "loaded")
     assert preload(None) == "loaded"
     save(tmp_path, 5, world=1)
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     assert preload(None) is None
 
 
 @pytest.mark.parametrize("epochs, complete", [(2, True), (3, False)])
 def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete):
     save(tmp_path, 20, world=1)
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     config = MindFormerConfig(data_size=10, runner_config={
         "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
     check = hooks._runner_config(lambda config, dataset: None)
@@ -375,7 +339,7 @@ def runner(batch=8, sink_mode=False, sink_size=1, scale_sense=None, **more):
 
 def chosen(tmp_path, current, step=15, foreign=False, **values):
     (write_foreign if foreign else save)(tmp_path, step, world=1)
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
 
 
 def test_a_run_from_its_beginning_that_skips_data(current):
@@ -488,7 +452,7 @@ def saved_network(root, net, step=5, drop=()):
 @pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
 def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dtype):
     saved_network(tmp_path, network(1.7, dtype))
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     current.global_step = 3
     net, expected = network(0.0, dtype), network(1.7, dtype)
     loading.load_shard(net, current, STORAGE)
@@ -500,7 +464,7 @@ def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dty
 @pytest.mark.parametrize("beside", [True, False])
 def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
     saved_network(tmp_path, network(1.7))
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     net, reading, seen, read = network(0.0), threading.Event(), [], loading.read_shard
 
     def read_and_tell(*arguments):
@@ -518,7 +482,7 @@ def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, mo
 
 def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path, current, monkeypatch):
     saved_network(tmp_path, network(1.0))
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
     with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked"):
         loading.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
@@ -530,7 +494,7 @@ def test_regions_into_a_real_network(tmp_path, current):
     source = network(1.7)
     saved_network(tmp_path / "checkpoint", source)
     config = config_of(tmp_path / "checkpoint", auto_trans_ckpt=True, output_dir=str(tmp_path / "output"), use_parallel=False)
-    hooks.choose_checkpoint(config, current)
+    job_start.choose_checkpoint(config, current)
     current.global_step = 3
     net = network(0.0)
     loading.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
@@ -542,7 +506,7 @@ def test_regions_into_a_real_network(tmp_path, current):
 @pytest.mark.parametrize("name", ["weight", "moment1.weight"])
 def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tmp_path, current, name):
     saved_network(tmp_path, network(1.0), drop=(name,))
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
     with pytest.raises(AgreementError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
         loading.load_shard(net, current, STORAGE)
@@ -551,7 +515,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
 
 def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):
     saved_network(tmp_path, network(1.0))
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
     with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
@@ -579,7 +543,7 @@ def test_counters_of_files_without_records(tmp_path, current):
 
 # ---- what all nodes see ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("module", adapter.SHARED_ASKED)
+@pytest.mark.parametrize("module", upstream.ACCESSIBLE_PATH_USERS)
 def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
     """A job of more devices than one node has: /data01 is no part of /data."""
     monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 16)
@@ -598,7 +562,7 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     saved_network(tmp_path, network(1.0))
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     content = path.read_bytes()
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     flip_bit(path)
     loaded = network(5.0)
     loading.load_shard(loaded, current, current.storage)
@@ -609,7 +573,7 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     path.write_bytes(content)
     for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):
         current.settings = settings
-        hooks.choose_checkpoint(config_of(tmp_path), current)
+        job_start.choose_checkpoint(config_of(tmp_path), current)
         assert getattr(current.storage, "size", 0) == 0
 
 
@@ -630,7 +594,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
     monkeypatch.setattr(selection, "select_with_remote", restore)
     monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
     current.remote = object()
-    hooks.choose_checkpoint(config_of(tmp_path), current)
+    job_start.choose_checkpoint(config_of(tmp_path), current)
     assert current.choice.chosen.step == 15
 
 
@@ -645,7 +609,7 @@ def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkey
         iterations.track(tmp_path, "10")
         return Visibility(1)
     monkeypatch.setattr(choosing, "wait_until_visible", wait)
-    hooks.choose_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
+    job_start.choose_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
     assert current.choice.chosen.step == 10
 
 
@@ -656,9 +620,9 @@ def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load
     loading.read_shard(current.storage, str(tmp_path), current.shard)
     assert path_of(tmp_path, 15, 0).stat().st_size > current.storage.size
     saved_network(tmp_path / "ours", network(1.0))
-    hooks.choose_checkpoint(config_of(tmp_path / "ours"), current)
+    job_start.choose_checkpoint(config_of(tmp_path / "ours"), current)
     assert current.storage.size > 0
-    net, load = network(5.0), hooks._load(lambda *arguments, **options: None)
+    net, load = network(5.0), hooks._load(load_by_mindformers)
     config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)
     load(config, SimpleNamespace(_train_network=net), net, None)
     assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.storage.size == 0

@@ -15,7 +15,7 @@ from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
-from mindresume.plugin import adapter, hooks, session, weights_alone  # noqa: E402
+from mindresume.plugin import adapter, hooks, session, upstream, weights_alone  # noqa: E402
 from mindresume.plugin.weights_alone import EVALUATE, PREDICT, TRAIN  # noqa: E402
 from mindresume.reshard.conversion import Conversion, to_complete, to_iteration  # noqa: E402
 from mindresume.reshard.engine import writer  # noqa: E402
@@ -348,8 +348,11 @@ def test_names_of_hugging_face_that_only_the_network_translates_go_to_mindformer
     assert config.auto_trans_ckpt is True                           # as the user wrote it
     monkeypatch.setattr(session, "_current", [current])
     called = []
-    hooks._load(lambda *args, **kwargs: called.append(kwargs))(config, None, Network(SINGLE), None)
-    assert called == [{"optimizer": None}]
+
+    def load(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
+        called.append((optimizer, do_eval, do_predict))
+    hooks._load(load)(config, None, Network(SINGLE), None, do_eval=True)
+    assert called == [(None, True, False)]
 
 
 def test_new_files_that_mindformers_translated_names_into(tmp_path):
@@ -362,8 +365,8 @@ def test_new_files_that_mindformers_translated_names_into(tmp_path):
 
 
 def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
-    for module, name in ((adapter.BASE_TRAINER, "transform_and_load_checkpoint"), (adapter.BASE_TRAINER, "preload_ckpt"),
-                         (adapter.CAUSAL_TRAINER, "transform_and_load_checkpoint")):
+    for module, name in ((upstream.BASE_TRAINER, "transform_and_load_checkpoint"), (upstream.BASE_TRAINER, "preload_ckpt"),
+                         (upstream.CAUSAL_TRAINER, "transform_and_load_checkpoint")):
         assert getattr(importlib.import_module(module), name)._mindresume
     current = session.begin(session.Session())
     current.alone = session.WeightsAlone(str(tmp_path), False, False)

@@ -1,0 +1,65 @@
+"""The start of a job: the fingerprint of its data set, and the checkpoint that it begins with, written into its configuration."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mindresume.agree import Waiting, decide
+from mindresume.errors import AgreementError, ConfigError
+from mindresume.plugin import adapter, choosing, online, session, weights_alone
+from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
+from mindresume.resume.choosing import caching_storage
+from mindresume.resume.dataset import dataset_identity
+from mindresume.store.storage import PosixStorage
+
+
+def identity(config: Any, current: session.Session) -> dict[str, str]:
+    """Of the data set, before mindformers takes its configuration apart. As rank 0 sees it."""
+    try:
+        return decide(current.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
+                      Waiting("looking at the data set"))
+    except AgreementError as error:
+        adapter.logger().warning("mindresume: a change of the data set cannot be noticed: %s", error)
+        return {}
+
+
+def choose_checkpoint(config: Any, current: session.Session) -> None:
+    """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config`` to what was chosen by all ranks.
+
+    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
+    """
+    storage = current.storage = caching_storage(PosixStorage(), current.settings, current.group)
+    if online.applies(config):
+        return online.choose(config, current, storage)
+    if not config.resume_training:
+        return weights_alone.choose(config, weights_alone.TRAIN, current, storage)
+    if not config.load_checkpoint:
+        return None
+    path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
+    log = adapter.logger()
+    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt),
+                             healthy=bool(config.get("use_checkpoint_health_monitor")))
+    if choice is None:
+        config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
+        return None
+    if not os.path.isfile(path):
+        config.load_checkpoint = choice.root
+    if config.get("load_ckpt_format", "ckpt") != choice.chosen.format:
+        log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
+        config.load_ckpt_format = choice.chosen.format
+    config.resume_training = True
+    if current.open_source is not None:
+        config.auto_trans_ckpt = False                      # mindformers has nothing left to do, to require, or to clear
+    return None
+
+
+def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
+    """With auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies in one of them,
+    also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing slash)."""
+    cleared = [os.path.realpath(os.path.join(output, name)) for name in
+               (STRATEGY, TRANSFORMED if load_ckpt_format == "ckpt" else UNIFIED)]
+    for source in filter(None, sources):
+        for folder in cleared:
+            if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
+                raise ConfigError(f"{source} lies in {folder}, which mindformers empties at the start of a conversion "
+                                  f"(auto_trans_ckpt). Move it, or give another output_dir")

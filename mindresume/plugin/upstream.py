@@ -1,0 +1,246 @@
+"""The table of upstream symbols: every name of mindformers and MindSpore that mindresume wraps, overrides, calls or reads.
+
+    MINDFORMERS_1_9.symbols                         # the rows that must hold in this release
+    to_json(MINDFORMERS_1_9)                        # the table, for people and tools
+
+A release of mindformers is a ``Profile``. ``upstream_check`` compares its rows with what is installed before anything is patched,
+so that a release that renamed a function is refused at once and not in the middle of a training.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+# Modules that hold the names that are wrapped: a name is replaced where it is used, in each module that imported it.
+TRAINER = "mindformers.trainer.trainer"
+BASE_TRAINER = "mindformers.trainer.base_trainer"
+TRAINER_UTILS = "mindformers.trainer.utils"
+CAUSAL_TRAINER = "mindformers.trainer.causal_language_modeling.causal_language_modeling"
+REGISTER = "mindformers.tools.register"
+MONITOR = "mindformers.core.callback.callback"
+SERIALIZATION = "mindspore.train.serialization"
+ACCESSIBLE_PATH_USERS = (TRAINER, "mindformers.checkpoint.checkpoint", "mindformers.tools.resume_ckpt",
+                         "mindformers.utils.resume_ckpt_utils", "mindformers.utils.file_utils")
+
+
+class Kind(Enum):
+    """How a symbol is used."""
+    WRAPPED = "function wrapped"                # replaced in its module by a function that calls it
+    REPLACED = "class attribute replaced"       # the same for a method, in its class
+    OVERRIDDEN = "method overridden"            # by a subclass, which calls it
+    CALLED = "called"
+    READ = "attribute read"
+    INTERNAL = "internal name used"             # called or read, though upstream does not publish it
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Names what needs a symbol. ``without``: what is lost when the feature is switched off because one of its symbols is absent
+    or has another signature; empty: the installation is refused instead."""
+    name: str
+    without: str = ""
+
+
+INSTALLATION = Feature("installation")
+SELECTION = Feature("selection of the checkpoint")
+PROGRESS = Feature("step, epoch, data position and loss scale")
+LOAD = Feature("loading, Checkpoint 1.0")
+ITERATION_LOAD = Feature("loading, Checkpoint 2.0")
+SAVE = Feature("saving")
+REDUNDANCY = Feature("redundancy removal")
+COLLECTIVES = Feature("exchanges between ranks")
+RANDOM = Feature("random state")
+HUGGING_FACE = Feature("Hugging Face weights")
+RESCUE = Feature("saving when ranks are lost", "such a save is left to mindformers' own code")
+TENSORBOARD = Feature("TensorBoard", "no scalars of mindresume are written")
+DATA_KEYS = Feature("data keys below trainer:", "ignore_data_skip and data_skip_steps work at the top level of the file only")
+SHARED_PATHS = Feature("SHARED_PATHS", "mindformers alone decides which paths all nodes share")
+FILE_PATHS = Feature("a file as load_checkpoint", "load_checkpoint must name a folder")
+TRANSFORM = Feature("transform_engine: mindspore", "conversions are done by the direct engine only")
+LAUNCHER = Feature("run_mindformer.py", "start the training with a script of your own")
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One row of the table. ``name``: dotted, within ``module``. ``signature``: parameter names and defaults, None: only its
+    existence is checked. ``since``, ``until``: releases of its package between which it is known to be there."""
+    module: str
+    name: str
+    signature: str | None
+    kind: Kind
+    feature: Feature
+    since: str
+    until: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A release of mindformers with its MindSpore. ``versions``: beginnings of the version of each package."""
+    name: str
+    versions: Mapping[str, str]
+    symbols: tuple[Symbol, ...]
+
+
+def _rows(module: str, kind: Kind, feature: Feature, *symbols: str, since: str = "", until: str = "") -> tuple[Symbol, ...]:
+    """Returns rows of one module. ``symbols``: "name" or "name(signature)". Default releases: those in which most were found."""
+    since = since or ("2.9.0" if module.startswith("mindspore") else "1.8.0")
+    until = until or ("2.10.0" if module.startswith("mindspore") else "2.1.0")
+    rows = []
+    for text in symbols:
+        name, parenthesis, rest = text.partition("(")
+        rows.append(Symbol(module, name, rest.removesuffix(")") if parenthesis else None, kind, feature, since, until))
+    return tuple(rows)
+
+
+_CHECKPOINT_ARGUMENTS = ("auto_trans_ckpt=None, src_strategy=None, transform_process_num=None")
+_TRAIN_ARGUMENTS = ("resume_from_checkpoint=None, resume_training=None, ignore_data_skip=None, data_skip_steps=None, "
+                    f"{_CHECKPOINT_ARGUMENTS}, do_eval=False")
+_LOAD_ARGUMENTS = "config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False"
+_COMPILE_ARGUMENTS = "model, dataset, mode, sink_mode, epoch=1, sink_size=1, do_eval=False, do_predict=False"
+_MONITOR_ARGUMENTS = (
+    "self, prefix='CKP', directory=None, config=None, save_checkpoint_steps=1, save_checkpoint_seconds=0, keep_checkpoint_max=5, "
+    "keep_checkpoint_per_n_minutes=0, integrated_save=True, save_network_params=False, save_trainable_params=False, "
+    "async_save=False, saved_network=None, append_info=None, enc_key=None, enc_mode='AES-GCM', exception_save=False, "
+    "global_batch_size=None, checkpoint_format='ckpt', remove_redundancy=False, embedding_size=4096, "
+    "embedding_local_norm_threshold=1.0, use_checkpoint_health_monitor=False, health_ckpts_record_dir='./output', "
+    "use_legacy_format=True, save_optimizer=True")
+
+MINDFORMERS: tuple[Symbol, ...] = (
+    # ---- a training, an evaluation, a prediction begins and ends
+    *_rows(TRAINER, Kind.REPLACED, INSTALLATION,
+           f"Trainer.train(self, train_checkpoint=False, {_TRAIN_ARGUMENTS})",
+           f"Trainer.finetune(self, finetune_checkpoint=False, {_TRAIN_ARGUMENTS})",
+           f"Trainer.evaluate(self, eval_dataset=None, eval_checkpoint=False, {_CHECKPOINT_ARGUMENTS}, **kwargs)",
+           f"Trainer.predict(self, predict_checkpoint=None, {_CHECKPOINT_ARGUMENTS}, input_data=None, batch_size=None, "
+           "**kwargs)"),
+    # ---- the choice
+    *_rows(TRAINER, Kind.REPLACED, SELECTION, "Trainer._check_config_rules(self)"),
+    *_rows(TRAINER, Kind.WRAPPED, SELECTION,
+           "get_resume_checkpoint(checkpoint_dir, resume_training, resume_by_meta=True, ckpt_format='ckpt', "
+           "use_checkpoint_health_monitor=False, health_ckpts_record_dir='./output')",
+           "clear_auto_trans_output(load_checkpoint=None, src_strategy_path_or_dir=None, load_ckpt_format='ckpt')"),
+    *_rows(TRAINER, Kind.WRAPPED, SELECTION, "get_checkpoint_path(checkpoint)", until="2.0.0"),
+    *_rows(BASE_TRAINER, Kind.WRAPPED, SELECTION, "get_healthy_checkpoint_path()", since="1.9.0"),
+    *_rows(BASE_TRAINER, Kind.REPLACED, SELECTION, "BaseTrainer.resume_ckpt_path_with_strategy(config)"),
+    *_rows(TRAINER_UTILS, Kind.WRAPPED, FILE_PATHS, "is_hf_checkpoint(checkpoint_path)", since="1.9.0"),
+    *(row for module in ACCESSIBLE_PATH_USERS
+      for row in _rows(module, Kind.WRAPPED, SHARED_PATHS, "is_publicly_accessible_path(path)")),
+    # ---- counters and data
+    *_rows(REGISTER, Kind.REPLACED, DATA_KEYS, "MindFormerRegister.get_cls(cls, module_type, class_name=None)"),
+    *_rows(REGISTER, Kind.READ, DATA_KEYS, "MindFormerModuleType.TRAINER"),
+    *_rows(BASE_TRAINER, Kind.WRAPPED, PROGRESS, "load_resume_context_from_checkpoint(config, dataset)",
+           "_resume_hf_iterable_dataset(dataset, step)", "check_runner_config(config, dataset)"),
+    *_rows(BASE_TRAINER, Kind.REPLACED, PROGRESS, "BaseTrainer._train_dataset_postprocess(self, dataset, config)",
+           "CommonInfo.load_common(cls, common_filename)"),
+    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, "CommonInfo(epoch_num=None, step_num=None, global_step=None, loss_scale=None, "
+           "global_batch_size=None, ckpt_status=None)", since="1.9.0", until="2.0.0"),
+    *_rows("mindformers.dataset.dataloader.hf_dataloader", Kind.INTERNAL, PROGRESS, "HFIterableDataset._load_state",
+           "HFIterableDataset.state_dir", "HFIterableDataset.resume_step", "HFIterableDataset.batch_size",
+           "HFIterableDataset.local_rank", "HFIterableDataset.cur_epoch", since="1.9.0", until="1.9.0"),
+    # ---- the load
+    *_rows(BASE_TRAINER, Kind.WRAPPED, LOAD, "preload_ckpt(config)", f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
+    *_rows(CAUSAL_TRAINER, Kind.WRAPPED, LOAD, f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
+    *_rows(TRAINER_UTILS, Kind.CALLED, LOAD, f"compile_model({_COMPILE_ARGUMENTS})"),
+    *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
+           "Model(network, loss_fn=None, optimizer=None, metrics=None, eval_network=None, eval_indexes=None, amp_level='O0', "
+           "boost_level='O0', **kwargs)", f"compile_model({_COMPILE_ARGUMENTS})"),
+    *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
+           "load_checkpoint(checkpoint, network, optimizer=None, global_step=None, balanced_load=False, reshard_worker_num=1)",
+           "load_hf_checkpoint(pretrained_model_dir, network, balanced_load=False, reshard_worker_num=1)", since="1.9.0"),
+    *_rows("mindformers.checkpoint.utils", Kind.CALLED, HUGGING_FACE, "get_core_network(network)", since="1.9.0"),
+    *_rows("mindformers.utils.load_checkpoint_utils", Kind.INTERNAL, HUGGING_FACE, "_get_origin_network(network)"),
+    # ---- the CheckpointMonitor
+    *_rows(REGISTER, Kind.CALLED, INSTALLATION,
+           "MindFormerRegister.register_cls(cls, register_class, module_type='tools', alias=None, legacy=True, "
+           "search_names=None)"),
+    *_rows(REGISTER, Kind.READ, INSTALLATION, "MindFormerModuleType.CALLBACK"),
+    *_rows(MONITOR, Kind.CALLED, SAVE, "CheckpointMonitor"),
+    *_rows(MONITOR, Kind.OVERRIDDEN, SAVE, f"CheckpointMonitor.__init__({_MONITOR_ARGUMENTS})",
+           "CheckpointMonitor.on_train_begin(self, run_context)", "CheckpointMonitor.on_train_step_begin(self, run_context)",
+           "CheckpointMonitor.step_end(self, run_context)", "CheckpointMonitor.on_train_end(self, run_context)",
+           "CheckpointMonitor.end(self, run_context)", "CheckpointMonitor._save_ckpt(self, cb_params, force_to_save=False)",
+           "CheckpointMonitor.save_checkpoint(self, cb_params)"),
+    *_rows(MONITOR, Kind.CALLED, SAVE, "CheckpointMonitor.get_checkpoint_health_info(self, cb_params)"),
+    *_rows(MONITOR, Kind.READ, SAVE, *(f"CheckpointMonitor.{name}" for name in (
+           "origin_prefix", "directory", "trainable_directory", "network_directory", "save_trainable_params",
+           "save_network_params", "use_legacy_format", "save_optimizer", "global_batch_size", "use_checkpoint_health_monitor",
+           "health_ckpts_record_dir"))),
+    *_rows(MONITOR, Kind.INTERNAL, SAVE, *(f"CheckpointMonitor.{name}" for name in (
+           "_append_dict", "_append_step_num", "_config", "_directory", "_last_triggered_step", "_latest_ckpt_file_name",
+           "_need_flush_from_cache", "_prefix", "_flush_from_cache(self, cb_params)"))),
+    *_rows("mindformers.tools.logger", Kind.READ, INSTALLATION, "logger"),
+    *_rows("mindformers.tools.utils", Kind.CALLED, SAVE, "get_output_root_path()", "is_last_pipeline_stage()"),
+    *_rows("mindformers.utils.tensorboard", Kind.CALLED, TENSORBOARD, "get_tensorboard_writer()"),
+    # ---- run_mindformer.py
+    *_rows(REGISTER, Kind.CALLED, LAUNCHER, "MindFormerConfig(*args, **kwargs)"),
+    *_rows("mindformers.core.context", Kind.CALLED, LAUNCHER, "build_context(config)"),
+    *_rows("mindformers.utils.file_utils", Kind.CALLED, LAUNCHER, "set_output_path(path)"),
+    *_rows("mindformers.trainer", Kind.CALLED, LAUNCHER, "Trainer"),
+)
+
+# Outside of the profiles: run_mindformer.py starts this trainer, and mindresume does not work in it yet.
+PYNATIVE = _rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer", since="1.9.0")
+
+_GROUP = "group='hccl_world_group'"
+MINDSPORE: tuple[Symbol, ...] = (
+    # ---- parallel modes, groups
+    *_rows("mindspore", Kind.CALLED, LOAD, "context.get_auto_parallel_context(attr_key)", "context.get_context(attr_key)",
+           "get_context(attr_key)"),
+    *_rows("mindspore", Kind.READ, LOAD, "context.GRAPH_MODE"),
+    *_rows("mindspore.communication", Kind.READ, COLLECTIVES, "GlobalComm.INITED", "GlobalComm.WORLD_COMM_GROUP"),
+    *_rows("mindspore.communication", Kind.CALLED, COLLECTIVES, f"get_group_size({_GROUP})", f"get_rank({_GROUP})",
+           "create_group(group, rank_ids, options=None)", "destroy_group(group)"),
+    *_rows("mindspore.communication.comm_func", Kind.CALLED, COLLECTIVES, f"barrier({_GROUP})"),
+    *_rows("mindspore", Kind.CALLED, COLLECTIVES, f"ops.Broadcast(root_rank, {_GROUP})", f"ops.AllGather({_GROUP})",
+           f"ops.AllReduce(op='sum', {_GROUP})"),
+    *_rows("mindspore", Kind.READ, COLLECTIVES, "ops.ReduceOp.SUM"),
+    # ---- the network
+    *_rows("mindspore", Kind.CALLED, LOAD, "Tensor", "Tensor.from_numpy(array)", "Tensor.asnumpy(self)",
+           "Parameter(default_input, *args, **kwargs)", "Parameter.set_data(self, data, slice_shape=False)",
+           "Parameter.init_data(self, layout=None, set_sliced=False)",
+           "load_param_into_net(net, parameter_dict, strict_load=False, remove_redundancy=False)",
+           "nn.Cell.compile(self, *args, **kwargs)", "nn.Cell.parameters_and_names(self, name_prefix='', expand=True)",
+           "nn.Cell.parameters_dict(self, recurse=True)", "nn.Cell.trainable_params(self, recurse=True)",
+           "nn.Cell.set_train(self, mode=True)"),
+    *_rows("mindspore", Kind.READ, LOAD, "Parameter.sliced", "Parameter.param_info", "nn.Cell.parameter_layout_dict"),
+    *_rows("mindspore", Kind.INTERNAL, LOAD, "Model._train_network"),
+    *_rows("mindspore.common.np_dtype", Kind.READ, LOAD, "bfloat16"),
+    *_rows("mindspore.parallel.strategy", Kind.CALLED, ITERATION_LOAD, "get_current_strategy_metadata(network)"),
+    # ---- the save
+    *_rows(SERIALIZATION, Kind.INTERNAL, SAVE,
+           "_convert_save_obj_to_param_list(save_obj, integrated_save, append_dict, choice_func)"),
+    *_rows("mindspore.graph.api", Kind.INTERNAL, SAVE, "_get_parameter_layout()"),
+    *_rows("mindspore.train._utils", Kind.INTERNAL, REDUNDANCY, "get_parameter_redundancy(layout_obj, initial_rank=None)",
+           "remove_param_redundancy(param_redundancy_dict, keep_redundancy=1)"),
+    *_rows("mindspore", Kind.CALLED, RANDOM, "get_seed()", "get_rng_state()", "set_rng_state(state)"),
+    *_rows(SERIALIZATION, Kind.INTERNAL, RESCUE, "_is_auto_parallel_mode(save_obj)",
+           "_convert_cell_param_and_names_to_dict(save_obj, choice_func, is_parallel_mode)"),
+    *_rows("mindspore._c_expression", Kind.INTERNAL, RESCUE, "TensorPy.move_to"),
+    *_rows("mindspore", Kind.CALLED, RESCUE, "hal.Stream(priority=0, **kwargs)", "hal.StreamCtx(ctx_stream)",
+           "Tensor.offload_file_path", "Tensor.move_to"),
+    # ---- the processes of transform_engine: mindspore
+    *_rows("mindspore", Kind.CALLED, TRANSFORM,
+           "rank_list_for_transform(rank_id, src_strategy_file=None, dst_strategy_file=None)",
+           "transform_checkpoint_by_rank(rank_id, checkpoint_files_map, save_checkpoint_file_name, src_strategy_file=None, "
+           "dst_strategy_file=None)",
+           "transform_checkpoints(src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file=None, "
+           "dst_strategy_file=None, process_num=1, output_format='ckpt')"),
+    *_rows("mindspore.parallel", Kind.CALLED, TRANSFORM, "unified_safetensors(src_dir, src_strategy_file, dst_dir, "
+           "merge_with_redundancy=True, file_suffix=None, max_process_num=64, choice_func=None, split_dst_file=())"),
+    *_rows("mindspore.parallel", Kind.INTERNAL, TRANSFORM, "transform_safetensors.save_file", "transform_safetensors.psutil"),
+)
+
+MINDFORMERS_1_9 = Profile("mindformers 1.9", {"mindformers": "1.9", "mindspore": "2.9"}, MINDFORMERS + MINDSPORE)
+PROFILES = (MINDFORMERS_1_9,)
+
+
+def to_json(profile: Profile) -> list[dict[str, str | None]]:
+    """Returns the table, one object a row."""
+    return [{"symbol": row.path, "signature": row.signature, "kind": row.kind.value, "feature": row.feature.name,
+             "since": row.since, "until": row.until, "if_absent": row.feature.without or "the installation is refused"}
+            for row in profile.symbols]
