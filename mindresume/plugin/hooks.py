@@ -50,7 +50,7 @@ def _binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str
     def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
-        return bound.arguments
+        return {**bound.arguments, **bound.arguments.get("kwargs", {})}
     return named
 
 
@@ -251,7 +251,7 @@ def _load(original: Any) -> Any:
         given, current = named(args, kwargs), session.current()
         config, model, dataset = given["config"], given["model"], given["dataset"]
         if current.alone and weights_alone.load(config, model, given["network"], dataset, current, current.storage,
-                                                given["do_eval"], given["do_predict"]):
+                                                given.get("do_eval", False), given.get("do_predict", False)):
             return None
         if not current.resumes or config.only_save_strategy:
             return original(*args, **kwargs)
@@ -268,8 +268,8 @@ def _clear(original: Any) -> Any:
     @functools.wraps(original)
     def clear(*args: Any, **kwargs: Any) -> Any:
         given = named(args, kwargs)
-        job_start.check_not_cleared(adapter.output_root(), given["load_checkpoint"], given["src_strategy_path_or_dir"],
-                                    load_ckpt_format=given["load_ckpt_format"])
+        job_start.check_not_cleared(adapter.output_root(), given.get("load_checkpoint"), given.get("src_strategy_path_or_dir"),
+                                    load_ckpt_format=given.get("load_ckpt_format", "ckpt"))
         return original(*args, **kwargs)
     return clear
 

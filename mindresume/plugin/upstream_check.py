@@ -134,15 +134,20 @@ def _parameter_text(parameter: inspect.Parameter) -> str:
 
 
 def _compatible(expected: str, found: str) -> bool:
-    """Whether every call that fits ``expected`` fits ``found`` and means the same parameters."""
+    """Whether every call that fits ``expected`` fits ``found`` and means the same parameters. Optional ones may be taken as
+    ``*args, **kwargs``, as by the wrapper of somebody else."""
     wanted, there = _parameters(expected), _parameters(found)
+    takes_any = {"*args", "**kwargs"} <= there.keys()
     if found == "unknown" or any(name.startswith("*") and name not in there for name in wanted):
         return False
-    named = [(name, has_default) for name, has_default in there.items() if not name.startswith("*")]
-    rows = [(name, has_default) for name, has_default in wanted.items() if not name.startswith("*")]
+    rows = [row for row in wanted.items() if not row[0].startswith("*")]
+    named = [row for row in there.items() if not row[0].startswith("*")]
     head, extra = named[:len(rows)], named[len(rows):]
-    return [name for name, _ in head] == [name for name, _ in rows] and all(has_default for _, has_default in extra) and all(
-        has_default or not expected_default for (_, has_default), (_, expected_default) in zip(head, rows, strict=True))
+    swallowed = rows[len(head):]
+    same = all(name == expected_name and (has_default or not expected_default)
+               for (name, has_default), (expected_name, expected_default) in zip(head, rows, strict=False))
+    return same and all(has_default for _, has_default in extra) and (
+        not swallowed or takes_any and all(has_default for _, has_default in swallowed))
 
 
 def _parameters(signature: str) -> dict[str, bool]:

@@ -12,6 +12,7 @@ What and why:
   step's loss. The batches are fed one by one; there is no device queue.
 * The callbacks of ``recorder`` are appended to those of the program. In a sink they are also told of the steps within.
 """
+import functools
 import math
 from collections.abc import Iterator
 
@@ -107,6 +108,7 @@ def install_in_mindformers() -> None:
     import mindformers.checkpoint.utils as checkpoint_utils
     compile_model = checkpoint_utils.compile_model
 
+    @functools.wraps(compile_model)
     def compile_model_in_any_sink_mode(model, dataset, mode, sink_mode, *args, **kwargs):
         return compile_model(model, dataset, mode, True, *args, **kwargs)
     kernels.replace_in_mindformers("compile_model", compile_model, compile_model_in_any_sink_mode)

@@ -166,7 +166,8 @@ def test_what_differs_is_a_finding(module, symbol, found):
 @pytest.mark.parametrize("expected, found, compatible", [
     ("checkpoint", "checkpoint, require_optimizer=True", True), ("a, b=1", "a, b=2", True), ("a, b", "a, b=2", True),
     ("a, **kwargs", "a, b=1, **kwargs", True), ("a", "a, *args, **kwargs", True), ("a", "a, b", False), ("a, b=1", "a, b", False),
-    ("a, b", "b, a", False), ("a, b=1", "a", False), ("a, **kwargs", "a", False), ("a", "unknown", False), ("", "a=1", True)])
+    ("a, b", "b, a", False), ("a, b=1", "a", False), ("a, **kwargs", "a", False), ("a", "unknown", False), ("", "a=1", True),
+    ("a, b=1", "a, *args, **kwargs", True), ("a, b", "a, *args, **kwargs", False), ("a, b=1", "a, *args", False)])
 def test_a_signature_that_only_takes_more_does_no_harm(expected, found, compatible):
     assert upstream_check._compatible(expected, found) is compatible
 
