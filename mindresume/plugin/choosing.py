@@ -1,45 +1,57 @@
-"""The choice of a checkpoint in the trainer: what the configuration asks for, and what the session remembers of the answer."""
+"""Selects the checkpoint of a job in the trainer: passes on what the configuration asks for, keeps what protects the answer."""
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from mindresume.events.log_lines import LogLines
-from mindresume.plugin import adapter, modelarts, session
+from mindresume.plugin import adapter, modelarts
 from mindresume.plugin.convert import choose_complete, prepare
+from mindresume.plugin.session import ResumePlan, TrainingContext
+from mindresume.reshard.source import Source
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.choosing import CheckpointSelector, SelectionRequest
 from mindresume.resume.select import Choice
 from mindresume.store.storage import Storage
 
 
-def choose(config: Any, path: str, named: str | None, current: session.Session, storage: Storage, converts: bool,
+def choose(config: Any, path: str, named: str | None, context: TrainingContext, storage: Storage, converts: bool,
            resume: bool = True, healthy: bool = False, as_it_is: bool = False, instead: str = "are initialised at random"
-           ) -> Choice | None:
-    """None: a fresh start. ``converts``: the number of ranks may differ, so all files are proven by all ranks together, and
-    ``current.open_source`` is set. ``resume`` False: weights alone are wanted, so there is no fresh start. ``healthy``:
-    what mindformers' health monitor found unhealthy is not taken, unless it is named. ``as_it_is``: what mindformers saved on as
-    many ranks as there are is not converted, so that it needs no layouts. ``instead``: ends a sentence on the weights
-    of a fresh start.
+           ) -> ResumePlan | None:
+    """Returns the plan of the checkpoint that all ranks take, None: a fresh start. Its read lock and its load attempt go into the
+    resources of ``context``.
+
+    ``converts``: the number of ranks may differ, so all files are verified by all ranks together, and the plan has
+    ``open_source``. ``resume`` False: weights alone are wanted, so there is no fresh start. ``healthy``: what mindformers' health
+    monitor found unhealthy is not taken, unless it is named. ``as_it_is``: what mindformers saved on as many ranks as there are
+    is not converted, so that it needs no layouts. ``instead``: ends a sentence on the weights of a fresh start.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
+    resources, group, complete = context.resources, context.group, []
+
+    def take_complete(storage: Storage, path: str) -> Choice:
+        choice, source = choose_complete(storage, path, group, context.settings, resume)
+        complete.append(source)
+        return choice
     request = SelectionRequest(path, named, converts, resume, as_it_is, instead,
                                health_dir=str(config.get("output_dir") or "") if healthy else None,
                                output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
-    chooser = CheckpointSelector(storage, current.group, current.settings, LogLines(adapter.logger()).emit,
-                                 partial(choose_complete, current=current, resume=resume),
-                                 strategies(storage, config.get("src_strategy_path_or_dir") or None),
-                                 current.remote, partial(modelarts.saved_to, config), current.islands)
-    found = chooser.select(request)
+    selector = CheckpointSelector(storage, group, context.settings, context.emit, take_complete,
+                                  strategies(storage, config.get("src_strategy_path_or_dir") or None),
+                                  resources.remote, partial(modelarts.saved_to, config), resources.topology)
+    found = selector.select(request)
     if found.choice is None:
         return None
-    current.choice = current.resumed_from = found.choice
-    current.lost, current.hold, current.trial = found.lost_work, found.read_lock, found.load_attempt
+    resources.read_lock, resources.load_attempt.trial = found.read_lock, found.load_attempt
+    plan = ResumePlan(None, found.choice, found.choice, partial(_last, complete) if complete else None, found.lost_work)
     if found.uses_layouts or found.choice.chosen.base:
-        prepare(config, current, storage, aside=resume or adapter.is_parallel())
-    return found.choice
+        plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())
+    return plan
+
+
+def _last(sources: list[Source]) -> Source:
+    return sources[-1]
 
 
 def _has_monitor(config: Any) -> bool:
-    """Whether somebody will say that a step is done."""
+    """Whether a CheckpointMonitor will report that a step is done."""
     return any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])

@@ -1,6 +1,6 @@
 """What a save consists of: the network, the optimizer, the counters, as a shard of this rank; and the weights for inference.
 
-    contents = Contents(...)                            # at the start of a training, from the CheckpointMonitor
+    contents = Contents(...)                            # at the start of a training, by the CheckpointMonitor
     state = contents.state(cb_params)                   # where the training is
     contents.shard(cb_params, state)                    # all that a resume needs
 """
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from mindresume import network as live
+from mindresume.events import Emit, warning
 from mindresume.formats.names import FileName, stem
-from mindresume.plugin import adapter, session
+from mindresume.plugin import adapter
+from mindresume.plugin.session import RunProgress
 from mindresume.state import TrainingState, is_transient
 from mindresume.store.saver import Extra
 from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
@@ -24,8 +26,8 @@ from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
 class Contents:
     """``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the names. ``done``: steps before this process began.
     ``append``: what mindformers appends to each file, kept up to date. ``batch``: global batch size. ``inference``: (folder,
-    kind) of the weights alone that are asked for, of which ``keep`` stay. ``health(cb_params)``: not 0 if the network is sick;
-    None: not monitored."""
+    kind) of the weights alone that are asked for, of which ``keep`` stay. ``run``: counters of the training.
+    ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored."""
     config: Any
     place: Place
     prefix: str | None
@@ -34,6 +36,8 @@ class Contents:
     append: dict[str, Any]
     batch: int | None
     save_optimizer: bool
+    run: RunProgress
+    emit: Emit
     inference: tuple[tuple[str, str], ...] = ()
     keep: int = 0
     health: Callable[[Any], int] | None = None
@@ -52,14 +56,13 @@ class Contents:
         if "loss_scale" in self.append and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
             scale = outputs[2]
         step = self.done + cb_params.cur_step_num
-        current = session.current()
-        health = None
+        run, health = self.run, None
         if self.health is not None and not rescue:
             health = int(self.health(cb_params) != 0)
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.batch,
-                             None if scale is None else _number(scale, float), current.sink_size, current.dataset_size,
-                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **current.metrics}.items()), health,
-                             *current.data_at(step, self.batch))
+                             None if scale is None else _number(scale, float), run.sink_size, run.dataset_size,
+                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **run.metrics}.items()), health,
+                             *run.data_at(step, self.batch))
 
     def _file(self, state: TrainingState) -> FileName:
         return FileName(self.prefix, self.place.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)
@@ -103,7 +106,7 @@ class Contents:
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            adapter.logger().warning("mindresume: %s", text)
+            self.emit(warning(text))
 
     def _chooser(self, net: Any) -> Any:
         if self._deduplicates():

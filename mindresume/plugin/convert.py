@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindresume.agree import Waiting, agreed, decide, report, watched
+from mindresume.agree import Group, Waiting, agreed, decide, report, watched
 from mindresume.errors import ConfigError, EngineError, StrategyError
+from mindresume.events import Emit, Notice, warning
+from mindresume.events.progress import ProgressReporter
 from mindresume.formats import OURS
 from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.records import ranks_count
 from mindresume.network import layouts as network_layouts
-from mindresume.plugin import adapter, session, telling, upstream, upstream_check
+from mindresume.plugin import adapter, upstream, upstream_check
+from mindresume.plugin.load_progress import traffic_of_load, waiting
+from mindresume.plugin.session import ResumePlan, TrainingContext
 from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
@@ -35,6 +40,7 @@ from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
 from mindresume.reshard.weights import Weights
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.settings import Settings
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
@@ -45,25 +51,24 @@ _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 # ---- at the choice -------------------------------------------------------------------------------------------------
 
-def choose_complete(storage: Storage, path: str, current: session.Session, resume: bool = True) -> Choice:
-    """Complete weights as the choice. Errors as of ``merged.choose_complete``."""
-    choice, source = merged.choose_complete(storage, path, current.group, current.settings.verify == "full", resume)
-    current.open_source = lambda: source
-    return choice
+def choose_complete(storage: Storage, path: str, group: Group, settings: Settings, resume: bool = True) -> tuple[Choice, Source]:
+    """Returns complete weights as the choice, and opened. Errors as of ``merged.choose_complete``."""
+    return merged.choose_complete(storage, path, group, settings.verify == "full", resume)
 
 
-def prepare(config: Any, current: session.Session, storage: Storage, aside: bool = True) -> None:
-    """After the choice, on all ranks: the source's strategy to all of them, with ``aside`` old strategy files aside.
-    AgreementError."""
-    choice = current.choice
+def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True) -> ResumePlan:
+    """Broadcasts the source's strategy, and with ``aside`` moves old strategy files aside; on all ranks, after the choice.
+    Returns the plan with ``open_source``. AgreementError."""
+    choice, group = plan.choice, context.group
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
-    told = decide(current.group, partial(_decide, storage, choice, given, folder, current.open_source is None), OPENING)
+    told = decide(group, partial(_decide, storage, choice, given, folder, plan.open_source is None), OPENING)
     for note in told["notes"]:
-        _log(note)
-    if current.open_source is None:
-        strategy = Strategy.from_json(told["strategy"]) if told["strategy"] else None
-        current.open_source = partial(_open, storage, choice, strategy, told["identity"])
+        context.emit(Notice(note))
+    if plan.open_source is not None:
+        return plan
+    strategy = Strategy.from_json(told["strategy"]) if told["strategy"] else None
+    return replace(plan, open_source=partial(_open, storage, choice, strategy, told["identity"]))
 
 
 def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
@@ -100,38 +105,34 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 
 # ---- at the load ---------------------------------------------------------------------------------------------------
 
-def arrays_for(config: Any, network: Any, current: session.Session, storage: Storage) -> dict[str, Any] | None:
-    """After the compilation: {name: array} of everything this rank loads, read from the source. None if ckpt files were
-    transformed on disk: ``current.choice`` then names the new ones. Whatever fails on one rank is AgreementError on all."""
-    log, source = adapter.logger(), agreed(current.group, current.open_source, OPENING)
+def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int, str] | Choice:
+    """After the compilation: ({name: array} of everything this rank loads, bytes read, the source for people); or, if ckpt files
+    were transformed on disk, the choice of the new ones. Whatever fails on one rank is AgreementError on all."""
+    group, emit = context.group, context.emit
+    source = agreed(group, context.plan.open_source, OPENING)
     shapes = adapter.wanted_of(network, source.weights.tensors)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
-                              lambda text: log.warning("mindresume: %s", text))
-    regions = agreed(current.group, partial(wanted_regions, source.weights, shapes, layouts, current.group.rank))
-    engine = current.settings.transform_engine
-    if source.candidate is not None and (current.settings.unified_checkpoint or (
+                              lambda text: emit(warning(text)))
+    regions = agreed(group, partial(wanted_regions, source.weights, shapes, layouts, group.rank))
+    engine = context.settings.transform_engine
+    if source.candidate is not None and (context.settings.unified_checkpoint or (
             engine == "mindspore" and source.candidate.format == "safetensors")):
-        folder = unify(config, current, storage, source)
+        folder = unify(config, context, storage, source)
         if engine == "mindspore":
             source = open_complete(storage, folder)
-    if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(current, source.weights, regions):
-        folder = transform_files(config, current, storage, source)
-        log.info("mindresume: transformed to %s; it can be loaded later without auto_trans_ckpt", folder)
-        policy = SelectionPolicy(current.group.size, verify=current.settings.verify)
-        current.choice = select(storage, folder, current.group, policy)
-        return None
-    traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, regions))
-    arrays = agreed(current.group, partial(read_regions, source.weights, regions, traffic=traffic), waiting)
-    needed = sum(array.nbytes for array in arrays.values())
-    log.info("mindresume: rank %d reads %d tensors, %.1f MiB, of %s: %.1f MiB read", current.group.rank, len(regions),
-             needed / 2**20, source.what, traffic.read / 2**20)
-    return arrays
+    if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(group, source.weights, regions):
+        folder = transform_files(config, context, storage, source)
+        emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
+        return select(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
+    traffic, until_read = traffic_of_load(bytes_of(source.weights, regions), emit)
+    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
+    return arrays, traffic.read, source.what
 
 
-def _needs_files(current: session.Session, weights: Weights, regions: Mapping[str, Region]) -> bool:
+def _needs_files(group: Group, weights: Weights, regions: Mapping[str, Region]) -> bool:
     """Whether some rank's file is not exactly what that rank loads. The same answer on all ranks."""
-    return not all(report(current.group, partial(_as_it_is, current.group.rank, current.group.size, weights, regions)))
+    return not all(report(group, partial(_as_it_is, group.rank, group.size, weights, regions)))
 
 
 def _as_it_is(rank: int, size: int, weights: Weights, regions: Mapping[str, Region]) -> bool:
@@ -149,22 +150,23 @@ def _held_by(rank: int, weights: Weights, name: str) -> Region | None:
     return held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
 
 
-def unify(config: Any, current: session.Session, storage: Storage, source: Source) -> str:
-    """Complete weights in output/unified_checkpoint, of every rank a share of the parts. Returns the folder. AgreementError on
-    all ranks."""
+def unify(config: Any, context: TrainingContext, storage: Storage, source: Source) -> str:
+    """Writes complete weights to output/unified_checkpoint, every rank a share of the parts. Returns the folder. AgreementError
+    on all ranks."""
+    group = context.group
     job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
-    if current.settings.transform_engine == "mindspore":
-        answer = decide(current.group, lambda: _by_mindspore(storage, job, folder, current.group.size), _TRANSFORMING)
+    if context.settings.transform_engine == "mindspore":
+        answer = decide(group, lambda: _by_mindspore(storage, job, folder, group.size, context.emit), _TRANSFORMING)
         if "refused" in answer:
             raise EngineError(answer["refused"])
         return answer["folder"]
-    return _by_all_ranks(storage, job, folder, current, current.group.size)
+    return _by_all_ranks(storage, job, folder, context, group.size)
 
 
-def transform_files(config: Any, current: session.Session, storage: Storage, source: Source) -> str:
-    """ckpt files for the ranks of this job, written to disk. Returns their folder. ConfigError, StrategyError; AgreementError on
-    all ranks."""
-    log, group = adapter.logger(), current.group
+def transform_files(config: Any, context: TrainingContext, storage: Storage, source: Source) -> str:
+    """Writes ckpt files for the ranks of this job. Returns their folder. ConfigError, StrategyError; AgreementError on all
+    ranks."""
+    group, emit = context.group, context.emit
     processes = config.get("transform_process_num") or 1
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
         raise ConfigError(f"transform_process_num is {processes!r}; expected a number that divides the {group.size} ranks of the "
@@ -172,15 +174,15 @@ def transform_files(config: Any, current: session.Session, storage: Storage, sou
     told = decide(group, lambda: _target_strategy(config, storage, group.size))
     job = to_ranks(source, Strategy.from_json(told) if told else None, source.candidate.format, share=group.size // processes)
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
-    engine = engine_for(current.settings.transform_engine, job.files[0].format)
+    engine = engine_for(context.settings.transform_engine, job.files[0].format)
     if engine == "mindspore":
-        answer = decide(group, lambda: _by_mindspore(storage, job, folder, processes), _TRANSFORMING)
+        answer = decide(group, lambda: _by_mindspore(storage, job, folder, processes, emit), _TRANSFORMING)
         if "folder" in answer:
             return answer["folder"]
-        if current.settings.transform_engine == "mindspore":
+        if context.settings.transform_engine == "mindspore":
             raise EngineError(answer["refused"])
-        log.warning("mindresume: MindSpore's engine cannot transform this checkpoint, the direct one does: %s", answer["refused"])
-    return _by_all_ranks(storage, job, folder, current, processes)
+        emit(warning(f"MindSpore's engine cannot transform this checkpoint, the direct one does: {answer['refused']}"))
+    return _by_all_ranks(storage, job, folder, context, processes)
 
 
 def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
@@ -193,11 +195,11 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
     return strategy.to_json()
 
 
-def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int) -> dict[str, str]:
+def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int, emit: Emit) -> dict[str, str]:
     """Rank 0 alone, with worker processes of its own: {"folder"}, or {"refused"} where MindSpore's engine is not able to."""
     if upstream_check.is_off(upstream.TRANSFORM):
         return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
-    conversion, finished = _free(storage, job, folder)
+    conversion, finished = _free(storage, job, folder, emit)
     if not finished:
         try:
             conversion.prepare()
@@ -212,25 +214,26 @@ def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int) -> di
     return {"folder": conversion.target}
 
 
-def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Session, processes: int) -> str:
-    """The direct engine on ``processes`` ranks, spread over all. Returns the folder. AgreementError on all ranks if one fails;
-    then nothing of it stays."""
-    group, step = current.group, max(current.group.size // processes, 1)
+def _by_all_ranks(storage: Storage, job: Job, folder: str, context: TrainingContext, processes: int) -> str:
+    """Converts with the direct engine on ``processes`` ranks, spread over all. Returns the folder. AgreementError on all ranks if
+    one fails; then nothing of it stays."""
+    group, emit = context.group, context.emit
+    step = max(group.size // processes, 1)
 
     def look() -> list[Any]:
-        found, finished = _free(storage, job, folder)
+        found, finished = _free(storage, job, folder, emit)
         return [found.target, finished]
     target, finished = decide(group, look, OPENING)
-    conversion = Conversion(storage, job, target, _log)
+    conversion = Conversion(storage, job, target, lambda text: emit(Notice(text)))
     if finished:
-        _log(f"{conversion.target} is there already, from an earlier start")
+        emit(Notice(f"{conversion.target} is there already, from an earlier start"))
         return conversion.target
     mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
-    gauge = telling.gauge("converting")
-    write = writer("direct", conversion, traffic=Traffic(progress=gauge.advance))
+    progress = ProgressReporter("converting", emit)
+    write = writer("direct", conversion, traffic=Traffic(progress=progress.advance))
     conversion.join(decide(group, conversion.prepare, OPENING))
     try:
-        report(group, lambda: conversion.write(write, mine), telling.waiting(gauge))
+        report(group, lambda: conversion.write(write, mine), waiting(progress))
         decide(group, conversion.commit, Waiting("committing the conversion"))
     except BaseException:
         if group.rank == 0:
@@ -239,17 +242,15 @@ def _by_all_ranks(storage: Storage, job: Job, folder: str, current: session.Sess
     return conversion.target
 
 
-def _free(storage: Storage, job: Job, folder: str) -> tuple[Conversion, bool]:
-    """Where the conversion goes, and whether it is there already: what lies in ``folder`` and is not this conversion is left
-    alone. ConfigError if the place beside it is taken too."""
-    first = Conversion(storage, job, folder, _log)
+def _free(storage: Storage, job: Job, folder: str, emit: Emit) -> tuple[Conversion, bool]:
+    """Returns where the conversion goes, and whether it is there already: what lies in ``folder`` and is not this conversion is
+    left alone. ConfigError if the place beside it is taken too."""
+    def log(text: str) -> None:
+        emit(Notice(text))
+    first = Conversion(storage, job, folder, log)
     try:
         return first, first.finished()
     except ConfigError:
         step = job.source.state.step if job.source.state else 0
-        beside = Conversion(storage, job, f"{folder}_step_{step}_{job.fingerprint[:8]}", _log)
+        beside = Conversion(storage, job, f"{folder}_step_{step}_{job.fingerprint[:8]}", log)
         return beside, beside.finished()
-
-
-def _log(text: str) -> None:
-    adapter.logger().info("mindresume: %s", text)

@@ -23,21 +23,19 @@ from typing import Any
 
 from mindresume.agree import agreed, report
 from mindresume.errors import TrainingCompleteError
+from mindresume.events import Notice
 from mindresume.formats.names import name_for_rank
 from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.plugin import (
     adapter,
     job_start,
     loading,
-    modelarts,
     online,
     session,
     streaming,
     weights_alone,
 )
 from mindresume.plugin.arguments import check_section
-from mindresume.plugin.group import group_of_job
-from mindresume.settings import Settings
 from mindresume.store import preemption
 from mindresume.store.shared import is_shared
 from mindresume.store.storage import PosixStorage
@@ -59,64 +57,39 @@ def _binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str
 def _training(original: Any) -> Any:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job()))
-        started.training, started.remote = True, modelarts.remote_of(self.config)
-        started.requests = preemption.requests(self.config)
-        try:
+        result, stopped = None, ""
+        with session.training(self.config) as context:
             result = original(self, *args, **kwargs)
-            if started.left:
-                _leave(started)
-            return result
-        except TrainingCompleteError as error:
-            adapter.logger().info("mindresume: %s", error)
-            return None
-        except BaseException as error:
-            started.end_trial(error)
-            raise
-        finally:
-            started.release()
-            if started.monitor is not None:             # the training failed
-                started.monitor.settle()
-                started.monitor = None
-            started.training = False
-            # an evaluation or another training after this one loads its own
-            started.choice = started.online = started.alone = None
+            stopped = context.progress.stop_reason
+            if stopped:                                     # until all ranks are done: who ends first would end the others
+                report(context.group, lambda: None)
+        if stopped == preemption.BY_SIGNAL:
+            raise SystemExit(preemption.STATUS)
+        return result
     return run
 
 
 def _inference(task: str, original: Any) -> Any:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        started = session.begin(session.Session(Settings.load(self.config.get("mindresume")), group_of_job(), task=task))
-        try:
+        with session.inference(task, self.config):
             return original(self, *args, **kwargs)
-        finally:
-            started.release()
-            started.task, started.choice, started.alone = "", None, None
     return run
-
-
-def _leave(current: session.Session) -> None:
-    """Waits until all ranks are done: who ends first would end the others. SystemExit after a signal."""
-    report(current.group, lambda: None)
-    adapter.logger().info("mindresume: left because of %s; start the same command again to go on", current.left)
-    if current.left == preemption.BY_SIGNAL:
-        raise SystemExit(preemption.STATUS)
 
 
 def _rules(original: Any) -> Any:
     @functools.wraps(original)
     def check(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = session.current()
         for note in lift_data_skip(self.config):
-            adapter.logger().info("mindresume: %s", note)
-        current = session.current()
-        if current.training:
+            context.emit(Notice(note))
+        if context.task == session.TRAIN:
             check_section(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
-            current.identity = job_start.identity(self.config, current)
-            with current.loading():
-                job_start.choose_checkpoint(self.config, current)
-        elif current.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):    # else it is loaded already
-            weights_alone.choose(self.config, current.task, current, PosixStorage())
+            context.progress.dataset_identity = job_start.identity(self.config, context)
+            with context.progress.timed_load():
+                job_start.choose_checkpoint(self.config, context)
+        elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):    # else it is loaded already
+            weights_alone.choose(self.config, context.task, context, PosixStorage())
         return original(self, *args, **kwargs)
     return check
 
@@ -143,13 +116,14 @@ def _trainer_class(original: Any) -> Any:
 def _resume_name(original: Any) -> Any:
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
-        current = session.current()
-        if not current.resumes:
+        context = session.current()
+        plan = context.plan
+        if not plan.resumes:
             return original(*args, **kwargs)
-        if current.open_source is not None:
+        if plan.open_source is not None:
             return True                                     # of another number of ranks, or no file of one rank at all
-        name = os.path.basename(current.choice.chosen.first.path)
-        return name_for_rank(name, current.group.rank, current.choice.chosen.format)
+        name = os.path.basename(plan.choice.chosen.first.path)
+        return name_for_rank(name, context.group.rank, plan.choice.chosen.format)
     return get
 
 
@@ -184,7 +158,7 @@ def _path_with_strategy(original: Any) -> Any:
     @functools.wraps(original)
     def find(*args: Any, **kwargs: Any) -> Any:
         # With MS_ENABLE_TFT mindformers looks for the newest file by time; the choice is already made.
-        if session.current().resumes:
+        if session.current().plan.resumes:
             return named(args, kwargs)["config"].checkpoint.load_path
         return original(*args, **kwargs)
     return find
@@ -195,11 +169,11 @@ def _context(original: Any) -> Any:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
-        current = session.current()
-        if not current.resumes:
+        context = session.current()
+        if not context.plan.resumes:
             return original(*args, **kwargs)
         given = named(args, kwargs)
-        return loading.set_progress(given["config"], given["dataset"].get_dataset_size(), current)
+        return loading.set_progress(given["config"], given["dataset"].get_dataset_size(), context)
     return load
 
 
@@ -208,10 +182,10 @@ def _streaming(original: Any) -> Any:
 
     @functools.wraps(original)
     def resume(*args: Any, **kwargs: Any) -> None:
-        current = session.current()
-        if current.progress is None:
+        context = session.current()
+        if context.progress.restored is None:
             return original(*args, **kwargs)
-        return agreed(current.group, lambda: streaming.take_up(named(args, kwargs)["dataset"], current.progress))
+        return agreed(context.group, lambda: streaming.take_up(named(args, kwargs)["dataset"], context.progress.restored))
     return resume
 
 
@@ -221,14 +195,13 @@ def _runner_config(original: Any) -> Any:
     @functools.wraps(original)
     def check(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        given, current = named(args, kwargs), session.current()
-        config, dataset = given["config"], given["dataset"]
-        runner = config.runner_config
-        current.dataset_size = config.data_size
-        if not current.resumes:
-            current.origin = loading.begin(config, dataset, current)
-        current.sink_size = runner.sink_size if runner.sink_mode else None
-        if current.resumes and runner.initial_epoch >= runner.epochs:
+        given, context = named(args, kwargs), session.current()
+        config, run, resumes = given["config"], context.progress, context.plan.resumes
+        runner, run.dataset_size = config.runner_config, config.data_size
+        if not resumes:
+            run.origin = loading.begin(config, given["dataset"], context)
+        run.sink_size = runner.sink_size if runner.sink_mode else None
+        if resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
                                         f"{runner.origin_epochs} epochs of {config.data_size} steps. Nothing was trained or "
                                         f"saved. For more, raise runner_config.epochs")
@@ -238,8 +211,8 @@ def _runner_config(original: Any) -> Any:
 def _preload(original: Any) -> Any:
     @functools.wraps(original)
     def preload(*args: Any, **kwargs: Any) -> Any:
-        current = session.current()
-        return None if current.resumes or current.alone else original(*args, **kwargs)
+        plan = session.current().plan
+        return None if plan.resumes or plan.weights_only else original(*args, **kwargs)
     return preload
 
 
@@ -248,17 +221,17 @@ def _load(original: Any) -> Any:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        given, current = named(args, kwargs), session.current()
-        config, model, dataset = given["config"], given["model"], given["dataset"]
-        if current.alone and weights_alone.load(config, model, given["network"], dataset, current, current.storage,
-                                                given.get("do_eval", False), given.get("do_predict", False)):
+        given, context = named(args, kwargs), session.current()
+        config, model, dataset, resources = given["config"], given["model"], given["dataset"], context.resources
+        if context.plan.weights_only and weights_alone.load(config, model, given["network"], dataset, context, resources.storage,
+                                                            given.get("do_eval", False), given.get("do_predict", False)):
             return None
-        if not current.resumes or config.only_save_strategy:
+        if not context.plan.resumes or config.only_save_strategy:
             return original(*args, **kwargs)
         try:
-            return loading.load_chosen(config, model, dataset, current, current.storage)
+            return loading.load_chosen(config, model, dataset, context, resources.storage)
         finally:
-            current.loaded()
+            resources.drop_verified_bytes()
     return load
 
 
@@ -279,16 +252,16 @@ def _clear(original: Any) -> Any:
 def _folder(original: Any) -> Any:
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> str:
-        loads = session.current().online
-        return loads.folder if loads else original(*args, **kwargs)
+        request = session.current().plan.iterations
+        return request.path if request else original(*args, **kwargs)
     return get
 
 
 def _healthy(original: Any) -> Any:
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> str:
-        loads = session.current().online            # mindformers would replace the path that the user gave
-        return loads.folder if loads else original(*args, **kwargs)
+        request = session.current().plan.iterations             # mindformers would replace the path that the user gave
+        return request.path if request else original(*args, **kwargs)
     return get
 
 
@@ -297,11 +270,11 @@ def _dataset(original: Any) -> Any:
 
     @functools.wraps(original)
     def postprocess(*args: Any, **kwargs: Any) -> Any:
-        dataset, current = original(*args, **kwargs), session.current()
-        if current.online:
-            config = current.online.config = named(args, kwargs)["config"]
-            if current.online.resume:
-                current.online.common = online.common_for(config, dataset.get_dataset_size(), current)
+        dataset, context = original(*args, **kwargs), session.current()
+        if request := context.plan.iterations:
+            config = context.objects.config = named(args, kwargs)["config"]
+            if request.resume:
+                context.objects.common = online.common_for(config, dataset.get_dataset_size(), context)
         return dataset
     return postprocess
 
@@ -311,10 +284,10 @@ def _common(original: Any) -> Any:
 
     @functools.wraps(original)
     def load_common(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        loads, given = session.current().online, named((cls, *args), kwargs)
-        if not loads or loads.common is None or os.path.dirname(given["common_filename"]) != loads.folder:
+        given, request, objects = named((cls, *args), kwargs), session.current().plan.iterations, session.current().objects
+        if not request or objects.common is None or os.path.dirname(given["common_filename"]) != request.path:
             return original(cls, *args, **kwargs)
-        common, loads.common = loads.common, None   # once: a fault-tolerant job loads later checkpoints from the same place
+        common, objects.common = objects.common, None   # once: a fault-tolerant job loads later checkpoints from the same place
         return cls(**common)
     return load_common
 
@@ -322,9 +295,9 @@ def _common(original: Any) -> Any:
 def _model(original: Any) -> Any:
     @functools.wraps(original, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:
-        made, loads = original(*args, **kwargs), session.current().online
-        if loads:
-            loads.model = made
+        made, context = original(*args, **kwargs), session.current()
+        if context.plan.iterations:
+            context.objects.model = made
         return made
     return make
 
@@ -334,12 +307,12 @@ def _compile(original: Any) -> Any:
 
     @functools.wraps(original)
     def compile_model(*args: Any, **kwargs: Any) -> Any:
-        loads = session.current().online
-        if not loads:
+        context = session.current()
+        if not context.plan.iterations:
             return original(*args, **kwargs)
         if adapter.is_parallel():
             given = named(args, kwargs)
-            adapter.compile_for_load(loads.config, given["model"], given["dataset"])
+            adapter.compile_for_load(context.objects.config, given["model"], given["dataset"])
         return None
     return compile_model
 
@@ -349,23 +322,23 @@ def _load_online(original: Any) -> Any:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        current = session.current()
-        if not current.online:
+        context = session.current()
+        if not context.plan.iterations:
             return original(*args, **kwargs)
         given = named(args, kwargs)
         try:
-            with current.loading():
-                return online.load(given["network"], given.get("optimizer"), current)
+            with context.progress.timed_load():
+                return online.load(given["network"], given.get("optimizer"), context)
         finally:
-            current.loaded()
+            context.resources.drop_verified_bytes()
     return load
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {           # by the name of a symbol; some names are used in several modules
     "Trainer.train": _training,
     "Trainer.finetune": _training,
-    "Trainer.evaluate": functools.partial(_inference, weights_alone.EVALUATE),
-    "Trainer.predict": functools.partial(_inference, weights_alone.PREDICT),
+    "Trainer.evaluate": functools.partial(_inference, session.EVALUATE),
+    "Trainer.predict": functools.partial(_inference, session.PREDICT),
     "Trainer._check_config_rules": _rules,
     "MindFormerRegister.get_cls": _trainer_class,
     "get_resume_checkpoint": _resume_name,

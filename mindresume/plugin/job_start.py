@@ -2,53 +2,58 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from mindresume.agree import Waiting, decide
 from mindresume.errors import AgreementError, ConfigError
-from mindresume.plugin import adapter, choosing, online, session, weights_alone
+from mindresume.events import Notice, warning
+from mindresume.plugin import choosing, online, weights_alone
 from mindresume.plugin.convert import STRATEGY, TRANSFORMED, UNIFIED
+from mindresume.plugin.session import TRAIN, LoadRequest, TrainingContext
 from mindresume.resume.choosing import caching_storage
 from mindresume.resume.dataset import dataset_identity
 from mindresume.store.storage import PosixStorage
 
 
-def identity(config: Any, current: session.Session) -> dict[str, str]:
-    """Of the data set, before mindformers takes its configuration apart. As rank 0 sees it."""
+def identity(config: Any, context: TrainingContext) -> dict[str, str]:
+    """Returns the fingerprint of the data set as rank 0 sees it, before mindformers takes its configuration apart."""
     try:
-        return decide(current.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
+        return decide(context.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
                       Waiting("looking at the data set"))
     except AgreementError as error:
-        adapter.logger().warning("mindresume: a change of the data set cannot be noticed: %s", error)
+        context.emit(warning(f"a change of the data set cannot be noticed: {error}"))
         return {}
 
 
-def choose_checkpoint(config: Any, current: session.Session) -> None:
-    """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config`` to what was chosen by all ranks.
+def choose_checkpoint(config: Any, context: TrainingContext) -> None:
+    """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config``, and the plan of ``context``, to what
+    was selected by all ranks.
 
     Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
     """
-    storage = current.storage = caching_storage(PosixStorage(), current.settings, current.group)
+    storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     if online.applies(config):
-        return online.choose(config, current, storage)
+        return online.choose(config, context, storage)
     if not config.resume_training:
-        return weights_alone.choose(config, weights_alone.TRAIN, current, storage)
+        return weights_alone.choose(config, TRAIN, context, storage)
     if not config.load_checkpoint:
         return None
     path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
-    log = adapter.logger()
-    choice = choosing.choose(config, path, named, current, storage, converts=bool(config.auto_trans_ckpt),
-                             healthy=bool(config.get("use_checkpoint_health_monitor")))
-    if choice is None:
+    plan = choosing.choose(config, path, named, context, storage, converts=bool(config.auto_trans_ckpt),
+                           healthy=bool(config.get("use_checkpoint_health_monitor")))
+    if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
         return None
+    choice = plan.choice
     if not os.path.isfile(path):
         config.load_checkpoint = choice.root
     if config.get("load_ckpt_format", "ckpt") != choice.chosen.format:
-        log.info("mindresume: load_ckpt_format is set to %s, the format of the chosen files", choice.chosen.format)
+        context.emit(Notice(f"load_ckpt_format is set to {choice.chosen.format}, the format of the selected files"))
         config.load_ckpt_format = choice.chosen.format
     config.resume_training = True
-    if current.open_source is not None:
+    context.plan = replace(plan, request=LoadRequest(config.load_checkpoint))
+    if plan.open_source is not None:
         config.auto_trans_ckpt = False                      # mindformers has nothing left to do, to require, or to clear
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 
 from mindresume.agree import agreed
 from mindresume.errors import LoadError
+from mindresume.events import ProgressRestored, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.network import check_fit
-from mindresume.plugin import adapter, convert, session, streaming, telling
+from mindresume.plugin import adapter, convert, streaming
+from mindresume.plugin.load_progress import waiting
+from mindresume.plugin.session import RunOrigin, RunProgress, TrainingContext
 from mindresume.resume.account import resume_warnings, summary_rows
 from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, data_wish, fresh_position, resume_progress
 from mindresume.resume.prove import VerifiedShard
@@ -24,42 +28,40 @@ from mindresume.state import TrainingState, is_transient
 from mindresume.store.storage import Storage
 
 
-def progress_for(config: Any, dataset_size: int, current: session.Session) -> tuple[ResumeProgress, float | None]:
-    """Counters of the run, and loss scale, from the state of the chosen checkpoint; mindformers is told where its data goes on.
-    ProgressError: see ``progress``."""
-    state, setting = state_of(current.choice), _setting(config, dataset_size, current)
+def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tuple[ResumeProgress, float | None]:
+    """Returns the counters of the run and the loss scale, from the state of the selected checkpoint; tells mindformers where its
+    data continues. ProgressError: see ``progress``."""
+    state, setting, run = state_of(context.plan.choice), _setting(config, dataset_size, context.progress), context.progress
     progress = resume_progress(state, setting)
-    current.origin = session.Origin(progress.initial_step, progress.position, progress.consumed)
-    current.progress = progress
-    current.global_step, current.account = progress.global_step, summary_rows(state, progress, setting)
-    for sentence in resume_warnings(progress, setting, current.settings.on_dataset_change):
-        adapter.logger().warning("mindresume: %s", sentence)
+    run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
+    run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
+    for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
+        context.emit(warning(sentence))
     config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
-    adapter.logger().info("mindresume: continues after step %d (epoch %d done), global batch size %s, loss scale %s%s",
-                          progress.initial_step, progress.initial_epoch, setting.batch, state.loss_scale,
-                          "" if progress.step_scale == 1 else f"; steps scaled by {progress.step_scale:g} from {state.step}")
+    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale, setting.batch,
+                                  state.loss_scale))
     return progress, state.loss_scale
 
 
-def begin(config: Any, dataset: Any, current: session.Session) -> session.Origin:
-    """Of a run that does not resume. mindformers skips data at its beginning, too, if it is told to; that whole passes cannot be
-    skipped, and that in sink mode less is left then, it does not know."""
-    runner, setting = config.runner_config, _setting(config, config.data_size, current)
-    warning = check_skip(setting)
-    if warning:
-        adapter.logger().warning("mindresume: %s", warning)
+def begin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
+    """Returns where a run begins that does not resume. mindformers skips data at its beginning, too, if it is told to; that whole
+    passes cannot be skipped, and that in sink mode less is left then, it does not know."""
+    runner, setting = config.runner_config, _setting(config, config.data_size, context.progress)
+    sentence = check_skip(setting)
+    if sentence:
+        context.emit(warning(sentence))
     position, skip, runner.initial_epoch = fresh_position(setting)
     streaming.refuse_skip(dataset, skip)
     if setting.wish.skip and not setting.wish.ignore and skip != setting.wish.skip:
         dataset.set_init_step(skip)
-    return session.Origin(0, position)
+    return RunOrigin(0, position)
 
 
-def _setting(config: Any, dataset_size: int, current: session.Session) -> RunSettings:
+def _setting(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
     runner = config.runner_config
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
     wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    return RunSettings(runner.global_batch_size, dataset_size, sink_size, current.identity, wish, _epochs(runner))
+    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, wish, _epochs(runner))
 
 
 def _epochs(runner: Any) -> int | None:
@@ -67,9 +69,9 @@ def _epochs(runner: Any) -> int | None:
     return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
 
 
-def set_progress(config: Any, dataset_size: int, current: session.Session) -> None:
-    """Initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
-    progress, scale = progress_for(config, dataset_size, current)
+def set_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
+    """Sets initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
+    progress, scale = progress_for(config, dataset_size, context)
     runner = config.runner_config
     runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
     runner.initial_epoch = progress.initial_epoch
@@ -86,7 +88,7 @@ def runner_scale(config: Any) -> Any:
 
 
 def state_of(choice: Choice) -> TrainingState:
-    """Of the chosen checkpoint, from its records or its files."""
+    """Returns the state of the selected checkpoint, from its records or its files."""
     if choice.chosen.state is not None:
         return choice.chosen.state
     scalars = dict(choice.shards[0].scalars)
@@ -95,44 +97,50 @@ def state_of(choice: Choice) -> TrainingState:
                          scalars.get("loss_scale"))
 
 
-def load_chosen(config: Any, model: Any, dataset: Any, current: session.Session, storage: Storage) -> None:
-    """Compiles where parameters are cut, then loads what was chosen into the training network, its optimizer included."""
-    early, gauge = None, telling.gauge("loading")
-    if config.load_ckpt_async and current.open_source is None:              # read while the graph is compiled
-        early = ThreadPoolExecutor(1).submit(read_shard, storage, current.choice.root, current.shard, gauge)
+def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext, storage: Storage) -> None:
+    """Compiles where parameters are cut, then loads what was selected into the training network, its optimizer included."""
+    early, reporter, plan = None, ProgressReporter("loading", context.emit), context.plan
+    if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
+        early = ThreadPoolExecutor(1).submit(read_shard, storage, plan.choice.root, context.shard, reporter)
     if config.use_parallel and adapter.is_parallel():
         adapter.compile_for_load(config, model, dataset)
     network = model._train_network
-    with current.loading():
-        arrays = convert.arrays_for(config, network, current, storage) if current.open_source is not None else None
-        if arrays is not None:
-            return put(network, arrays, False, current)
-        return load_shard(network, current, storage, early, gauge)
+    with context.progress.timed_load():
+        if plan.open_source is not None:
+            found = convert.arrays_for(config, network, context, storage)
+            if isinstance(found, tuple):
+                arrays, read_bytes, source = found
+                return put(network, arrays, False, context, is_transient, read_bytes, source)
+            context.plan = replace(plan, choice=found)
+        return load_shard(network, context, storage, early, reporter)
 
 
-def load_shard(network: Any, current: session.Session, storage: Storage, early: Future | None = None,
-               gauge: ProgressReporter | None = None) -> None:
-    """Loads what this rank proved into ``network``. ``early``: reads it already, and ``gauge`` tells how far it is.
-    AgreementError on all ranks if it does not fit on one."""
-    log, choice, gauge = adapter.logger(), current.choice, gauge or telling.gauge("loading")
-    read = early.result if early else partial(read_shard, storage, choice.root, current.shard, gauge)
-    arrays, deduplicated = agreed(current.group, read, telling.waiting(gauge))
-    files = choice.chosen.files.get(current.group.rank)
+def load_shard(network: Any, context: TrainingContext, storage: Storage, early: Future | None = None,
+               reporter: ProgressReporter | None = None) -> None:
+    """Loads what this rank verified into ``network``. ``early``: reads it already, and ``reporter`` counts it. AgreementError on
+    all ranks if it does not fit on one."""
+    choice, group, shard = context.plan.choice, context.group, context.shard
+    reporter = reporter or ProgressReporter("loading", context.emit)
+    read = early.result if early else partial(read_shard, storage, choice.root, shard, reporter)
+    arrays, deduplicated = agreed(group, read, waiting(reporter))
+    files = choice.chosen.files.get(group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
-    if any(source.file.path != own for source in current.shard.sources):
-        log.warning("mindresume: %s is missing; rank %d reads its tensors from replicas, proven by records or layouts: %s",
-                    own, current.group.rank, ", ".join(source.file.path for source in current.shard.sources))
-    agreed(current.group, lambda: check_fit(arrays, adapter.wanted_of(network, arrays),
-                                            (lambda name: True) if deduplicated else is_transient))
-    put(network, arrays, deduplicated, current)
+    replicas = [source.file.path for source in shard.sources]
+    if any(path != own for path in replicas):
+        context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, proven by records or layouts:"
+                             f" {', '.join(replicas)}"))
+    agreed(group, lambda: check_fit(arrays, adapter.wanted_of(network, arrays),
+                                    (lambda name: True) if deduplicated else is_transient))
+    put(network, arrays, deduplicated, context)
 
 
-def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current: session.Session,
-        may_miss: Callable[[str], bool] = is_transient) -> None:
-    """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. LoadError if something is
-    left that may not."""
+def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
+        may_miss: Callable[[str], bool] = is_transient, read_bytes: int | None = None, source: str = "") -> None:
+    """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. ``read_bytes``: from files;
+    ``source``: of the weights, for people. LoadError if something is left that may not."""
     if "global_step" in arrays:
-        arrays["global_step"] = np.full(arrays["global_step"].shape, current.global_step, arrays["global_step"].dtype)
+        array = arrays["global_step"]
+        arrays["global_step"] = np.full(array.shape, context.progress.global_step, array.dtype)
     wanted = adapter.wanted_of(network, arrays)
     for name in set(wanted) & set(arrays):
         arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
@@ -140,15 +148,15 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, current
     left = [name for name in adapter.load_into(network, arrays, deduplicated) if not may_miss(name)]
     if left:
         raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
-    adapter.logger().info("mindresume: loaded %d tensors of rank %d, %.1f MiB", count, current.group.rank, size / 2**20)
+    context.emit(WeightsLoaded(context.group.rank, count, size, read_bytes, source))
 
 
-def read_shard(storage: Storage, root: str, shard: VerifiedShard, gauge: ProgressReporter | None = None
+def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: ProgressReporter | None = None
                ) -> tuple[dict[str, np.ndarray], bool]:
     """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
     again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
-    arrays, deduplicated, gauge = {}, False, gauge or ProgressReporter.silent()
-    gauge.expect(sum(source.file.size or 0 for source in shard.sources))
+    arrays, deduplicated, reporter = {}, False, reporter or ProgressReporter.silent()
+    reporter.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:
         path = os.path.join(root, source.file.path)
         with storage.open(path) as file:
@@ -161,5 +169,5 @@ def read_shard(storage: Storage, root: str, shard: VerifiedShard, gauge: Progres
                 row = shard.details.tensors.get(name) if shard.details else None
                 if row is not None and array_checksum(arrays[name]) != row.checksum:
                     raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
-                gauge.advance(arrays[name].nbytes)
+                reporter.advance(arrays[name].nbytes)
     return arrays, deduplicated

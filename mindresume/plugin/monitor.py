@@ -20,17 +20,17 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import network as live
 from mindresume.errors import SaveError
-from mindresume.events import Event, Resumed, SaveWritten
-from mindresume.events.log_lines import LogLines
+from mindresume.events import Resumed
 from mindresume.formats.names import stem
 from mindresume.formats.records import ranks_count
-from mindresume.plugin import adapter, session, telling, upstream, upstream_check
+from mindresume.plugin import adapter, session, upstream, upstream_check
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents
 from mindresume.plugin.group import group_of_job
-from mindresume.resume.account import format_summary, random_state_row
+from mindresume.resume.account import random_state_row
 from mindresume.resume.health import add
 from mindresume.resume.restore import number_runs
+from mindresume.settings import Settings
 from mindresume.store.manager import CheckpointManager
 from mindresume.store.retention import Policy, policy_of
 from mindresume.store.save_session import SaveSession
@@ -56,6 +56,7 @@ class CheckpointMonitor(BuiltIn):
         self._ours = self._iterations or not self._asked["enc_key"]
         self._checkpoints: CheckpointManager | None = None      # of the training that it is in
         self._contents: Contents | None = None
+        self._context: session.TrainingContext | None = None
         self._since = time.monotonic()
 
     @property
@@ -68,18 +69,20 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().on_train_begin(run_context)
         self._start(session.current())
-        self._checkpoints.listen(run_context.original_args().list_callback or (), session.current().requests)
+        self._checkpoints.listen(run_context.original_args().list_callback or (), self._context.requests)
         return None
 
     def step_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().step_end(run_context)
         if self._checkpoints is None:                       # it is in no training
-            session.current().end_trial()
+            session.current().resources.load_attempt.end()
             return self._save_ckpt(run_context.original_args())
-        reason = self._checkpoints.step_end(_Step(self, run_context.original_args()))
+        step, progress = _Step(self, run_context.original_args()), self._context.progress
+        progress.step = step.number
+        reason = self._checkpoints.step_end(step)
         if reason:
-            session.current().left = reason
+            progress.stop_reason = reason
             run_context.request_stop()
         return None
 
@@ -91,7 +94,7 @@ class CheckpointMonitor(BuiltIn):
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        trial = session.current().trial
+        trial = session.current().resources.load_attempt.trial
         if trial is not None and not trial.begun:
             adapter.when_compiled(run_context.original_args().train_network, self._checkpoints.begin_trial)
         return super(BuiltIn, self).on_train_step_begin(run_context)        # the built-in polls its own writer here
@@ -108,9 +111,8 @@ class CheckpointMonitor(BuiltIn):
             self._checkpoints.end(_Step(self, run_context.original_args()), self._close)
         return None
 
-    @staticmethod
-    def _close() -> None:
-        session.current().monitor = None
+    def _close(self) -> None:
+        self._context.monitor = None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
         """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, of a monitor that is in no training (mindformers
@@ -148,58 +150,55 @@ class CheckpointMonitor(BuiltIn):
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
-    def _start(self, current: session.Session) -> None:
+    def _start(self, context: session.TrainingContext) -> None:
         """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
-        log, current.group = adapter.logger(), group_of_job()
-        policy = self._policy(current)                      # on every rank: keys that contradict each other stop all of them
+        resources, plan = context.resources, context.plan
+        self._context, resources.group = context, group_of_job()
+        policy = self._policy(context.settings)             # on every rank: keys that contradict each other stop all of them
         asked = self._asked
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
                               asked["async_save"], self._iterations, self._directory)
-        self._checkpoints = manager = CheckpointManager(self.storage, current.group, current.settings, options, policy, _emit,
-                                                        current.pending, self._since)
-        resumed, origin = (current.choice, current.resumed_from or current.choice) if current.resumes else (None, None)
-        home = manager.open(current.islands, origin, partial(number_runs, current.remote, _emit))
-        current.release()                                   # every rank has loaded before it comes here
+        self._checkpoints = manager = CheckpointManager(self.storage, resources.group, context.settings, options, policy,
+                                                        context.emit, resources.load_attempt, self._since)
+        resumed, origin = (plan.choice, plan.selected or plan.choice) if plan.resumes else (None, None)
+        home = manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
+        resources.release()                                 # every rank has loaded before it comes here
         if not self._iterations:
-            self._prefix = stem(self.origin_prefix, current.group.rank, home.suffix)
-        self._contents = self._make_contents(home)
-        manager.begin(self._append_step_num, resumed, current.remote)
-        current.monitor = self
+            self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
+        self._contents = self._make_contents(home, context)
+        manager.begin(self._append_step_num, resumed, resources.remote)
+        context.monitor = self
         manager.meet()
-        if current.resumes:
-            details = current.shard.details if current.shard else None
-            restored = live.restore_random(details.random) if details and details.random else []
-            saved_by, size = current.choice.chosen.world_size, current.group.size
-            other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
-            log.info("mindresume: the state of the training:\n%s",
-                     format_summary([*current.account, random_state_row(restored, other)]))
-            self._say_lost(current)
+        if plan.resumes:
+            self._restore_random(context)
 
-    def _say_lost(self, current: session.Session) -> None:
-        now, lost = time.time(), current.lost
-        if lost is not None:
-            _emit(Resumed(self._append_step_num, lost_steps=lost.steps, lost_seconds=lost.seconds(now)))
-        telling.scalars(self._append_step_num, load_seconds=current.load_seconds, steps_lost=lost and lost.steps,
-                        seconds_lost=lost and lost.seconds(now))
+    def _restore_random(self, context: session.TrainingContext) -> None:
+        """The last part of a resume. Emits its summary."""
+        details = context.shard.details if context.shard else None
+        restored = live.restore_random(details.random) if details and details.random else []
+        saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
+        other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
+        rows = (*context.progress.summary, random_state_row(restored, other))
+        context.emit(Resumed(self._append_step_num, tuple(tuple(row) for row in rows), context.progress.load_seconds,
+                             lost and lost.steps, lost and lost.seconds(time.time())))
 
     def _root(self) -> str:
         if not self._iterations:
             return os.path.dirname(self._directory)
         return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
 
-    def _make_contents(self, home: SaveSession) -> Contents:
+    def _make_contents(self, home: SaveSession, context: session.TrainingContext) -> Contents:
         inference = [(self.save_trainable_params, self.trainable_directory, "trainable_params"),
                      (self.save_network_params, self.network_directory, "network")]
         if self._iterations:                            # mindformers ignores them there (callback.py, step_end)
             inference.clear()
         return Contents(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
-                        self.global_batch_size, self.save_optimizer,
+                        self.global_batch_size, self.save_optimizer, context.progress, context.emit,
                         tuple((folder, kind) for wanted, folder, kind in inference if wanted),
                         self._asked["keep_checkpoint_max"] or 0,
                         self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
 
-    def _policy(self, current: session.Session) -> Policy:
-        settings = current.settings
+    def _policy(self, settings: Settings) -> Policy:
         return policy_of(self._asked["keep_checkpoint_max"], self._asked["keep_checkpoint_per_n_minutes"],
                          settings.keep_every_steps, settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
 
@@ -252,10 +251,3 @@ class _Step(Step):
 
     def exchanges(self) -> bool:
         return adapter.collecting_exchanges(self.cb_params.train_network, bool(self.monitor._config.integrated_save))
-
-
-def _emit(event: Event) -> None:
-    LogLines(adapter.logger()).emit(event)
-    if isinstance(event, SaveWritten):
-        telling.scalars(event.step, save_seconds=event.write_seconds, save_mib=event.size_bytes / 2**20,
-                        save_stall_seconds=event.stall_seconds)

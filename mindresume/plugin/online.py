@@ -1,7 +1,7 @@
 """Loading in Checkpoint 2.0 (``use_legacy_format: False``, or a ``checkpoint:`` section): any checkpoint into the layout of this
 job, while it is loaded; nothing is converted on disk.
 
-    at the start   both dialects of the keys -> one wish ─▶ the choice, agreed by all ranks ─▶ both dialects are set to it
+    at the start   both dialects of the keys -> LoadRequest ─▶ the choice, agreed by all ranks ─▶ both dialects are set to it
     the counters   mindformers computes them from common.json: it is given numbers that come out as ours
     at the load    network compiled ─▶ layouts of this job ─▶ regions of this rank ─▶ byte ranges ─▶ read, verified, loaded
 
@@ -15,22 +15,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mindresume.agree import agreed, decide, report
 from mindresume.errors import ConfigError, LoadError
+from mindresume.events import Notice, warning
 from mindresume.files.model import DTYPES
 from mindresume.formats.complete import is_complete
 from mindresume.formats.huggingface import ARCHITECTURES
 from mindresume.formats.iteration_files import COMMON
 from mindresume.formats.records import listed
 from mindresume.network import job_layouts
-from mindresume.plugin import adapter, choosing, loading, session, telling
+from mindresume.plugin import adapter, choosing, loading
 from mindresume.plugin.convert import OPENING
 from mindresume.plugin.group import Passing
-from mindresume.reshard.balanced import Exchange, pass_on, plan
+from mindresume.plugin.load_progress import traffic_of_load
+from mindresume.plugin.session import LoadRequest, ResumePlan, TrainingContext
+from mindresume.reshard.balanced import Exchange, pass_on
+from mindresume.reshard.balanced import plan as plan_broadcasts
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.load import WORKERS, bytes_of, read_regions, wanted_regions
@@ -41,24 +45,14 @@ from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage, Storage
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the configuration asks to be loaded. ``path``: empty: nothing. ``resume``: with optimizer and counters; else the
-    weights alone. ``balanced``: replicas read once, and pass on."""
-    path: str
-    resume: bool
-    balanced: bool = False
-    workers: int = 0
-
-
 def applies(config: Any) -> bool:
     """Whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config)."""
     return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
 
 
-def wish_of(config: Any) -> Wish:
-    """Of both dialects: what one does not say, the other does. ConfigError that names both if they contradict each other: to pass
-    over one of them silently, as mindformers does, would load other weights than were asked for."""
+def load_request(config: Any) -> LoadRequest:
+    """Returns what both dialects ask for: what one does not say, the other does. ConfigError that names both if they contradict
+    each other: to pass over one of them silently, as mindformers does, would load other weights than were asked for."""
     section, asked = config.get("checkpoint") or {}, config.get("resume_training")
     path, old = str(section.get("load_path") or ""), str(config.get("load_checkpoint") or "")
     if path and old and os.path.realpath(path) != os.path.realpath(old):
@@ -79,35 +73,36 @@ def wish_of(config: Any) -> Wish:
     workers = section.get("reshard_worker_num") or config.get("reshard_worker_num") or 0
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise ConfigError(f"reshard_worker_num is {workers!r}; expected a whole number of at least 1")
-    return Wish(path, resume, bool(config.get("balanced_load") if balanced is None else balanced), workers)
+    return LoadRequest(path, resume, True, bool(config.get("balanced_load") if balanced is None else balanced), workers)
 
 
-def choose(config: Any, current: session.Session, storage: Storage) -> None:
-    """Sets the keys of both dialects to what was chosen by all ranks, or to a fresh start. Errors as ``choosing.choose``;
-    ConfigError for keys that contradict each other."""
-    wish = wish_of(config)
+def choose(config: Any, context: TrainingContext, storage: Storage) -> None:
+    """Sets the keys of both dialects, and the plan of ``context``, to what was selected by all ranks, or to a fresh start. Errors
+    as of ``choosing.choose``; ConfigError for keys that contradict each other."""
+    asked = load_request(config)
     for callback in config.get("callbacks") or []:
         if callback.get("type") == adapter.ALIAS and callback.get("checkpoint_format", "ckpt") == "ckpt":
             callback["checkpoint_format"] = "safetensors"           # document 004: converted by itself
     pretrained = str(config.get("pretrained_model_dir") or "")
-    if not wish.path and not pretrained:
+    if not asked.path and not pretrained:
         return
-    choice, resume = None, False
-    if wish.path and not decide(current.group, lambda: is_pretrained(storage, wish.path)):
-        choice = choosing.choose(config, wish.path, None, current, storage, converts=True, resume=wish.resume,
-                                 healthy=wish.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
-                                 "are initialised at random")
-        resume = wish.resume and choice is not None
-        folder = _shown(choice.root, choice.chosen.base) if choice else pretrained
-    elif wish.resume and wish.path:
-        raise ConfigError(f"{wish.path} holds weights of Hugging Face, from which no training can be resumed: they have no "
+    plan, resume = None, False
+    if asked.path and not decide(context.group, lambda: is_pretrained(storage, asked.path)):
+        plan = choosing.choose(config, asked.path, None, context, storage, converts=True, resume=asked.resume,
+                               healthy=asked.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
+                               "are initialised at random")
+        resume = asked.resume and plan is not None
+        folder = _shown(plan.choice.root, plan.choice.chosen.base) if plan else pretrained
+    elif asked.resume and asked.path:
+        raise ConfigError(f"{asked.path} holds weights of Hugging Face, from which no training can be resumed: they have no "
                           f"optimizer state and no step. To begin with them set resume_training: False (no_load_optim: True), or "
                           f"give them as pretrained_model_dir and the folder of checkpoints as load_checkpoint")
     else:
-        folder = wish.path or pretrained
-    if choice is None and folder:
-        adapter.logger().info("mindresume: weights of Hugging Face to begin with: %s", folder)
-    current.online = session.Online(resume, wish.balanced, folder, choice is None, wish.workers) if folder else None
+        folder = asked.path or pretrained
+    if plan is None and folder:
+        context.emit(Notice(f"the training begins with Hugging Face weights: {folder}"))
+    if folder:
+        context.plan = replace(plan or ResumePlan(), request=replace(asked, path=folder, resume=resume, pretrained=plan is None))
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = folder, resume, "safetensors"
     if config.get("checkpoint"):
         config.checkpoint.load_path, config.checkpoint.no_load_optim = folder, not resume
@@ -138,11 +133,11 @@ def _health_matters(config: Any) -> bool:
 
 # ---- counters --------------------------------------------------------------------------------------------------------
 
-def common_for(config: Any, dataset_size: int, current: session.Session) -> dict[str, Any]:
-    """Numbers of ``common.json`` with which the formulas of mindformers (trainer/base_trainer.py, training_process) give the
-    progress of this run: at its own global batch size nothing is scaled any more. ProgressError: see
+def common_for(config: Any, dataset_size: int, context: TrainingContext) -> dict[str, Any]:
+    """Returns numbers of ``common.json`` with which the formulas of mindformers (trainer/base_trainer.py, training_process) give
+    the progress of this run: at its own global batch size nothing is scaled any more. ProgressError: see
     ``loading.progress_for``."""
-    progress, scale = loading.progress_for(config, dataset_size, current)
+    progress, scale = loading.progress_for(config, dataset_size, context)
     runner, epoch = config.runner_config, progress.initial_epoch
     if not runner.sink_mode:                                        # it subtracts one within an epoch
         epoch += progress.initial_step % dataset_size != 0
@@ -155,76 +150,72 @@ def common_for(config: Any, dataset_size: int, current: session.Session) -> dict
 
 # ---- at the load -----------------------------------------------------------------------------------------------------
 
-def load(network: Any, optimizer: Any, current: session.Session) -> None:
-    """Loads what was chosen: all parameters of the train network, or without resume those of ``network``. AgreementError on all
+def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
+    """Loads what was selected: all parameters of the train network, or without resume those of ``network``. AgreementError on all
     ranks for whatever fails on one."""
-    if current.online.pretrained:
-        return load_pretrained(current.online.model._train_network, network, current.online.folder, current)
-    train, source = current.online.model._train_network, agreed(current.group, current.open_source, OPENING)
+    plan, train = context.plan, context.objects.model._train_network
+    if plan.request.pretrained:
+        return load_pretrained(train, network, plan.request.path, context)
+    source = agreed(context.group, plan.open_source, OPENING)
     shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
-    names = set(shapes) if current.online.resume else of_model & set(shapes)
-    optional = _optional(current, names - of_model - of_optimizer)
-    arrays = _arrays(train, source, {name: shapes[name] for name in names}, of_model, current, optional)
-    return loading.put(train, arrays, False, current, lambda name: name not in names or optional(name))
+    names = set(shapes) if plan.request.resume else of_model & set(shapes)
+    optional = _optional(context, names - of_model - of_optimizer)
+    arrays, read_bytes = _arrays(train, source, {name: shapes[name] for name in names}, of_model, context, optional)
+    return loading.put(train, arrays, False, context, lambda name: name not in names or optional(name), read_bytes, source.what)
 
 
-def load_pretrained(train: Any, network: Any, folder: str, current: session.Session) -> None:
-    """Weights of Hugging Face, of this rank's slices only. ``train``: what was compiled, with ``network`` in it."""
-    core = adapter.core_network(network)
+def load_pretrained(train: Any, network: Any, folder: str, context: TrainingContext) -> None:
+    """Loads weights of Hugging Face, this rank's slices only. ``train``: what was compiled, with ``network`` in it."""
+    core, emit = adapter.core_network(network), context.emit
     template = getattr(core, "template", None)
     if template is None:
         raise ConfigError(f"{folder}: {type(core).__name__} has no conversion of Hugging Face weights in mindformers; there is "
                           f"one for {', '.join(ARCHITECTURES)}. Convert the weights first, and load them as load_checkpoint")
     names = set(network.parameters_dict())
     wanted = {name: row for name, row in adapter.wanted_of(train).items() if name in names and not is_transient(name)}
-    layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, current.group.size,
-                          lambda text: adapter.logger().warning("mindresume: %s", text))
-    traffic, waiting = telling.traffic_of_load(sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()))
-    arrays = agreed(current.group, lambda: read_network(
-        PosixStorage(), folder, wanted, layouts, current.group.rank, network=core.get_gpt_transformer_config(),
+    layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, context.group.size,
+                          lambda text: emit(warning(text)))
+    traffic, waiting = traffic_of_load(
+        sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()), emit)
+    arrays = agreed(context.group, lambda: read_network(
+        PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
         tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), waiting)
     loaded = set(arrays)
-    adapter.logger().info("mindresume: rank %d loads %d tensors of %s: %.1f MiB read", current.group.rank, len(arrays), folder,
-                          traffic.read / 2**20)
-    loading.put(train, arrays, False, current, lambda name: name not in loaded)
+    loading.put(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 
 
 def _arrays(network: Any, source: Source, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
-            current: session.Session, optional: Callable[[str], bool]) -> dict[str, Any]:
-    """{name: array} of the parameters ``shapes`` of this rank, of a compiled network."""
-    log, group = adapter.logger(), current.group
+            context: TrainingContext, optional: Callable[[str], bool]) -> tuple[dict[str, Any], int]:
+    """Returns ({name: array} of the parameters ``shapes`` of this rank of a compiled network, bytes read from files)."""
+    emit, group, request = context.emit, context.group, context.plan.request
     layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
-                          lambda text: log.warning("mindresume: %s", text))
+                          lambda text: emit(warning(text)))
     regions = agreed(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
     initialised = [name for name in shapes if name not in regions and not is_transient(name)]
     if initialised and group.rank == 0:
-        log.warning("mindresume: not in %s, and left as they are initialised: %s", source.what, listed(initialised))
-    mine, exchanges = _shared(source.weights, regions, layouts, current)
-    traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, mine))
-    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, current.online.workers), traffic), waiting)
-    received = 0
+        emit(warning(f"not in {source.what}, and left as they are initialised: {listed(initialised)}"))
+    mine, exchanges = _shared(source.weights, regions, layouts, context) if request.balanced else (regions, [])
+    traffic, waiting = traffic_of_load(bytes_of(source.weights, mine), emit)
+    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), waiting)
     if exchanges:
         passing = Passing()
         dtypes = {name: source.weights.tensors[name].dtype for name in regions}
         received = pass_on(arrays, exchanges, regions, dtypes, group.rank, passing)
         passing.close()
-    log.info("mindresume: rank %d loads %d tensors, %.1f MiB, of %s: %.1f MiB read%s", group.rank, len(regions),
-             sum(array.nbytes for array in arrays.values()) / 2**20, source.what, traffic.read / 2**20,
-             f", {received / 2**20:.1f} MiB from other ranks" if exchanges else "")
-    return arrays
+        emit(Notice(f"balanced load of rank {group.rank}: {traffic.read / 2**20:.1f} MiB read, {received / 2**20:.1f} MiB from "
+                    f"other ranks"))
+    return arrays, traffic.read
 
 
-def _shared(weights: Weights, regions: Mapping[str, Region], layouts: Mapping[str, Any], current: session.Session
+def _shared(weights: Weights, regions: Mapping[str, Region], layouts: Mapping[str, Any], context: TrainingContext
             ) -> tuple[Mapping[str, Region], list[Exchange]]:
-    """With balanced load: what this rank reads, and what the ranks pass on to each other."""
-    if not current.online.balanced:
-        return regions, []
-    mine, exchanges = plan(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
-                           current.group.rank)
-    if not any(report(current.group, lambda: bool(exchanges))):
-        adapter.logger().info("mindresume: load_balanced (balanced_load) has no effect: no two ranks of this job hold the same "
-                              "part of a tensor")
+    """Returns, for a balanced load, what this rank reads and what the ranks broadcast to each other."""
+    mine, exchanges = plan_broadcasts(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
+                           context.group.rank)
+    if not any(report(context.group, lambda: bool(exchanges))):
+        context.emit(Notice("load_balanced (balanced_load) has no effect: no two ranks of this job hold the same part of a "
+                            "tensor"))
     return mine, exchanges
 
 
@@ -238,9 +229,9 @@ def _regions(weights: Weights, shapes: Mapping[str, tuple[tuple[int, ...], str]]
     return wanted_regions(weights, shapes, layouts, rank, optional, allow=True)
 
 
-def _optional(current: session.Session, of_step: Collection[str]) -> Callable[[str], bool]:
+def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[str], bool]:
     """Parameters that a checkpoint need not have: those that live within a step, those that the user allows, the optimizer's
     counter of steps, which is set anyway, and ``of_step``, those of the train step, which mindformers never saves."""
     def optional(name: str) -> bool:
-        return is_transient(name) or name == "global_step" or name in of_step or current.settings.allows(name)
+        return is_transient(name) or name == "global_step" or name in of_step or context.settings.allows(name)
     return optional

@@ -1,21 +1,35 @@
-"""What one training of this process shares between the hooks and the CheckpointMonitor: settings, group, and the resume.
+"""The context of one training of this process: the one object that is reachable from inside mindformers' calls.
 
-A process trains one thing at a time, and mindformers passes its functions nothing of ours; so there is one current session.
+    with training(config) as context: ...       # begin: event file, TensorBoard, log lines; end: outcome, resources closed
+    with inference(PREDICT, config) as context: ...
+    current()                                   # within them; else an idle context, for a CheckpointMonitor without Trainer
+
+A process trains one thing at a time, and mindformers passes its functions nothing of ours; so there is one current context. It is
+handed on to the functions that need it.
 """
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+import mindresume
 from mindresume.agree import Group, Solo
 from mindresume.data import DataPosition
-from mindresume.errors import ConfigError
+from mindresume.errors import ConfigError, TrainingCompleteError
+from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, TrainingEnded, TrainingStarted
+from mindresume.events.emitter import Emitter
+from mindresume.events.event_file import EventFile
+from mindresume.plugin import adapter, modelarts
+from mindresume.plugin.group import group_of_job
+from mindresume.plugin.telling import MindFormersLog, TensorBoard
 from mindresume.reshard.source import Source
 from mindresume.resume.account import SummaryRow
 from mindresume.resume.choosing import own_shard
@@ -24,84 +38,100 @@ from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.prove import VerifiedShard
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
+from mindresume.store import preemption
 from mindresume.store.claim import Claim
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
 from mindresume.store.remote import Remote
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.store.trials import PendingTrial, Trial
+from mindresume.store.trials import PendingTrial
+
+TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
 
-@dataclass
-class Online:
-    """Loading in Checkpoint 2.0. ``resume``: with optimizer and counters, else weights alone. ``folder``: what mindformers is
-    shown. ``common``: what it reads as ``common.json`` there, once. ``model``: mindspore's, as soon as it is made.
-    ``workers``: threads that read, 0: as many as make sense."""
-    resume: bool
-    balanced: bool
-    folder: str
-    pretrained: bool = False
-    workers: int = 0
-    config: Any = None
-    model: Any = None
-    common: dict[str, Any] | None = None
-
+# ---- decided once ----------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class WeightsAlone:
-    """Loading of weights alone in Checkpoint 1.0. ``path``: what mindformers is shown. ``trains``: a training begins with them;
-    else they are evaluated, or predict. ``converts``: auto_trans_ckpt, as the user wrote it."""
+class LoadRequest:
+    """What the configuration asks to be loaded, and how.
+
+    ``path``: of the checkpoint, empty: nothing; once it is selected, what mindformers is shown. ``resume``: with optimizer and
+    counters, else the weights alone. ``iterations``: by the code for Checkpoint 2.0. ``balanced``: replicas are read once and
+    broadcast. ``workers``: threads that read, 0: as many as make sense. ``pretrained``: ``path`` holds Hugging Face weights.
+    ``trains``: a training begins with the weights; else they are evaluated, or predict. ``converts``: auto_trans_ckpt, as the
+    user wrote it."""
     path: str
-    trains: bool
-    converts: bool
+    resume: bool = True
+    iterations: bool = False
+    balanced: bool = False
+    workers: int = 0
+    pretrained: bool = False
+    trains: bool = True
+    converts: bool = False
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where this run began: its first step follows ``step``; ``consumed``: samples seen before, None not known."""
+class ResumePlan:
+    """What was selected and how it is loaded.
+
+    ``choice``: the checkpoint; after a conversion on disk the converted one. ``selected``: the same before any conversion.
+    ``open_source``: opens it as weights in whatever layout; None: each rank loads what it verified itself. ``lost``: on rank 0,
+    what a job that died had done after it."""
+    request: LoadRequest | None = None
+    choice: Choice | None = None
+    selected: Choice | None = None
+    open_source: Callable[[], Source] | None = None
+    lost: LostWork | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether counters and optimizer are restored; weights alone are no resume."""
+        return self.choice is not None and self.choice.chosen is not None and (self.request is None or self.request.resume)
+
+    @property
+    def iterations(self) -> LoadRequest | None:
+        """The request of a load by the code for Checkpoint 2.0; None: there is none."""
+        return self.request if self.request is not None and self.request.iterations else None
+
+    @property
+    def weights_only(self) -> LoadRequest | None:
+        """The request of a load of weights alone in Checkpoint 1.0; None: there is none."""
+        return self.request if self.request is not None and not (self.request.iterations or self.request.resume) else None
+
+
+@dataclass(frozen=True)
+class RunOrigin:
+    """Where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: not known."""
     step: int = 0
     position: DataPosition = DataPosition()
     consumed: int | None = 0
 
 
-@dataclass
-class Session:
-    """``choice`` with a chosen candidate: this training resumes, and ``shard`` is what this rank proved and loads."""
-    settings: Settings = field(default_factory=Settings)
-    group: Group = field(default_factory=Solo)
-    choice: Choice | None = None
-    resumed_from: Choice | None = None       # the same before anything was converted
-    training: bool = False                   # inside Trainer.train or finetune
-    islands: dict[str, Islands] = field(default_factory=dict)    # which ranks see the same folder, by its path
-    monitor: Any = None                      # the CheckpointMonitor that saves in this training
-    lost: LostWork | None = None             # on rank 0: what a job that died had done behind the chosen checkpoint
-    load_seconds: float = 0.0                # of choosing, reading and checking
-    requests: Mapping[str, Any] = field(default_factory=dict)    # to leave, from before it began (store/preemption.py)
-    left: str = ""                           # why it ended before its end, having saved its last step
-    global_step: int = 0                     # of the optimizer, scaled to this run's global batch size
-    identity: Mapping[str, str] = field(default_factory=dict)    # of the data set; empty: not known
-    origin: Origin = field(default_factory=Origin)
-    progress: ResumeProgress | None = None   # of a resume: where it goes on
-    account: list[SummaryRow] = field(default_factory=list)      # of a resume, for people
-    dataset_size: int | None = None          # steps of one pass over the data
-    sink_size: int | None = None             # None: not in sink mode
-    metrics: dict[str, float] = field(default_factory=dict)      # reported by the user, newest value each
-    hold: Claim | None = None                # keeps the chosen checkpoint from being removed until all ranks have read it
-    pending: PendingTrial = field(default_factory=PendingTrial)     # of the chosen checkpoint
-    open_source: Callable[[], Source] | None = None     # the chosen checkpoint as weights, where the layout may be another
-    online: Online | None = None             # Checkpoint 2.0: what is loaded, and how
-    alone: WeightsAlone | None = None        # Checkpoint 1.0 without a resume
-    task: str = ""                           # outside of a training: what is done with the network, evaluate or predict
-    storage: Storage = field(default_factory=PosixStorage)      # by which the chosen checkpoint is verified, and then loaded
-    remote: Remote | None = None             # ModelArts: where checkpoints are kept when the disks are gone
+# ---- what changes ----------------------------------------------------------------------------------------------------
 
-    @property
-    def shard(self) -> VerifiedShard | None:
-        """What this rank proved and loads; None if the checkpoint is of another number of ranks (it is converted then)."""
-        return own_shard(self.choice, self.group)
+@dataclass
+class RunProgress:
+    """Counters of the run.
+
+    ``dataset_size``: steps of one pass over the data. ``sink_size``: None: not in sink mode. ``dataset_identity``: its
+    fingerprint, empty: not known. ``restored``: where a resume continues; ``global_step``: of its optimizer, scaled to the global
+    batch size of this run; ``summary``: rows for people. ``load_seconds``: spent on selecting, reading and verifying. ``step``:
+    the last one that is done. ``stop_reason``: why the training stopped before its end, with its last step saved. ``metrics``:
+    the newest value of each that the user reported."""
+    origin: RunOrigin = RunOrigin()
+    restored: ResumeProgress | None = None
+    global_step: int = 0
+    summary: list[SummaryRow] = field(default_factory=list)
+    dataset_identity: Mapping[str, str] = field(default_factory=dict)
+    dataset_size: int | None = None
+    sink_size: int | None = None
+    load_seconds: float = 0.0
+    step: int | None = None
+    stop_reason: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def data_at(self, step: int, batch: int | None) -> tuple[int | None, DataPosition | None]:
-        """(samples seen, where the data stands) after ``step``; None where it is not known."""
+        """Returns (samples seen, position in the data) after ``step``; None where it is not known."""
         if not batch or not self.dataset_size:
             return None, None
         done, origin = step - self.origin.step, self.origin
@@ -109,57 +139,149 @@ class Session:
                 origin.position.after(done, self.dataset_size, batch))
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Its time counts as that of the load."""
+    def timed_load(self) -> Iterator[None]:
+        """Adds the time of its block to ``load_seconds``."""
         started = time.monotonic()
         try:
             yield
         finally:
             self.load_seconds += time.monotonic() - started
 
-    def loaded(self) -> None:
-        """This rank has what it verified, or does without it: the memory is for the training."""
+
+@dataclass
+class Resources:
+    """What is opened for the run, and closed once at its end.
+
+    ``storage``: verifies the selected checkpoint, and loads it. ``topology``: which ranks see the same folder, by its path.
+    ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``load_attempt``: pending until
+    its first step is done. ``remote``: where checkpoints are kept besides."""
+    group: Group = field(default_factory=Solo)
+    emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
+    storage: Storage = field(default_factory=PosixStorage)
+    topology: dict[str, Islands] = field(default_factory=dict)
+    read_lock: Claim | None = None
+    load_attempt: PendingTrial = field(default_factory=PendingTrial)
+    remote: Remote | None = None
+
+    def drop_verified_bytes(self) -> None:
+        """Frees the verified bytes that were kept in memory for the load."""
         if isinstance(self.storage, KeptFiles):
             self.storage.forget()
 
     def release(self) -> None:
-        """The chosen checkpoint has been read, or nobody is going to."""
-        self.loaded()
-        if self.hold is not None:
-            self.hold.leave()
-            self.hold = None
+        """Gives up what protects the selected checkpoint: it has been read, or nobody is going to. Idempotent."""
+        self.drop_verified_bytes()
+        if self.read_lock is not None:
+            self.read_lock.leave()
+            self.read_lock = None
+
+
+@dataclass
+class IterationObjects:
+    """What mindformers passes by on the way to a load of Checkpoint 2.0. ``common``: what it reads as common.json, once."""
+    config: Any = None
+    model: Any = None
+    common: dict[str, Any] | None = None
+
+
+@dataclass
+class TrainingContext:
+    """``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``: the CheckpointMonitor that saves in this training.
+    ``requests``: to stop, from before it began (``store.preemption``)."""
+    settings: Settings = field(default_factory=Settings)
+    task: str = ""
+    resources: Resources = field(default_factory=Resources)
+    plan: ResumePlan = ResumePlan()
+    progress: RunProgress = field(default_factory=RunProgress)
+    objects: IterationObjects = field(default_factory=IterationObjects)
+    requests: Mapping[str, Any] = field(default_factory=dict)
+    monitor: Any = None
 
     @property
-    def trial(self) -> Trial | None:
-        """Of the chosen checkpoint, until a step is done."""
-        return self.pending.trial
-
-    @trial.setter
-    def trial(self, trial: Trial | None) -> None:
-        self.pending.trial = trial
-
-    def end_trial(self, error: BaseException | None = None) -> None:
-        """A step is done; or this rank ends with ``error``."""
-        self.pending.end(error)
+    def group(self) -> Group:
+        return self.resources.group
 
     @property
-    def resumes(self) -> bool:
-        """Counters and optimizer too; weights alone are no resume."""
-        return self.choice is not None and self.choice.chosen is not None and self.alone is None and (
-            self.online is None or self.online.resume)
+    def emit(self) -> Emitter:
+        return self.resources.emit
+
+    @property
+    def shard(self) -> VerifiedShard | None:
+        """What this rank verified and loads; None if the checkpoint is of another number of ranks (it is converted then)."""
+        return own_shard(self.plan.choice, self.group)
 
 
-_current = [Session()]
+# ---- its life --------------------------------------------------------------------------------------------------------
+
+_current = [TrainingContext()]
 
 
-def current() -> Session:
+def current() -> TrainingContext:
     return _current[0]
 
 
-def begin(session: Session) -> Session:
+def begin(context: TrainingContext) -> TrainingContext:
     """Makes it the current one."""
-    _current[0] = session
-    return session
+    _current[0] = context
+    return context
+
+
+@contextmanager
+def training(config: Any) -> Iterator[TrainingContext]:
+    """The context of a training. Ends quietly on TrainingCompleteError; any other error passes, after it is recorded.
+
+    On every rank, also after an error: the load attempt is told of it, the selected checkpoint is released, the monitor finishes
+    the save in flight, and TrainingEnded is the last event."""
+    group = group_of_job()
+    emit = Emitter(MindFormersLog(), TensorBoard(), EventFile(adapter.output_root(), group.rank))
+    context, ended = TrainingContext(task=TRAIN, resources=Resources(group, emit)), TrainingEnded(FAILED)
+    with ExitStack() as end:                            # last in, first out
+        end.callback(begin, TrainingContext())          # an evaluation or another training after this one loads its own
+        end.callback(_close, emit)
+        end.callback(lambda: emit(ended))
+        end.callback(_settle, context)
+        end.callback(context.resources.release)
+        begin(context)
+        try:
+            emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__))
+            context.settings = Settings.load(config.get("mindresume"))
+            context.resources.remote = modelarts.remote_of(config)
+            context.requests = preemption.requests(config)
+            yield context
+            reason = context.progress.stop_reason
+            ended = TrainingEnded(PREEMPTED if reason else FINISHED, reason, context.progress.step)
+        except TrainingCompleteError as error:
+            ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
+        except BaseException as error:
+            context.resources.load_attempt.end(error)
+            ended = TrainingEnded(FAILED, f"{type(error).__name__}: {error}", context.progress.step)
+            raise
+
+
+@contextmanager
+def inference(task: str, config: Any) -> Iterator[TrainingContext]:
+    """The context of an evaluation or a prediction: it loads weights alone, and saves nothing."""
+    before = current()
+    context = begin(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
+    try:
+        yield context
+    finally:
+        try:
+            context.resources.release()
+        finally:
+            begin(before)
+
+
+def _settle(context: TrainingContext) -> None:
+    monitor, context.monitor = context.monitor, None
+    if monitor is not None:                             # the training failed
+        monitor.settle()
+
+
+def _close(emit: Emitter) -> None:
+    """Closes the event file. Uploads may still end behind the training, at the exit of the process: that is said in the log."""
+    emit.close()
+    emit.add(MindFormersLog())
 
 
 def report_metric(name: str, value: Any) -> None:
@@ -171,8 +293,8 @@ def report_metric(name: str, value: Any) -> None:
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
     if array.size != 1 or array.dtype.kind in "OSUb":
         raise ConfigError(f"report_metric: {name} is {value!r}; expected one number")
-    number = float(array.reshape(-1)[0])
+    number, metrics = float(array.reshape(-1)[0]), current().progress.metrics
     if math.isfinite(number):
-        current().metrics[name] = number
+        metrics[name] = number
     else:
-        current().metrics.pop(name, None)
+        metrics.pop(name, None)

@@ -19,23 +19,25 @@ import numpy as np
 
 from mindresume.agree import agreed, decide, report
 from mindresume.errors import LoadError
-from mindresume.events.log_lines import LogLines
+from mindresume.events import Emit, Notice, warning
+from mindresume.events.progress import ProgressReporter
 from mindresume.files.model import DTYPES
 from mindresume.formats.complete import is_complete
 from mindresume.formats.records import header_of, listed
 from mindresume.formats.scan import is_root
 from mindresume.network import check_fit, job_layouts
-from mindresume.plugin import adapter, choosing, loading, online, session, telling
+from mindresume.plugin import adapter, choosing, loading, online
 from mindresume.plugin.convert import OPENING
+from mindresume.plugin.load_progress import traffic_of_load, waiting
+from mindresume.plugin.session import PREDICT, TRAIN, LoadRequest, TrainingContext
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.source import Source, open_complete
 from mindresume.resume.choosing import islands_of, locate_checkpoints
-from mindresume.resume.prove import ShardSource as ShardSource
+from mindresume.resume.prove import ShardSource
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage, Storage
 
-TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 _FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")
 _ADAPTERS = ("lora", "mindpet_delta")           # in the names of what mindformers adds to a network for pet_config
 
@@ -45,8 +47,8 @@ Wanted = Mapping[str, tuple[tuple[int, ...], str]]          # {parameter: (shape
 # ---- at the start ----------------------------------------------------------------------------------------------------
 
 def path_of(config: Any, task: str) -> str:
-    """Of the weights that are asked for; empty: none, or they are loaded by mindformers itself: for its inference models, and
-    with the adapters of slora, which lie elsewhere."""
+    """Returns the path of the weights that are asked for; empty: none, or they are loaded by mindformers itself: for its
+    inference models, and with the adapters of slora, which lie elsewhere."""
     if config.get("only_save_strategy") or adapter.pet_type(config) == "slora":
         return ""
     if task == PREDICT and not config.get("use_legacy") and config.get("run_mode") != "predict_with_train_model":
@@ -57,22 +59,22 @@ def path_of(config: Any, task: str) -> str:
     return str(path or "")
 
 
-def choose(config: Any, task: str, current: session.Session, storage: Storage) -> None:
-    """Sets the keys of ``config`` to what was chosen by all ranks. Errors as of ``choosing.choose``."""
+def choose(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
+    """Sets the keys of ``config``, and the plan of ``context``, to what was selected by all ranks. Errors as of
+    ``choosing.choose``."""
     path = path_of(config, task)
     if not path:
         return
-    group, asked = current.group, config.get("resume_training")
-    emit = LogLines(adapter.logger()).emit
-    path = locate_checkpoints(storage, path, group, emit)
+    group, asked = context.group, config.get("resume_training")
+    path = locate_checkpoints(storage, path, group, context.emit)
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
-        islands_of(storage, path, group, current.islands, emit).apart
-    choice = choosing.choose(config, path, asked if isinstance(asked, str) else None, current, storage, converts=not apart,
-                             resume=False, as_it_is=not converts)
-    chosen = choice.chosen
+        islands_of(storage, path, group, context.resources.topology, context.emit).apart
+    plan = choosing.choose(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
+                           resume=False, as_it_is=not converts)
+    choice, chosen = plan.choice, plan.choice.chosen
     shown = path if os.path.isfile(path) else os.path.join(choice.root, chosen.base) if chosen.base else choice.root
-    current.alone = session.WeightsAlone(shown, task == TRAIN, converts)
+    context.plan = replace(plan, request=LoadRequest(shown, resume=False, trains=task == TRAIN, converts=converts))
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
     if config.get("checkpoint"):
         config.checkpoint.load_path = shown
@@ -81,95 +83,93 @@ def choose(config: Any, task: str, current: session.Session, storage: Storage) -
 
 # ---- at the load -----------------------------------------------------------------------------------------------------
 
-def load(config: Any, model: Any, network: Any, dataset: Any, current: session.Session, storage: Storage, do_eval: bool,
+def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingContext, storage: Storage, do_eval: bool,
          do_predict: bool) -> bool:
-    """Loads what was chosen into the parameters of ``network``. False: mindformers has to do it, and nothing was done.
+    """Loads what was selected into the parameters of ``network``. False: mindformers has to do it, and nothing was done.
     AgreementError on all ranks for whatever fails on one."""
-    alone, log = current.alone, adapter.logger()
+    request, group, open_source = context.plan.request, context.group, context.plan.open_source
     path = config.checkpoint.load_path
-    if os.path.realpath(path) != os.path.realpath(alone.path):                  # mindformers has translated names into new files
-        current.open_source = partial(open_complete, storage, path)
-    source = agreed(current.group, current.open_source, OPENING) if current.open_source is not None else None
-    if not alone.trains:
+    if os.path.realpath(path) != os.path.realpath(request.path):                # mindformers has translated names into new files
+        open_source = partial(open_complete, storage, path)
+    source = agreed(group, open_source, OPENING) if open_source is not None else None
+    if not request.trains:
         network.set_train(False)
-    known = decide(current.group, lambda: source is not None and source.candidate is None and
+    known = decide(group, lambda: source is not None and source.candidate is None and
                    is_huggingface(storage, source.weights.name))        # asked of one: what follows are exchanges
     if reason := adapter.only_by_mindformers(network, source.weights.tensors if source else (), known):
-        log.warning("mindresume: %s: %s; mindformers loads it, and its log says what got no value", alone.path, reason)
-        config.auto_trans_ckpt = alone.converts
+        context.emit(warning(f"{request.path}: {reason}; mindformers loads it, and its log says what got no value"))
+        config.auto_trans_ckpt = request.converts
         return False
     if config.use_parallel and adapter.is_parallel():
         adapter.compile_for_load(config, model, dataset, do_eval, do_predict)
-    cell = model._train_network if alone.trains else network
-    with current.loading():
+    cell = model._train_network if request.trains else network
+    with context.progress.timed_load():
         if source is None:
-            _load_own(config, cell, network, current, storage)
+            _load_own(config, cell, network, context, storage)
         elif known and not set(network.parameters_dict()) & set(source.weights.tensors):
-            online.load_pretrained(cell, network, source.weights.name, current)
+            online.load_pretrained(cell, network, source.weights.name, context)
         else:
-            _load(config, cell, network, source, current)
-    current.release()
+            _load(config, cell, network, source, context)
+    context.resources.release()
     return True
 
 
-def _load(config: Any, cell: Any, network: Any, source: Source, current: session.Session) -> None:
-    """By regions, from any layout into that of the job."""
-    log, group, tensors = adapter.logger(), current.group, source.weights.tensors
+def _load(config: Any, cell: Any, network: Any, source: Source, context: TrainingContext) -> None:
+    """Loads by regions, from any layout into that of the job."""
+    emit, group, tensors = context.emit, context.group, source.weights.tensors
     wanted = agreed(group, lambda: _wanted(cell, network, tensors))
-    optional = _optional(config, current, tensors)
-    origin = agreed(group, lambda: names_in(wanted, tensors, source.what, optional))
+    optional = _optional(config, context, tensors)
+    origin = agreed(group, lambda: names_in(wanted, tensors, source.what, optional, emit))
     layouts = job_layouts(cell, {name: shape for name, (shape, _) in wanted.items()}, group.size,
-                          lambda text: log.warning("mindresume: %s", text))
+                          lambda text: emit(warning(text)))
     stored = {origin.get(name, name): (shape, _read_as(tensors, origin.get(name, name), dtype))
               for name, (shape, dtype) in wanted.items()}
     backwards = {other: name for name, other in origin.items()}
     regions = agreed(group, lambda: wanted_regions(
         source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
         lambda name: optional(backwards.get(name, name)), allow=True))
-    traffic, waiting = telling.traffic_of_load(bytes_of(source.weights, regions))
-    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), waiting)
+    traffic, until_read = traffic_of_load(bytes_of(source.weights, regions), emit)
+    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
     named = {backwards.get(name, name): array for name, array in arrays.items()}
     del arrays
-    agreed(group, lambda: _convert(named, wanted))
-    log.info("mindresume: rank %d loads %d tensors, %.1f MiB, of %s: %.1f MiB read", group.rank, len(named),
-             sum(array.nbytes for array in named.values()) / 2**20, source.what, traffic.read / 2**20)
-    _put(network, named, False, wanted, optional, source.what, current)
+    agreed(group, lambda: _convert(named, wanted, emit))
+    _put(network, named, False, wanted, optional, source.what, context, traffic.read)
 
 
-def _load_own(config: Any, cell: Any, network: Any, current: session.Session, storage: Storage) -> None:
-    """The file of this rank, of a job of as many ranks that left no layouts."""
-    what, held = current.alone.path, agreed(current.group, lambda: _held(storage, current), OPENING)
+def _load_own(config: Any, cell: Any, network: Any, context: TrainingContext, storage: Storage) -> None:
+    """Loads the file of this rank, of a job of as many ranks that left no layouts."""
+    group, what = context.group, context.plan.request.path
+    held = agreed(group, lambda: _held(storage, context), OPENING)
     there = {name for names in held.values() for name in names}
-    wanted = agreed(current.group, lambda: _wanted(cell, network, there))
-    optional = _optional(config, current, there)
-
-    gauge = telling.gauge("loading")
+    wanted = agreed(group, lambda: _wanted(cell, network, there))
+    optional = _optional(config, context, there)
+    reporter = ProgressReporter("loading", context.emit)
 
     def read() -> tuple[dict[str, np.ndarray], bool]:
         parts = {source: tuple(name for name in names if name in wanted) for source, names in held.items()}
         if not any(parts.values()):
             raise LoadError(_nothing(what, wanted, there))
-        shard = replace(current.shard, sources=tuple(replace(source, names=names) for source, names in parts.items() if names))
-        arrays, deduplicated = loading.read_shard(storage, current.choice.root, shard, gauge)
-        _convert(arrays, wanted)
+        shard = replace(context.shard, sources=tuple(replace(source, names=names) for source, names in parts.items() if names))
+        arrays, deduplicated = loading.read_shard(storage, context.plan.choice.root, shard, reporter)
+        _convert(arrays, wanted, context.emit)
         check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
         return arrays, deduplicated
-    arrays, deduplicated = agreed(current.group, read, telling.waiting(gauge))
-    _put(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, current)
+    arrays, deduplicated = agreed(group, read, waiting(reporter))
+    _put(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, context)
 
 
-def _held(storage: Storage, current: session.Session) -> dict[ShardSource, tuple[str, ...]]:
-    """{what this rank proved: its tensors}."""
-    return {source: source.names or tuple(header_of(storage, current.choice.root, source.file).tensors)
-            for source in current.shard.sources}
+def _held(storage: Storage, context: TrainingContext) -> dict[ShardSource, tuple[str, ...]]:
+    """Returns {what this rank verified: its tensors}."""
+    return {source: source.names or tuple(header_of(storage, context.plan.choice.root, source.file).tensors)
+            for source in context.shard.sources}
 
 
 def _put(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: Wanted, optional: Callable[[str], bool], what: str,
-         current: session.Session) -> None:
+         context: TrainingContext, read_bytes: int | None = None) -> None:
     absent = [name for name in wanted if name not in arrays and not is_transient(name)]
     if absent and not deduplicated:
-        adapter.logger().warning("mindresume: not in %s, and left as they are initialised: %s", what, listed(absent))
-    loading.put(cell, arrays, deduplicated, current, lambda name: name not in wanted or optional(name))
+        context.emit(warning(f"not in {what}, and left as they are initialised: {listed(absent)}"))
+    loading.put(cell, arrays, deduplicated, context, lambda name: name not in wanted or optional(name), read_bytes, what)
 
 
 def _wanted(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
@@ -184,9 +184,10 @@ def _wanted(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
 
 # ---- names, dtypes, what may be missing ------------------------------------------------------------------------------
 
-def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool]) -> dict[str, str]:
-    """{parameter: its name in the checkpoint} where that is another one, as MindSpore and mindformers read them: tk_delta for
-    mindpet_delta, and one prefix before all that are not found. LoadError if none of the parameters is there."""
+def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool],
+             emit: Emit) -> dict[str, str]:
+    """Returns {parameter: its name in the checkpoint} where that is another one, as MindSpore and mindformers read them: tk_delta
+    for mindpet_delta, and one prefix before all that are not found. LoadError if none of the parameters is there."""
     old = {name.replace("tk_delta", "mindpet_delta"): name for name in tensors if "tk_delta" in name}
     found = {name: old[name] for name in wanted if name not in tensors and name in old}
     left = [name for name in wanted if name not in tensors and name not in found and not optional(name)]
@@ -195,8 +196,7 @@ def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, opt
         prefixes = [prefix for prefix in (name.removesuffix(left[0]) for name in ends)
                     if all(prefix + name in tensors for name in left)]
         if len(prefixes) == 1:
-            adapter.logger().warning("mindresume: %s calls %d parameters by another name, with %s in front", what, len(left),
-                                     prefixes[0])
+            emit(warning(f"{what} calls {len(left)} parameters by another name, with {prefixes[0]} in front"))
             found |= {name: prefixes[0] + name for name in left}
     if not found and not any(name in tensors for name in wanted):
         raise LoadError(_nothing(what, wanted, tensors))
@@ -209,12 +209,12 @@ def _nothing(what: str, wanted: Collection[str], there: Collection[str]) -> str:
             f"model, or in the names of another framework? Convert them first, or give another load_checkpoint")
 
 
-def _optional(config: Any, current: session.Session, tensors: Collection[str]) -> Callable[[str], bool]:
+def _optional(config: Any, context: TrainingContext, tensors: Collection[str]) -> Callable[[str], bool]:
     """Parameters that live within a step or a request, and those that the user allows to be missing. Where a training begins with
     ``pet_config`` also what mindformers adds to the network for it, if the checkpoint, of the network alone, has nothing of that
     kind."""
-    adapters = bool(adapter.pet_type(config)) and current.alone.trains and not any(map(_is_adapter, tensors))
-    return lambda name: is_transient(name) or current.settings.allows(name) or adapters and _is_adapter(name)
+    adapters = bool(adapter.pet_type(config)) and context.plan.request.trains and not any(map(_is_adapter, tensors))
+    return lambda name: is_transient(name) or context.settings.allows(name) or adapters and _is_adapter(name)
 
 
 def _is_adapter(name: str) -> bool:
@@ -227,8 +227,8 @@ def _read_as(tensors: Mapping[str, Any], name: str, dtype: str) -> str:
     return stored if any({stored, dtype} <= set(kind) for kind in (_FLOATS, _INTS)) else dtype
 
 
-def _convert(arrays: dict[str, np.ndarray], wanted: Wanted) -> None:
-    """To the dtypes of the parameters. LoadError if a value would become infinite, or a whole number another one."""
+def _convert(arrays: dict[str, np.ndarray], wanted: Wanted, emit: Emit) -> None:
+    """Converts to the dtypes of the parameters. LoadError if a value would become infinite, or a whole number another one."""
     kinds: dict[str, int] = {}
     for name, array in arrays.items():
         dtype = wanted[name][1] if name in wanted else array.dtype.name
@@ -242,4 +242,4 @@ def _convert(arrays: dict[str, np.ndarray], wanted: Wanted) -> None:
         kinds[f"{array.dtype.name} to {dtype}"] = kinds.get(f"{array.dtype.name} to {dtype}", 0) + 1
         arrays[name] = found
     for kind, count in kinds.items():
-        adapter.logger().info("mindresume: %d tensors were converted from %s, as the network has them", count, kind)
+        emit(Notice(f"{count} tensors were converted from {kind}, as the network has them"))

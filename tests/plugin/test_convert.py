@@ -1,5 +1,6 @@
 """auto_trans_ckpt on several ranks (threads), with a network that only says which parameters it holds."""
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -50,10 +51,10 @@ def job(group, path, output, plan, settings=None, **values):
     """What the hooks do on one rank, up to the load. Returns (session, configuration)."""
     config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
                               load_ckpt_format="safetensors", **values)
-    current = session.Session(settings or Settings(), group)
+    current = session.TrainingContext(settings or Settings(), session.TRAIN, session.Resources(group))
     job_start.choose_checkpoint(config, current)
     assert config.auto_trans_ckpt is False
-    current.global_step = STEP
+    current.progress.global_step = STEP
     if group.rank == 0 and plan.world_size > 1:                 # the compiler
         write_strategy(plan.strategy(), os.path.join(str(output), "strategy"))
     group.gather(b"")
@@ -62,7 +63,16 @@ def job(group, path, output, plan, settings=None, **values):
 
 def load(group, path, output, plan, settings=None, **values):
     current, config = job(group, path, output, plan, settings, **values)
-    return convert.arrays_for(config, Network(plan, group.rank), current, STORAGE), current
+    return arrays_for(config, Network(plan, group.rank), current), current
+
+
+def arrays_for(config, network, current):
+    """The arrays; None if files were converted, which are in the plan then."""
+    found = convert.arrays_for(config, network, current, STORAGE)
+    if isinstance(found, tuple):
+        return found[0]
+    current.plan = replace(current.plan, choice=found)
+    return None
 
 
 def run(plan, function):
@@ -93,7 +103,7 @@ def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
     for rank, found in enumerate(run(plan, lambda group: load(group, path, tmp_path / "out", plan, **values))):
         assert not isinstance(found, Exception), found
         right(plan, rank, found[0])
-        assert found[1].choice.chosen.step == STEP
+        assert found[1].plan.choice.chosen.step == STEP
 
 
 def test_the_same_command_again_finds_the_strategy_that_was_set_aside(tmp_path):
@@ -134,7 +144,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         network = Network(plan, group.rank, **{"new.weight": ((3,), "float32"), "norm.weight": ((8,), "float16")})
         network.parameter_layout_dict["head.weight"][6][0] *= 2
         network.wanted["head.weight"] = ((16, 8), "float32")
-        return convert.arrays_for(config, network, current, STORAGE)
+        return arrays_for(config, network, current)
     for error in run(plan, attempt):
         assert isinstance(error, AgreementError) and "rank 0: LoadError" in str(error) and "(3 tensors)" in str(error)
         for text in ("new.weight is not in the checkpoint", "norm.weight is float32 in the checkpoint, float16 in the network",
@@ -158,7 +168,7 @@ def test_ckpt_files_go_through_the_disk_and_are_loaded_later_as_they_are(tmp_pat
             if path == made:                                    # nothing is left to transform
                 right(plan, rank, found[0])
             else:
-                assert found[0] is None and found[1].choice.root == str(made) and found[1].shard.rank == rank
+                assert found[0] is None and found[1].plan.choice.root == str(made) and found[1].shard.rank == rank
                 read = loading.read_shard(STORAGE, str(made), found[1].shard)[0]
                 right(plan, rank, {name: array for name, array in read.items()
                                    if name not in COUNTERS or name == "global_step"})
@@ -190,7 +200,8 @@ def test_what_mindspores_engine_refuses_is_done_by_ours_unless_it_was_asked_for(
     settings = Settings(transform_engine=engine)
     found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, settings))
     if engine == "auto":
-        assert [rank.choice.root for _, rank in found] == [str(tmp_path / "out" / "transformed_checkpoint" / "checkpoint")] * 2
+        made = tmp_path / "out" / "transformed_checkpoint" / "checkpoint"
+        assert [rank.plan.choice.root for _, rank in found] == [str(made)] * 2
     else:
         assert all(isinstance(error, EngineError) and "not this one" in str(error) for error in found)
         assert not any((tmp_path / "out" / "transformed_checkpoint").rglob("*.ckpt"))
@@ -203,7 +214,7 @@ def test_another_conversion_in_the_way_is_left_alone(tmp_path):
     mine = tmp_path / "out" / "transformed_checkpoint" / "checkpoint" / "notes.txt"
     mine.write_text("mine")
     found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, settings))
-    roots = {rank.choice.root for _, rank in found}
+    roots = {rank.plan.choice.root for _, rank in found}
     assert len(roots) == 1 and f"checkpoint_step_{STEP}_" in roots.pop() and mine.read_text() == "mine"
 
 

@@ -1,4 +1,5 @@
 """The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no Trainer. CPU, one process."""
+import contextlib
 import importlib
 import json
 import shutil
@@ -39,6 +40,7 @@ from mindresume.resume.select import select  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
 from mindresume.resume.witness import Visibility  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from mindresume.store import preemption  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
 from mindresume.store.shard import rank_shard, write_shard  # noqa: E402
 
@@ -55,7 +57,7 @@ def place(module, name):
 @pytest.fixture(autouse=True)
 def current():
     before = session.current()
-    yield session.begin(session.Session())
+    yield session.begin(session.TrainingContext())
     session.begin(before)
 
 
@@ -136,7 +138,7 @@ def test_the_choice_sets_the_configuration(tmp_path, current):
     config = config_of(tmp_path / "rank_0", load_ckpt_format="safetensors")
     job_start.choose_checkpoint(config, current)
     assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (str(tmp_path), True, "ckpt")
-    assert current.resumes and current.choice.chosen.step == 5 and current.shard.rank == 0
+    assert current.plan.resumes and current.plan.choice.chosen.step == 5 and current.shard.rank == 0
     assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
 
 
@@ -145,7 +147,7 @@ def test_a_name_chooses(tmp_path, current):
         save(tmp_path, step, world=1)
     config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
     job_start.choose_checkpoint(config, current)
-    assert current.choice.chosen.step == 5 and config.resume_training is True
+    assert current.plan.choice.chosen.step == 5 and config.resume_training is True
 
 
 @pytest.mark.parametrize("monitored, step", [(True, 5), (False, 10)])
@@ -156,14 +158,14 @@ def test_a_sick_one_is_passed_over_where_health_is_monitored(tmp_path, current, 
     (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
     config = config_of(tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored)
     job_start.choose_checkpoint(config, current)
-    assert current.choice.chosen.step == step
-    current.release()
+    assert current.plan.choice.chosen.step == step
+    current.resources.release()
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
     job_start.choose_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint, current.resumes) == (False, "", False)
+    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
 
 
 @pytest.mark.parametrize("place", ["checkpoint", "transformed_checkpoint/net"])
@@ -171,7 +173,8 @@ def test_the_folder_above_will_do(tmp_path, current, place):
     save(tmp_path / place, 15, world=1)
     config = config_of(tmp_path)
     job_start.choose_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place)) and current.choice.chosen.step == 15
+    assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place))
+    assert current.plan.choice.chosen.step == 15
 
 
 def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
@@ -201,7 +204,7 @@ def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkey
     if there:
         save(tmp_path, 5, world=1)
         job_start.choose_checkpoint(config_of(tmp_path), current)
-        assert current.choice.chosen.step == 5
+        assert current.plan.choice.chosen.step == 5
     else:
         with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
             job_start.choose_checkpoint(config_of(tmp_path), current)
@@ -212,7 +215,7 @@ def test_only_damaged_ones_are_an_error(tmp_path, current):
     flip_bit(path_of(tmp_path, 5, 0))
     with pytest.raises(NoUsableCheckpointError):
         job_start.choose_checkpoint(config_of(tmp_path), current)
-    assert not current.resumes
+    assert not current.plan.resumes
 
 
 @pytest.mark.parametrize("values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}])
@@ -221,7 +224,7 @@ def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
     config = config_of(tmp_path, **values)
     before = dict(config)
     job_start.choose_checkpoint(config, current)
-    assert dict(config) == before and not current.resumes
+    assert dict(config) == before and not current.plan.resumes
 
 
 def test_quick_does_not_read_the_contents(tmp_path, current):
@@ -229,9 +232,9 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     flip_bit(path_of(tmp_path, 5, 0))
     current.settings = type(current.settings)(verify="quick")
     job_start.choose_checkpoint(config_of(tmp_path), current)
-    assert current.choice.chosen.step == 5
+    assert current.plan.choice.chosen.step == 5
     with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
-        loading.read_shard(STORAGE, current.choice.root, current.shard)
+        loading.read_shard(STORAGE, current.plan.choice.root, current.shard)
 
 
 # ---- a training and what comes after it ------------------------------------------------------------------------------
@@ -244,17 +247,102 @@ class FakeTrainer:
     config = MindFormerConfig()
 
 
+@pytest.fixture(autouse=True)
+def output(tmp_path_factory, monkeypatch):
+    """The output folder of mindformers."""
+    folder = tmp_path_factory.mktemp("output") / "output"
+    monkeypatch.setattr(adapter, "output_root", lambda: str(folder))
+    return folder
+
+
+def recorded(output):
+    """The events in the one event file."""
+    [path] = (output / "mindresume_events").iterdir()
+    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+def ends(outcome):
+    def train(self):
+        current = session.current()
+        current.progress.step = 7
+        if outcome == "preempted":
+            current.progress.stop_reason = "a graceful exit"
+        elif outcome == "nothing_to_train":
+            raise TrainingCompleteError("step 40 is the end")
+        elif outcome == "failed":
+            raise ValueError("loss is nan")
+    return train
+
+
+@pytest.mark.parametrize("outcome, reason, step", [
+    ("finished", "", 7), ("preempted", "a graceful exit", 7), ("nothing_to_train", "step 40 is the end", None),
+    ("failed", "ValueError: loss is nan", 7)])
+def test_the_event_file_says_how_a_training_ended(output, outcome, reason, step):
+    with contextlib.suppress(ValueError):
+        hooks._training(ends(outcome))(FakeTrainer())
+    first, last = recorded(output)
+    assert (first["event"], first["world_size"]) == ("training_started", 1)
+    assert (last["event"], last["outcome"], last["reason"], last.get("step")) == ("training_ended", outcome, reason, step)
+    assert session.current().task == "" and session.current().progress.step is None
+
+
+def test_sigterm_is_no_failure(output):
+    def train(self):
+        session.current().progress.stop_reason = preemption.BY_SIGNAL
+    with pytest.raises(SystemExit):
+        hooks._training(train)(FakeTrainer())
+    assert recorded(output)[-1]["outcome"] == "preempted"
+
+
+def test_wrong_settings_are_in_the_event_file_too(output):
+    class Trainer:
+        config = MindFormerConfig(mindresume={"on_save": "raise"})
+    with pytest.raises(ConfigError):
+        hooks._training(lambda self: None)(Trainer())
+    assert recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
+
+
+def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch):
+    monkeypatch.setattr(session, "group_of_job", lambda: SimpleNamespace(rank=3, size=4))
+    hooks._training(ends("finished"))(FakeTrainer())
+    assert not output.exists()
+    with pytest.raises(ValueError, match="loss is nan"):
+        hooks._training(ends("failed"))(FakeTrainer())
+    assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1]["outcome"] == "failed"
+
+
+def test_everything_is_closed_once_though_one_of_it_fails(output):
+    """The save in flight is finished, the event file closed, and the context idle, whatever the release does."""
+    closed = []
+
+    def train(self):
+        current = session.current()
+        current.resources.read_lock = SimpleNamespace(leave=lambda: 1 / 0)
+        current.monitor = SimpleNamespace(settle=lambda: closed.append("settled"))
+    with pytest.raises(ZeroDivisionError):
+        hooks._training(train)(FakeTrainer())
+    assert closed == ["settled"] and session.current().task == "" and recorded(output)[-1]["event"] == "training_ended"
+
+
+def test_an_evaluation_within_a_training_leaves_its_context_alone():
+    def train(self):
+        current = session.current()
+        hooks._inference(session.EVALUATE, lambda self: session.current().task)(FakeTrainer())
+        return session.current() is current
+    assert hooks._training(train)(FakeTrainer()) is True
+
+
 def test_a_session_lives_as_long_as_its_training(tmp_path):
     save(tmp_path, 5, world=1)
 
     def train(self):
         current = session.current()
-        assert current.training
+        assert current.task == session.TRAIN
         job_start.choose_checkpoint(config_of(tmp_path), current)
-        return current.resumes
+        return current.plan.resumes
     assert hooks._training(train)(FakeTrainer()) is True
-    assert not session.current().training
-    assert not session.current().resumes            # an evaluation afterwards in this process loads what it asks for
+    assert session.current().task == ""
+    assert not session.current().plan.resumes            # an evaluation afterwards in this process loads what it asks for
 
 
 def test_a_training_that_failed_settles_what_it_saves():
@@ -273,11 +361,11 @@ def test_how_a_training_ends_is_told_to_the_trial(error):
     told = []
 
     def train(self):
-        session.current().trial = SimpleNamespace(failed=told.append)
+        session.current().resources.load_attempt.trial = SimpleNamespace(failed=told.append)
         raise error
     with pytest.raises(type(error)):
         hooks._training(train)(FakeTrainer())
-    assert told == [error] and session.current().trial is None
+    assert told == [error] and session.current().resources.load_attempt.trial is None
 
 
 def test_a_complete_training_ends_quietly_and_other_errors_do_not():
@@ -289,7 +377,7 @@ def test_a_complete_training_ends_quietly_and_other_errors_do_not():
     assert hooks._training(done)(FakeTrainer()) is None
     with pytest.raises(ValueError, match="something else"):
         hooks._training(broken)(FakeTrainer())
-    assert not session.current().training
+    assert session.current().task == ""
 
 
 def test_settings_come_from_the_yaml_section():
@@ -327,7 +415,7 @@ def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete
             check(config, None)
     else:
         check(config, None)
-    assert (current.dataset_size, current.sink_size) == (10, None)
+    assert (current.progress.dataset_size, current.progress.sink_size) == (10, None)
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
@@ -364,7 +452,7 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
     config = runner()
     loading.set_progress(config, 10, current)
     got = config.runner_config
-    assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (15, 1, 1.0, 15)
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (15, 1, 1.0, 15)
     assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
 
 
@@ -373,7 +461,7 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
     config = runner(batch=16)
     loading.set_progress(config, 5, current)
     got = config.runner_config
-    assert (got.initial_step, got.initial_epoch, got.step_scale, current.global_step) == (10, 2, 0.5, 10)
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (10, 2, 0.5, 10)
 
 
 def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
@@ -403,8 +491,9 @@ def test_a_sink_is_not_cut(tmp_path, current):
 
 def set_scale(current, scale):
     """As if the chosen checkpoint had been saved with this loss scale."""
-    state = replace(current.choice.chosen.state, loss_scale=scale)
-    current.choice = replace(current.choice, chosen=replace(current.choice.chosen, state=state))
+    state = replace(current.plan.choice.chosen.state, loss_scale=scale)
+    choice = current.plan.choice
+    current.plan = replace(current.plan, choice=replace(choice, chosen=replace(choice.chosen, state=state)))
 
 
 @pytest.mark.parametrize("scale, sense, expected", [
@@ -453,7 +542,7 @@ def saved_network(root, net, step=5, drop=()):
 def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dtype):
     saved_network(tmp_path, network(1.7, dtype))
     job_start.choose_checkpoint(config_of(tmp_path), current)
-    current.global_step = 3
+    current.progress.global_step = 3
     net, expected = network(0.0, dtype), network(1.7, dtype)
     loading.load_shard(net, current, STORAGE)
     found = {p.name: p.asnumpy() for p in net.get_parameters()}
@@ -495,7 +584,7 @@ def test_regions_into_a_real_network(tmp_path, current):
     saved_network(tmp_path / "checkpoint", source)
     config = config_of(tmp_path / "checkpoint", auto_trans_ckpt=True, output_dir=str(tmp_path / "output"), use_parallel=False)
     job_start.choose_checkpoint(config, current)
-    current.global_step = 3
+    current.progress.global_step = 3
     net = network(0.0)
     loading.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
     found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
@@ -537,7 +626,7 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
 
 def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
-    state = loading.state_of(current.choice)
+    state = loading.state_of(current.plan.choice)
     assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
 
 
@@ -565,16 +654,16 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     job_start.choose_checkpoint(config_of(tmp_path), current)
     flip_bit(path)
     loaded = network(5.0)
-    loading.load_shard(loaded, current, current.storage)
+    loading.load_shard(loaded, current, current.resources.storage)
     assert float(loaded.weight.asnumpy().ravel()[0]) == 1.0
-    current.release()
+    current.resources.release()
     with pytest.raises(AgreementError, match="changed after it was checked"):
-        loading.load_shard(network(5.0), current, current.storage)
+        loading.load_shard(network(5.0), current, current.resources.storage)
     path.write_bytes(content)
     for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):
         current.settings = settings
         job_start.choose_checkpoint(config_of(tmp_path), current)
-        assert getattr(current.storage, "size", 0) == 0
+        assert getattr(current.resources.storage, "size", 0) == 0
 
 
 def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
@@ -593,9 +682,9 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         return pick()
     monkeypatch.setattr(selection, "select_with_remote", restore)
     monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
-    current.remote = object()
+    current.resources.remote = object()
     job_start.choose_checkpoint(config_of(tmp_path), current)
-    assert current.choice.chosen.step == 15
+    assert current.plan.choice.chosen.step == 15
 
 
 def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkeypatch):
@@ -610,19 +699,19 @@ def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkey
         return Visibility(1)
     monkeypatch.setattr(choosing, "wait_until_visible", wait)
     job_start.choose_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
-    assert current.choice.chosen.step == 10
+    assert current.plan.choice.chosen.step == 10
 
 
 def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load(tmp_path, current):
     """What mindformers wrote is not verified by its bytes; reading it kept a second copy, for the whole training without a
     CheckpointMonitor."""
     chosen(tmp_path, current, foreign=True)
-    loading.read_shard(current.storage, str(tmp_path), current.shard)
-    assert path_of(tmp_path, 15, 0).stat().st_size > current.storage.size
+    loading.read_shard(current.resources.storage, str(tmp_path), current.shard)
+    assert path_of(tmp_path, 15, 0).stat().st_size > current.resources.storage.size
     saved_network(tmp_path / "ours", network(1.0))
     job_start.choose_checkpoint(config_of(tmp_path / "ours"), current)
-    assert current.storage.size > 0
+    assert current.resources.storage.size > 0
     net, load = network(5.0), hooks._load(load_by_mindformers)
     config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)
     load(config, SimpleNamespace(_train_network=net), net, None)
-    assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.storage.size == 0
+    assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.resources.storage.size == 0

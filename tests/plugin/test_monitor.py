@@ -23,6 +23,7 @@ from mindspore import nn  # noqa: E402
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.errors import ConfigError, FolderInUseError, SaveError  # noqa: E402
+from mindresume.events import Resumed, RunOpened  # noqa: E402
 from mindresume.files import read_header  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
@@ -100,7 +101,7 @@ def build(folder, done=0, **options):
 def resume(root, step):
     """What the hooks leave before the training begins: step ``step`` is chosen. Without it a training is a fresh start."""
     found = next(c for c in scan(PosixStorage(), str(root)).candidates if c.step == step)
-    session.current().choice = Choice(found, (), (), False, (), str(root))
+    session.current().plan = session.ResumePlan(choice=Choice(found, (), (), False, (), str(root)))
 
 
 def files(folder, kind="checkpoint", fmt="safetensors"):
@@ -115,7 +116,7 @@ def committed(folder):
 @pytest.fixture(autouse=True)
 def own_session():
     before = session.current()
-    yield session.begin(session.Session(Settings()))
+    yield session.begin(session.TrainingContext(Settings()))
     settle_all()
     session.begin(before)
 
@@ -137,7 +138,7 @@ class FakeTrial:
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_trial_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, monkeypatch, signalled):
     trial, compiled = FakeTrial(), []
-    session.current().trial = trial
+    session.current().resources.load_attempt.trial = trial
     monkeypatch.setattr(module.adapter, "when_compiled", lambda network, work: compiled.append((network, work)))
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
@@ -290,8 +291,9 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
     resume(other, 10)
     if where == "transformed":                                  # of the chosen one, to another layout: now that is loaded
         current = session.current()
-        current.resumed_from = Choice(current.choice.chosen, (), (), False, (), str(tmp_path / "checkpoint"))
-        current.choice = replace(current.choice, chosen=replace(current.choice.chosen, lineage="", run="0001-ffffffff"))
+        selected = Choice(current.plan.choice.chosen, (), (), False, (), str(tmp_path / "checkpoint"))
+        converted = replace(current.plan.choice, chosen=replace(selected.chosen, lineage="", run="0001-ffffffff"))
+        current.plan = session.ResumePlan(choice=converted, selected=selected)
     Job(build(tmp_path, done=10, keep_checkpoint_max=2), 10).steps(10).end()
     assert committed(tmp_path) == [15, 20]
 
@@ -414,7 +416,7 @@ def test_the_same_entries_as_the_built_in_writes(tmp_path, fmt):
 
 def test_the_state_in_the_record(tmp_path):
     current = session.current()
-    current.sink_size, current.dataset_size = None, 40
+    current.progress.sink_size, current.progress.dataset_size = None, 40
     Job(build(tmp_path, done=20), 20).steps(5)
     state = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0].state
     assert (state.step, state.steps_per_epoch, state.global_step, state.global_batch_size, state.loss_scale, state.dataset_size
@@ -485,7 +487,7 @@ def test_a_stop_that_is_agreed_upon_ends_the_training(tmp_path, own_session):
     job.context.request_stop = lambda: stopped.append(True)
     job.monitor._checkpoints.preemption.signalled = True
     job.steps(1)
-    assert (committed(tmp_path), own_session.left, stopped) == ([3], "SIGTERM", [True])
+    assert (committed(tmp_path), own_session.progress.stop_reason, stopped) == ([3], "SIGTERM", [True])
 
 
 def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
@@ -613,11 +615,12 @@ def test_the_loss_and_what_the_user_reports_are_recorded(tmp_path):
 def test_a_metric_that_is_none(name, value):
     with pytest.raises(ConfigError, match="report_metric"):
         mindresume.plugin.report_metric(name, value)
-    assert session.current().metrics == {}
+    assert session.current().progress.metrics == {}
 
 
 def test_a_training_keeps_what_its_settings_say(tmp_path):
-    session.begin(session.Session(Settings(keep_every_steps=20, keep_best=1, keep_best_metric="score", keep_best_mode="max")))
+    session.begin(session.TrainingContext(Settings(keep_every_steps=20, keep_best=1, keep_best_metric="score",
+                                                   keep_best_mode="max")))
     job = Job(build(tmp_path, keep_checkpoint_max=2))
     for score in (1, 9, 3, 2, 5, 4, 8):                                     # steps 5, 10, ... 35
         mindresume.plugin.report_metric("score", score)
@@ -626,7 +629,7 @@ def test_a_training_keeps_what_its_settings_say(tmp_path):
 
 
 def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
-    session.begin(session.Session(Settings(keep_best=1)))
+    session.begin(session.TrainingContext(Settings(keep_best=1)))
     with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
         Job(build(tmp_path, keep_checkpoint_max=None))
 
@@ -643,6 +646,19 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
 
 
 # ---- what a person sees ----------------------------------------------------------------------------------------------
+
+class Seen:
+    """A handler that keeps the events."""
+
+    def __init__(self):
+        self.events = []
+
+    def handle(self, event, time_s):
+        self.events.append(event)
+
+    def close(self):
+        pass
+
 
 class Writer:
     def __init__(self):
@@ -664,14 +680,20 @@ def test_scalars_of_saves_where_tensorboard_is_on(tmp_path, monkeypatch, kind):
     assert "mindresume/steps-lost" not in writer.rows                           # no job died
 
 
-def test_one_line_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_session, caplog):
-    writer = Writer()
+def test_an_event_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_session):
+    writer, seen = Writer(), Seen()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
-    own_session.lost, own_session.load_seconds = LostWork(4, 100.0), 2.5
-    own_session.choice = SimpleNamespace(chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere")
+    own_session.emit.add(seen)
+    own_session.progress.load_seconds = 2.5
+    own_session.plan = session.ResumePlan(lost=LostWork(4, 100.0), choice=SimpleNamespace(
+        chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere"))
     Job(build(tmp_path, done=10), 10)
     assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}
-    assert "resumed after step 10" in caplog.text
+    [resumed] = [event for event in seen.events if isinstance(event, Resumed)]
+    assert (resumed.step, resumed.lost_steps, resumed.load_seconds) == (10, 4, 2.5)
+    assert [row[:2] for row in resumed.summary] == [("random state", "absent")] and resumed.lost_seconds > 0
+    [opened] = [event for event in seen.events if isinstance(event, RunOpened)]
+    assert opened.checkpoint_dir == str(tmp_path / "checkpoint") and opened.world_size == 1
 
 
 def test_the_claim_tells_how_far_the_training_is(tmp_path):

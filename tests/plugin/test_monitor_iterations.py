@@ -31,7 +31,7 @@ FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-000000
 @pytest.fixture(autouse=True)
 def own_session():
     before = session.current()
-    yield session.begin(session.Session(Settings()))
+    yield session.begin(session.TrainingContext(Settings()))
     settle_all()
     session.begin(before)
 

@@ -12,7 +12,7 @@ from mindformers.tools.register import MindFormerConfig  # noqa: E402
 
 from mindresume.errors import ConfigError, LoadError, MissingCheckpointError  # noqa: E402
 from mindresume.plugin import online, session  # noqa: E402
-from mindresume.plugin.online import Wish, common_for, wish_of  # noqa: E402
+from mindresume.plugin.online import common_for, load_request  # noqa: E402
 from mindresume.reshard.weights import Tensor, Weights  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.state import TrainingState  # noqa: E402
@@ -23,7 +23,7 @@ from mindresume.store.shard import Place, iteration_shard, write_shard  # noqa: 
 @pytest.fixture
 def current():
     before = session.current()
-    yield session.begin(session.Session(Settings(), training=True))
+    yield session.begin(session.TrainingContext(Settings(), task=session.TRAIN))
     session.begin(before)
 
 
@@ -41,40 +41,44 @@ def saved(root, *steps, optimizer=True):
     return root
 
 
-# ---- the wish --------------------------------------------------------------------------------------------------------
+# ---- what is asked for --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values, wish", [
-    ({"load_checkpoint": "a", "resume_training": True}, Wish("a", True)),
-    ({"load_checkpoint": "a", "resume_training": False}, Wish("a", False)),
-    ({"load_checkpoint": "a"}, Wish("a", True)),                                # mindformers: a key that is not there at all
-    ({"load_checkpoint": "a", "resume_training": None}, Wish("a", False)),
-    ({"load_checkpoint": "", "resume_training": True}, Wish("", True)),
-    ({"load_checkpoint": "a", "resume_training": True, "balanced_load": True}, Wish("a", True, True)),
-    ({"checkpoint": {"load_path": "b"}, "load_checkpoint": "./b/", "resume_training": True}, Wish("b", True)),
-    ({"checkpoint": {"load_path": "b"}, "resume_training": True}, Wish("b", True)),         # there it would start at step 0
-    ({"checkpoint": {"load_path": "b", "no_load_optim": False}, "resume_training": False}, Wish("b", True)),
-    ({"checkpoint": {"load_path": "b", "no_load_optim": True}, "resume_training": False}, Wish("b", False)),
-    ({"checkpoint": {"save_max": 3}, "load_checkpoint": "a", "resume_training": True}, Wish("a", True)),
-    ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, Wish("b", True)),
-    ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, Wish("b", True, True))])
-def test_both_dialects_mean_one_wish(values, wish):
-    assert wish_of(MindFormerConfig(**values)) == wish
+def asks(path, resume, balanced=False):
+    return session.LoadRequest(path, resume, iterations=True, balanced=balanced)
+
+
+@pytest.mark.parametrize("values, asked", [
+    ({"load_checkpoint": "a", "resume_training": True}, asks("a", True)),
+    ({"load_checkpoint": "a", "resume_training": False}, asks("a", False)),
+    ({"load_checkpoint": "a"}, asks("a", True)),                                # mindformers: a key that is not there at all
+    ({"load_checkpoint": "a", "resume_training": None}, asks("a", False)),
+    ({"load_checkpoint": "", "resume_training": True}, asks("", True)),
+    ({"load_checkpoint": "a", "resume_training": True, "balanced_load": True}, asks("a", True, True)),
+    ({"checkpoint": {"load_path": "b"}, "load_checkpoint": "./b/", "resume_training": True}, asks("b", True)),
+    ({"checkpoint": {"load_path": "b"}, "resume_training": True}, asks("b", True)),         # there it would start at step 0
+    ({"checkpoint": {"load_path": "b", "no_load_optim": False}, "resume_training": False}, asks("b", True)),
+    ({"checkpoint": {"load_path": "b", "no_load_optim": True}, "resume_training": False}, asks("b", False)),
+    ({"checkpoint": {"save_max": 3}, "load_checkpoint": "a", "resume_training": True}, asks("a", True)),
+    ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, asks("b", True)),
+    ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, asks("b", True, True))])
+def test_both_dialects_ask_for_the_same(values, asked):
+    assert load_request(MindFormerConfig(**values)) == asked
 
 
 def test_two_paths_are_one_error_that_names_both():
     with pytest.raises(ConfigError, match="checkpoint.load_path is b, load_checkpoint is a, .* remove one"):
-        wish_of(config_of(checkpoint={"load_path": "b"}, load_checkpoint="a", resume_training=True))
+        load_request(config_of(checkpoint={"load_path": "b"}, load_checkpoint="a", resume_training=True))
 
 
 @pytest.mark.parametrize("name", ["net_rank_0-2_5.safetensors", "iteration_00000010", "10"])
 def test_a_name_is_the_documented_error(name):
     with pytest.raises(ConfigError, match="The resume_training must be a boolean value .* give its folder as load_checkpoint"):
-        wish_of(config_of(load_checkpoint="a", resume_training=name))
+        load_request(config_of(load_checkpoint="a", resume_training=name))
 
 
 def test_a_contradiction_is_an_error():
     with pytest.raises(ConfigError, match="resume_training is set, and checkpoint.no_load_optim: True"):
-        wish_of(config_of(checkpoint={"load_path": "b", "no_load_optim": True}, resume_training=True))
+        load_request(config_of(checkpoint={"load_path": "b", "no_load_optim": True}, resume_training=True))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -89,9 +93,9 @@ def test_both_dialects_are_set_to_the_choice(tmp_path, current, section):
     assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format, config.auto_trans_ckpt) == (
         folder, True, "safetensors", False)
     assert not section or (config.checkpoint.load_path, config.checkpoint.no_load_optim) == (folder, False)
-    assert current.resumes and current.online.resume and current.choice.chosen.step == 10
+    assert current.plan.resumes and current.plan.request.resume and current.plan.choice.chosen.step == 10
     assert config.callbacks[0]["checkpoint_format"] == "safetensors"
-    current.release()
+    current.resources.release()
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -100,7 +104,8 @@ def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_pat
         (tmp_path / "c").mkdir()
     config = config_of(load_checkpoint=str(tmp_path / "c"), resume_training=True)
     online.choose(config, current, STORAGE)
-    assert (config.load_checkpoint, config.resume_training, current.online) == ("", False, None) and not current.resumes
+    assert (config.load_checkpoint, config.resume_training) == ("", False)
+    assert current.plan == session.ResumePlan() and not current.plan.resumes
     with pytest.raises(MissingCheckpointError, match="weights to begin with were asked for"):
         online.choose(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
 
@@ -112,17 +117,17 @@ def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tm
     saved(tmp_path / "checkpoint", 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
     online.choose(config, current, STORAGE)
-    assert config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005") and current.choice.chosen.step == 5
-    current.release()
+    assert config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005") and current.plan.choice.chosen.step == 5
+    current.resources.release()
 
 
 def test_weights_alone_are_no_resume(tmp_path, current):
     saved(tmp_path, 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})
     online.choose(config, current, STORAGE)
-    assert not current.resumes and current.online and not current.online.resume
+    assert not current.plan.resumes and current.plan.request and not current.plan.request.resume
     assert (config.checkpoint.no_load_optim, config.resume_training) == (True, False)
-    current.release()
+    current.resources.release()
 
 
 def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_path, current):
@@ -130,21 +135,21 @@ def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_pa
     os.remove(tmp_path / "iteration_00000005" / "common.json")
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
     online.choose(config, current, STORAGE)
-    assert os.path.isfile(os.path.join(config.load_checkpoint, "common.json")) and current.choice.chosen.step == 5
+    assert os.path.isfile(os.path.join(config.load_checkpoint, "common.json")) and current.plan.choice.chosen.step == 5
     assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
-    current.release()
+    current.resources.release()
 
 
 def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
     """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders are newer."""
     save(tmp_path, 5, world=2)
     online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
-    assert current.choice.chosen.step == 5 and current.choice.chosen.base == "" and current.open_source is not None
-    current.release()
+    assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.base == "" and current.plan.open_source is not None
+    current.resources.release()
     saved(tmp_path, 7)
     online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
-    assert current.choice.chosen.base == "iteration_00000007"
-    current.release()
+    assert current.plan.choice.chosen.base == "iteration_00000007"
+    current.resources.release()
 
 
 def test_weights_of_hugging_face(tmp_path, current):
@@ -158,15 +163,15 @@ def test_weights_of_hugging_face(tmp_path, current):
         online.choose(config_of(load_checkpoint=str(folder), resume_training=True), current, STORAGE)
     config = config_of(load_checkpoint="", pretrained_model_dir=str(folder), resume_training=False)
     online.choose(config, current, STORAGE)
-    assert current.online.pretrained and config.load_checkpoint == str(folder) and not current.resumes
+    assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and not current.plan.resumes
     config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
     online.choose(config, current, STORAGE)
-    assert current.online.pretrained and config.load_checkpoint == str(folder) and config.resume_training is False
+    assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and config.resume_training is False
     saved(tmp_path / "none", 5)
     config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
     online.choose(config, current, STORAGE)
-    assert current.resumes and not current.online.pretrained                    # load_checkpoint wins
-    current.release()
+    assert current.plan.resumes and not current.plan.request.pretrained                    # load_checkpoint wins
+    current.resources.release()
 
 
 def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
@@ -179,16 +184,16 @@ def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
     for path, step, more in ((tmp_path, 5, monitored), (tmp_path / "iteration_00000010", 10, monitored),
                              (tmp_path, 10, {"resume_training": True})):
         online.choose(config_of(load_checkpoint=str(path), **more), current, STORAGE)
-        assert current.choice.chosen.step == step
-        current.release()
+        assert current.plan.choice.chosen.step == step
+        current.resources.release()
 
 
 def test_a_damaged_one_is_refused_with_its_reason(tmp_path, current):
     saved(tmp_path, 5, 10)
     flip_bit(tmp_path / "iteration_00000010" / "net-model-0000000-0000001.safetensors", -3)
     online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
-    assert current.choice.chosen.step == 5 and "damaged: w" in current.choice.refused[0].reason
-    current.release()
+    assert current.plan.choice.chosen.step == 5 and "damaged: w" in current.plan.choice.refused[0].reason
+    current.resources.release()
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
@@ -207,20 +212,21 @@ def computed(common, runner, data_size):
     (10, 8, 16, 5, None, (5, 1, 5)), (20, 8, 8, 10, 2, (20, 10, 20)), (20, 8, 4, 20, 4, (40, 10, 40)),
     (20, 8, 8, 10, -1, (20, 2, 20))])
 def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, old, new, data_size, sink, expected):
-    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(step, 10, step, old)))
+    current.plan = session.ResumePlan(choice=SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(step, 10, step, old))))
     runner = SimpleNamespace(global_batch_size=new, sink_mode=sink is not None, sink_size=sink)
     config = MindFormerConfig(runner_wrapper={"scale_sense": 64.0})
     config.runner_config = runner
     common = common_for(config, data_size, current)
     assert computed(common, runner, data_size) == expected[:2]
-    assert (common["global_step"], current.global_step) == (expected[2], expected[2])
+    assert (common["global_step"], current.progress.global_step) == (expected[2], expected[2])
     assert common["loss_scale"] == 64.0                     # none was saved: what the configuration says stays
 
 
 @pytest.mark.parametrize("sink, epoch", [(None, 4), (1, 60), (2, 30), (5, 12), (-1, 4)])
 def test_a_new_data_set_in_both_modes(current, sink, epoch):
     """Step 40 of 10 a pass; the new data set has 15, of 6 epochs 2 are left."""
-    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(40, 10, 40, 8, dataset_size=10)))
+    state = TrainingState(40, 10, 40, 8, dataset_size=10)
+    current.plan = session.ResumePlan(choice=SimpleNamespace(chosen=SimpleNamespace(state=state)))
     config = MindFormerConfig(ignore_data_skip=True)
     config.runner_config = SimpleNamespace(global_batch_size=8, sink_mode=sink is not None, sink_size=sink, epochs=6)
     common = common_for(config, 15, current)
@@ -229,7 +235,7 @@ def test_a_new_data_set_in_both_modes(current, sink, epoch):
 
 
 def test_a_step_that_does_not_scale_is_rounded_down(current):
-    current.choice = SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(15, 10, 15, 8, 1.0)))
+    current.plan = session.ResumePlan(choice=SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(15, 10, 15, 8, 1.0))))
     config = MindFormerConfig()
     config.runner_config = SimpleNamespace(global_batch_size=16, sink_mode=False, sink_size=1)
     common = common_for(config, 5, current)

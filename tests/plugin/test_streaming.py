@@ -8,7 +8,6 @@ pytest.importorskip("mindformers")
 from datasets import IterableDataset  # noqa: E402
 from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _resume_hf_iterable_dataset  # noqa: E402
 
-from mindresume.agree import Solo  # noqa: E402
 from mindresume.data import DataPosition  # noqa: E402
 from mindresume.errors import AgreementError, ProgressError  # noqa: E402
 from mindresume.plugin import hooks, session, streaming  # noqa: E402
@@ -50,13 +49,13 @@ def at(skip, begins=False):
 @pytest.fixture
 def current():
     before = session.current()
-    yield session.begin(session.Session(group=Solo(), training=True))
+    yield session.begin(session.TrainingContext(task=session.TRAIN))
     session.begin(before)
 
 
 def gone_on(dataset, progress, current):
     """Through the hook; the step of the training is 99."""
-    current.progress = progress
+    current.progress.restored = progress
     hooks._streaming(_resume_hf_iterable_dataset)(dataset, 99)
 
 

@@ -203,7 +203,7 @@ def test_what_a_feature_that_is_off_does(off):
     off({upstream.TENSORBOARD, upstream.RESCUE, upstream.TRANSFORM})
     assert adapter.tensorboard_writer() is None
     assert CheckpointMonitor.rescue(None, None) is False
-    assert upstream.TRANSFORM.without in convert._by_mindspore(None, None, "", 1)["refused"]
+    assert upstream.TRANSFORM.without in convert._by_mindspore(None, None, "", 1, None)["refused"]
 
 
 def test_wrapping_twice_is_once_and_keeps_the_kind_of_method(module):
@@ -242,7 +242,7 @@ def test_a_wrapper_passes_on_what_it_does_not_know(name, monkeypatch, tmp_path):
     values = {"config": config, "checkpoint_path": str(tmp_path), "common_filename": str(tmp_path / "common.json"),
               "path": str(tmp_path), "dataset": types.SimpleNamespace(set_init_step=None), "load_checkpoint": None}
     required = [part for part in (expected.split(", ") if expected else ()) if "=" not in part and "*" not in part]
-    session.begin(session.Session())
+    session.begin(session.TrainingContext())
     try:
         wrapper(*(values.get(part, part) for part in required), added="new")
         wrapper(**{part: values.get(part, part) for part in required if part not in ("self", "cls")}, added="newer",

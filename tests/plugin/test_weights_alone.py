@@ -16,7 +16,7 @@ from mindformers import MindFormerConfig  # noqa: E402
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
 from mindresume.plugin import adapter, hooks, session, upstream, weights_alone  # noqa: E402
-from mindresume.plugin.weights_alone import EVALUATE, PREDICT, TRAIN  # noqa: E402
+from mindresume.plugin.session import EVALUATE, PREDICT, TRAIN  # noqa: E402
 from mindresume.reshard.conversion import Conversion, to_complete, to_iteration  # noqa: E402
 from mindresume.reshard.engine import writer  # noqa: E402
 from mindresume.reshard.source import open_source  # noqa: E402
@@ -67,7 +67,7 @@ def device(monkeypatch):
         return [name for name in network.wanted if name not in arrays]
     monkeypatch.setattr(adapter, "load_into", load_into)
     yield
-    session.begin(session.Session())
+    session.begin(session.TrainingContext())
 
 
 def config_of(path, output, **values):
@@ -77,7 +77,8 @@ def config_of(path, output, **values):
 
 def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
     """(configuration, session) after the choice, and after mindformers has migrated the keys."""
-    current, config = session.Session(settings or Settings(), group or Solo()), config_of(path, output, **values)
+    current = session.TrainingContext(settings or Settings(), task, session.Resources(group or Solo()))
+    config = config_of(path, output, **values)
     weights_alone.choose(config, task, current, STORAGE)
     config.checkpoint = MindFormerConfig(load_path=config.load_checkpoint)
     return config, current
@@ -91,7 +92,7 @@ def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=None
     network.plan_layouts = plan.layouts(group.rank) if plan.world_size > 1 else {}
     model = SimpleNamespace(_train_network=network if task == TRAIN else None)
     assert weights_alone.load(config, model, network, None, current, STORAGE, task == EVALUATE, task == PREDICT)
-    assert not current.resumes and config.resume_training is False and config.auto_trans_ckpt is False
+    assert not current.plan.resumes and config.resume_training is False and config.auto_trans_ckpt is False
     return network
 
 
@@ -184,8 +185,8 @@ def test_weights_that_know_no_step(tmp_path):
 def test_a_folder_one_too_high(tmp_path):
     recorded(tmp_path / "output" / "checkpoint", SOURCE, TENSORS)
     config, current = chosen(tmp_path / "output", tmp_path)
-    assert config.load_checkpoint == str(tmp_path / "output" / "checkpoint") and current.choice.chosen.step == STEP
-    current.release()
+    assert config.load_checkpoint == str(tmp_path / "output" / "checkpoint") and current.plan.choice.chosen.step == STEP
+    current.resources.release()
 
 
 def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(tmp_path, caplog):
@@ -304,9 +305,9 @@ class Trainer:
 def begun(task, config, pipeline_task=None):
     """The session as mindformers' checks leave it."""
     found = []
-    checks = hooks._rules(lambda self: found.append((session.current().alone, session.current().choice)))
+    checks = hooks._rules(lambda self: found.append((session.current().plan.weights_only, session.current().plan.choice)))
     hooks._inference(task, lambda self: checks(self))(Trainer(config, pipeline_task))
-    assert session.current().task == "" and session.current().choice is None and session.current().alone is None
+    assert session.current().task == "" and session.current().plan.choice is None and session.current().plan.weights_only is None
     return found[0][0]
 
 
@@ -314,7 +315,7 @@ def test_evaluation_and_prediction_choose_and_are_over_afterwards(tmp_path):
     path = written(tmp_path, "records", SINGLE)
     for task in (EVALUATE, PREDICT):
         config = config_of(path, tmp_path, resume_training=True, auto_trans_ckpt=True)
-        assert begun(task, config) == session.WeightsAlone(str(path), False, True)
+        assert begun(task, config) == session.LoadRequest(str(path), resume=False, trains=False, converts=True)
         assert (config.resume_training, config.auto_trans_ckpt, config.load_ckpt_format) == (False, False, "safetensors")
 
 
@@ -368,6 +369,6 @@ def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
     for module, name in ((upstream.BASE_TRAINER, "transform_and_load_checkpoint"), (upstream.BASE_TRAINER, "preload_ckpt"),
                          (upstream.CAUSAL_TRAINER, "transform_and_load_checkpoint")):
         assert getattr(importlib.import_module(module), name)._mindresume
-    current = session.begin(session.Session())
-    current.alone = session.WeightsAlone(str(tmp_path), False, False)
+    current = session.begin(session.TrainingContext())
+    current.plan = session.ResumePlan(session.LoadRequest(str(tmp_path), resume=False, trains=False))
     assert hooks._preload(lambda config: pytest.fail("mindformers preloads"))(None) is None
