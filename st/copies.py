@@ -108,3 +108,17 @@ def said(run: Run, *texts: str) -> None:
     """AssertionError, with what mindresume said, if no line of the last life's log contains all of ``texts``."""
     found = any(all(text in line for text in texts) for line in run.log().splitlines())
     assert found, f"no line with {texts}; mindresume said:\n" + "\n".join(lines(run, "mindresume"))
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    """The events of this kind that rank 0 of the last life recorded."""
+    files = sorted((run.folder / "output" / "mindresume_events").glob("*-rank_0-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    rows = [json.loads(line) for line in files[-1].read_text(encoding="ascii").splitlines()] if files else []
+    return [row for row in rows if row["event"] == kind]
+
+
+def happened(run: Run, kind: str, **values: Any) -> None:
+    """AssertionError if there is no event of this kind with these values."""
+    found = events(run, kind)
+    assert any(all(row.get(name) == value for name, value in values.items()) for row in found), \
+        f"no {kind} with {values}: {found}"

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from st.copies import LIMIT, beside, records, said, steps_of
+from st.copies import LIMIT, beside, happened, records, said, steps_of
 from st.jobs import Run, differences
 from st.lives import assert_nothing_left
 
@@ -40,7 +40,8 @@ def test_the_platform_ends_the_launcher_of_one_process(whole_single, tmp_path):
     run.until(11)
     os.kill(run.process.pid, signal.SIGTERM)
     step = left(run, whole_single, 143)
-    said(run, f"mindresume: SIGTERM: the training saves step {step} and ends")
+    happened(run, "preemption_requested", step=step, reason="SIGTERM")
+    happened(run, "training_ended", outcome="preempted", reason="SIGTERM", step=step)
     goes_on(run, whole_single, step, "--callbacks.1.async_save thread")
 
 

@@ -11,7 +11,22 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.manifest import FOLDER
-from st.copies import beside, finished, flip, lines, meta, names, records, said, steps_of, succeeded, together, weights
+from st.copies import (
+    beside,
+    events,
+    finished,
+    flip,
+    happened,
+    lines,
+    meta,
+    names,
+    records,
+    said,
+    steps_of,
+    succeeded,
+    together,
+    weights,
+)
 from st.jobs import Run, differences
 
 
@@ -48,7 +63,8 @@ def goes_on(run: Run, whole: Run, step: int) -> None:
     assert steps_of(run) == list(range(step + 1, 41))
     assert differences(whole.steps(), run.steps(-1)) == []
     said(run, "mindresume: resume from step", f"step {step},")
-    said(run, f"continues after step {step} ", "global batch size 8")
+    happened(run, "progress_restored", step=step, global_batch_size=8)
+    happened(run, "training_ended", outcome="finished", step=40)
 
 
 def test_folder_and_true_takes_the_newest_that_is_as_it_was_written(resumed, whole_single):
@@ -90,6 +106,7 @@ def test_complete_already(resumed):
     succeeded(run)
     assert steps_of(run) == []
     said(run, "the training is complete: step 40", "4 epochs of 10 steps", "runner_config.epochs")
+    happened(run, "training_ended", outcome="nothing_to_train")
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.checkpoints.rglob("*")
                   if path.is_file()) == before
 
@@ -121,6 +138,8 @@ def test_all_damaged_is_an_error_that_lists_every_candidate(stopped):
     run = stopped.ruined
     refused(run)
     said(run, "NoUsableCheckpointError", "none can be used")
+    [ended] = events(run, "training_ended")
+    assert ended["outcome"] == "failed" and "NoUsableCheckpointError" in ended["reason"]
     for step, name, reason in ((40, "qwen3_rank_0-4_10", "tensor"), (35, "qwen3_rank_0-4_5", "100000"),
                                (30, "qwen3_rank_0-3_10", "missing")):
         said(run, f"step {step}", name, reason)

@@ -21,7 +21,7 @@ from mindresume.files import read_header, read_tensor
 from mindresume.formats.iteration_files import TRACKER, iteration_name
 from mindresume.manifest import FOLDER, attempt_name, run_sequence
 from mindresume.state import is_transient
-from st.copies import LIMIT, lines, said, steps_of, together
+from st.copies import LIMIT, happened, lines, said, steps_of, together
 from st.iterations import (
     NEW,
     OF_STEP,
@@ -251,7 +251,7 @@ def test_sinks_that_do_not_divide_an_epoch(others, whole_single):
     assert [row["step"] for row in run.steps(0)] == list(range(1, 21))
     assert differences(whole_single.steps()[:20], run.steps(0)) == []
     goes_on(run, whole_single, 16)
-    said(run, "continues after step 16 (epoch 4 done)")                              # an epoch of mindformers is a sink
+    happened(run, "progress_restored", step=16, epochs_done=4)                       # an epoch of mindformers is a sink
     assert committed(run, 0) == [8, 16] and committed(run) == [24, 32, 40] and tracker(run.checkpoints) == 40
 
 
@@ -336,7 +336,7 @@ def test_twice_the_batch_of_another_data_set_for_more_epochs(others, broken):
 
         step_scale = 8 / 16; initial_step = 30 * step_scale = 15; global_step = 30 * step_scale = 15"""
     run = others.larger
-    said(run, "continues after step 15 (epoch 3 done)", "global batch size 16", "steps scaled by 0.5 from 30")
+    happened(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
     said(run, "WARNING", "the data set is not that of the checkpoint (num_samples: 80, now 160)")
     rows = {row["step"]: row for row in run.steps(-1)}                               # step: the optimizer's global_step
     assert list(rows) == list(range(16, 36))

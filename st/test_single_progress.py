@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import beside, names, records, said, succeeded, together, upstream
+from st.copies import beside, happened, names, records, said, succeeded, together, upstream
 from st.jobs import Run
 
 
@@ -34,7 +34,7 @@ def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
     """Step 30 of 40 becomes 15 of 20, and the data goes on behind the same sample."""
     run, before = resumed.larger, samples(whole_single)
     said(run, "resume from step 30")
-    said(run, "continues after step 15 (epoch 3 done)", "global batch size 16", "steps scaled by 0.5 from 30")
+    happened(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
     assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(16, 21)}
     assert names(run) == {16: "qwen3_rank_0-4_1.safetensors", 20: "qwen3_rank_0-4_5.safetensors"}
     assert [(state.global_step, state.global_batch_size, state.dataset_size) for state in
