@@ -17,9 +17,9 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
 from mindresume.reshard.direct import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite
-from mindresume.reshard.mindspore_worker import run
 from mindresume.reshard.source import open_source
 from mindresume.reshard.target import rank_files
+from mindresume.reshard.transform_processes import run
 from mindresume.reshard.weights import Weights, of_candidate, of_complete
 from mindresume.strategy import Strategy
 from st.jobs import ROOT

@@ -24,8 +24,8 @@ from mindresume.files import Header, format_of, read_header, read_tensor
 from mindresume.layout import TensorLayout
 from mindresume.reshard.direct import TargetFile, transform, whole_tensors
 from mindresume.reshard.geometry import Region, shape_of
-from mindresume.reshard.mindspore_worker import COMMAND, failure, run
 from mindresume.reshard.target import METADATA, holdings, is_counter
+from mindresume.reshard.transform_processes import COMMAND, failure, run
 from mindresume.reshard.weights import Tensor, Weights
 from mindresume.store.storage import PosixStorage, parallel
 from mindresume.strategy import Strategy

@@ -1,6 +1,7 @@
 """The table of upstream symbols: it is complete, it fits the installed release, and what does not fit is reported at once."""
 import ast
 import functools
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
     wrapped = {symbol.name for profile in upstream.PROFILES for symbol in profile.symbols
                if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)}
     assert wrapped == set(hooks.WRAPPERS)
+
+
+@pytest.mark.parametrize("module", ["plugin.upstream", "reshard.mindspore_worker"])
+def test_what_is_imported_without_mindformers(module):
+    """The table, and the processes of transform_engine: mindspore. Without the plug-in itself, which installs."""
+    program = ("import sys, types; package = types.ModuleType('mindresume.plugin'); "
+               f"package.__path__ = [{str(PACKAGE / 'plugin')!r}]; sys.modules['mindresume.plugin'] = package; "
+               f"import mindresume.{module}; "
+               "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindspore'})")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_no_row_twice():

@@ -21,7 +21,7 @@ from mindresume.errors import EngineError, StrategyError
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.complete import read_complete
 from mindresume.layout import TensorLayout
-from mindresume.reshard import mindspore_worker
+from mindresume.reshard import mindspore_worker, transform_processes
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, source_strategy
 from mindresume.reshard.weights import of_candidate, of_complete
@@ -351,7 +351,7 @@ def test_a_process_that_hangs(tmp_path, work, small, life, monkeypatch):
         if not now[0]:
             os.close(os.open(life.ready, os.O_RDONLY))      # not before both of them are there
         now[0] += 1.0
-    monkeypatch.setattr(mindspore_worker, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(transform_processes, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with pytest.raises(EngineError, match="not done after 2 s and was ended") as error:
         attempt(small, work, fake(tmp_path, small.ready, life.hangs + "signal.pause()"), timeout=2.0)
     assert "hanging" in str(error.value) and life.over() and now == [3.0]
@@ -365,7 +365,7 @@ def test_one_fails_and_the_others_are_ended(tmp_path, life):
     script = Path(command[1])
     script.write_text(script.read_text().replace("job = json.load(open(path))", "job = {'ranks': []}"))
     with pytest.raises(EngineError, match="process 2 of 2 ended with status 5"):
-        mindspore_worker.run([["first"], ["second"]], str(tmp_path), 600.0, command)
+        transform_processes.run([["first"], ["second"]], str(tmp_path), 600.0, command)
     assert life.over()
 
 
@@ -374,7 +374,7 @@ def test_interrupted(tmp_path, work, small, life, monkeypatch):
         os.close(os.open(life.ready, os.O_RDONLY))          # not before both of them are there
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mindspore_worker, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupt))
+    monkeypatch.setattr(transform_processes, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupt))
     with pytest.raises(KeyboardInterrupt):
         attempt(small, work, fake(tmp_path, small.ready, life.hangs + "signal.pause()"))
     assert life.over()
@@ -386,7 +386,7 @@ def test_it_does_not_outlive_its_parent(tmp_path, life):
                                       "threading.Thread(target=end_with_parent, daemon=True).start()\n"
                                       + life.hangs + f"os.open({str(tmp_path / 'go')!r}, os.O_WRONLY); signal.pause()")
     os.mkfifo(tmp_path / "go")
-    program = (f"from mindresume.reshard.mindspore_worker import run; "
+    program = (f"from mindresume.reshard.transform_processes import run; "
                f"run([[]], {str(tmp_path)!r}, 60.0, {worker!r})")
     with subprocess.Popen([sys.executable, "-c", program], cwd=HERE) as parent:
         os.close(os.open(tmp_path / "go", os.O_RDONLY))
