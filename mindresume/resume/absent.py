@@ -1,9 +1,9 @@
-"""What a rank reads that wrote nothing: a job that was dying saved what the ranks held that were left.
+"""Replaces ranks that wrote nothing: a job that was failing saved what its remaining ranks held.
 
-Everything such a rank held is by its layout on others too, or the checkpoint would not have been offered
-(``mindresume.formats.described.uncovered``). Only its random generators are lost. Layouts are those of the records, or of what
-mindformers wrote (MindIO TTP: only a part of the ranks saves) those of the strategy. Nothing says that the strategy is of the
-same job; but what it says to be the same on two ranks that wrote must be the same bytes.
+By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have refused the checkpoint
+(``mindresume.formats.described.uncovered``). Only its random state is lost. The layouts are those of the records; for files of
+mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy belongs to the same job is
+not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes (``differing_replica``).
 """
 from __future__ import annotations
 
@@ -22,21 +22,26 @@ from mindresume.manifest import Details, TensorRecord
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy
 
-StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate): that of the job which saved it, None: unknown
+StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate) -> strategy of the job that saved; None: unknown
 
 
 def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
-    """A StrategyOf for which there are no strategy files."""
+    """Returns None: a StrategyOf without strategy files."""
     return None
 
 
 def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
                            expected: int | None) -> tuple[Candidate, int | None]:
-    """The candidate, and how many ranks it must be of: those of the job that would resume (``world_size``); of what mindformers
-    saved, if no such job is known, by its strategy, else by the folder (``expected``); None: any.
+    """Returns the candidate with its missing ranks in ``absent``, and the number of ranks that it must have.
 
-    Where mindformers saved a part of the ranks (MindIO TTP), and the strategy proves that they hold everything, the candidate has
-    the others as ``absent``; what they lack is its problem, if they do not."""
+    Only checkpoints of mindformers without records are completed: where some of the ranks saved (MindIO TTP) and the strategy
+    proves that they hold everything. If they do not, the candidate gets a problem that says what is missing.
+
+    Args:
+        world_size: ranks of the job that would resume. None: not known; the number then follows from the strategy, else it is
+            ``expected``.
+        expected: estimate from the folder. None: any number.
+    """
     there = candidate.files
     if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None:
         return candidate, world_size
@@ -61,8 +66,8 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
 
 
 def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
-    """What records would say of files that mindformers wrote without any; checksums are empty. Asking for a rank reads the header
-    of its file: DamagedFileError; StrategyError if the strategy is of another model."""
+    """Returns a function that derives the details of a rank, as records would hold them, from the headers of its files and the
+    strategy; checksums are empty. The function raises DamagedFileError, and StrategyError if the strategy is of another model."""
     @cache
     def details_of(rank: int) -> Details:
         headers = [header_of(storage, root, file) for file in candidate.files[rank]]
@@ -79,8 +84,12 @@ def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strat
 
 def replica_sources(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
                     ) -> dict[str, tuple[int, TensorRecord]] | str:
-    """{tensor: (the rank that has it, its row there)} of all that ``rank`` held, or a phrase about what is nowhere. ``present``:
-    ranks that wrote; ``details_of(rank)``: the long part of their records."""
+    """Returns for each tensor that ``rank`` held the rank that has it and its row there, or a phrase about what no rank has.
+
+    Args:
+        present: ranks that wrote.
+        details_of: returns the details of the record of a rank.
+    """
     there = sorted(present)
     size = stage_size(details_of(there[0]).tensors.values(), world_size)
     first = rank - rank % size
@@ -88,7 +97,7 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, details_
     if not mates:
         return f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing"
     found: dict[str, tuple[int, TensorRecord]] = {}
-    for mate in mates:                          # the first has all names, unless redundancy was removed
+    for mate in mates:                          # the first rank has all names, unless redundancy was removed
         for name, row in details_of(mate).tensors.items():
             if name in found:
                 continue
@@ -101,9 +110,13 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, details_
 
 def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
                       progress: Callable[[int], None] | None = None) -> str:
-    """What shows that ``strategy`` is not of the job that wrote ``candidate``: a tensor of ``rank`` which by the strategy is the
-    same on the first rank that holds it, and is not; empty if there is none. ``progress``: bytes read since the last call.
-    DamagedFileError, StrategyError or OSError."""
+    """Returns a sentence on a tensor of ``rank`` that differs from a copy on another rank, though by ``strategy`` both are equal:
+    the strategy then belongs to another job. Empty if there is none.
+
+    Args:
+        progress: receives the bytes that are read.
+    Raises: DamagedFileError, StrategyError, OSError.
+    """
     details_of = details_by_strategy(storage, root, candidate, strategy)
     first = rank - rank % strategy.stage_size
     mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]

@@ -1,5 +1,4 @@
-"""What a resume says of itself: each part of the state of a training restored, recomputed, absent or changed, and what is worth a
-warning.
+"""Summarizes a resume: each part of the training state is restored, recomputed, absent or changed. Collects warnings about it.
 
     step           restored    35
     data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
@@ -19,13 +18,14 @@ RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "cha
 
 
 class SummaryRow(NamedTuple):
+    """A part of the state, how it was restored (RESTORED, RECOMPUTED, ABSENT or CHANGED), and details."""
     name: str
     how: str
     text: str
 
 
 def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> list[SummaryRow]:
-    """Of everything but the random state, which is known last."""
+    """Returns rows for all parts of the state except the random state, which is restored later."""
     scaled, old = progress.step_scale != 1, state.global_batch_size
     how = RECOMPUTED if scaled else RESTORED
     rows = [SummaryRow("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
@@ -43,20 +43,22 @@ def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSetting
 
 
 def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
-    """``ranks``: why there can be none, such as "saved by 4 ranks, this job has 2"."""
+    """Returns the row of the random state. ``restored``: names of its generators. ``ranks``: why there are none, such as "saved
+    by 4 ranks, this job has 2"."""
     if restored:
         return SummaryRow("random state", RESTORED, ", ".join(restored))
     return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
 
 
 def format_summary(items: Sequence[SummaryRow]) -> str:
-    """One block, a line for each item."""
+    """Returns a text with one line for each row."""
     width = max(len(item.name) for item in items)
     return "\n".join(f"  {item.name:<{width}}  {item.how:<10}  {item.text}" for item in items)
 
 
 def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:
-    """ProgressError if the data set was changed, nobody said so, and ``on_change`` is "error"."""
+    """Returns the warnings of a resume. Raises ProgressError if the data set has changed, the configuration does not say so, and
+    ``on_change`` is "error"."""
     found = list(filter(None, [check_skip(new)])) if progress.begins else []
     if progress.again:
         found.append(f"{progress.position.declared} is still set, and the data set is not that of the checkpoint "
@@ -64,10 +66,10 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
                      f"later changes are not to do that")
     if progress.changed and not progress.begins:
         what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
-        do = (f"If it is a new one, set {IGNORED}: True to begin at its beginning, or {SKIPPED} to the steps of it that were "
-              f"trained already")
+        do = (f"If it is a new one, set {IGNORED}: True to start at its beginning, or {SKIPPED} to the number of its steps that "
+              f"were trained already")
         if on_change == "error":
-            raise ProgressError(f"{what}, and nobody said so (mindresume.on_dataset_change: error). {do}")
+            raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
         found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
     if progress.moved and not progress.begins and not progress.changed:
         place = progress.position.passes

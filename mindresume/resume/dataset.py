@@ -1,12 +1,12 @@
-"""What a data set is known by: its entry in the configuration, with files in the place of their paths.
+"""Identifies a data set by its entry in the configuration, with sizes of files instead of their paths.
 
-    identity = identity_of(storage, config.train_dataset, config.seed)
+    identity = dataset_identity(storage, config.train_dataset, config.seed)
     {"type": "MindDataset", "dataset_dir": "1 file, 1234 bytes: mcore.mindrecord", "shuffle": "True", ...}
-    differences(recorded, identity)                     # one phrase each
+    dataset_differences(recorded, identity)             # one phrase each
 
-Two trainings read the same samples in the same order if these are equal. How fast they are read, by how many ranks and in which
-batches is left out, and where the files lie, too: a data set can be moved. Files that loaders write themselves (indices, caches,
-states of an iterator) are no part of it, wherever they put them.
+Two trainings with equal identities read the same samples in the same order. The identity does not depend on the speed of reading,
+the number of ranks, the batches, or the location of the files: a data set can be moved. Files that loaders write themselves
+(indices, caches, states of an iterator) are left out, wherever they lie.
 """
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mindresume.store.storage import Storage
 
 # Folders that loaders write (mindformers dataset/, Hugging Face datasets).
 _WRITTEN = {"path_to_cache", "s3_cache_path", "cache_dir", "dataset_state_dir", "save_indices_npz_path", "filepath_prefix"}
-# Keys of train_dataset that do not decide which samples come, or that follow from others (batch sizes, devices). What grants
-# access is not recorded either.
+# Keys of train_dataset that do not decide which samples are read, or that follow from others (batch sizes, devices). Credentials
+# are not recorded either.
 _IGNORED = _WRITTEN | {
     "num_parallel_workers", "python_multiprocessing", "prefetch_size", "numa_enable", "batch_size", "autotune_per_step",
     "auto_tune", "profile", "max_rowsize", "num_shards", "shard_id", "device_num", "rank_id", "do_eval", "dynamic_batch",
@@ -44,7 +44,8 @@ _MOST_FILES = 100_000
 
 
 def dataset_identity(storage: Storage, section: Any, seed: Any = None) -> dict[str, str]:
-    """``section``: ``train_dataset`` of the configuration; None: {}. Files are looked at, not read. OSError."""
+    """Returns {key: value} of ``section``, the ``train_dataset`` of the configuration; {} for None. Files are listed, not read.
+    Raises OSError."""
     if not isinstance(section, Mapping):
         return {}
     rows = dict(_rows(_Files(storage, frozenset(_written(section))), section, ""))
@@ -58,8 +59,8 @@ def dataset_identity(storage: Storage, section: Any, seed: Any = None) -> dict[s
 
 
 def dataset_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In what two data sets differ, one phrase each; empty if they are alike, or one of them is not known. Earlier versions
-    recorded caches and states, too: such a row says nothing of the data."""
+    """Returns the differences of two data sets, one phrase each; an empty list if there are none or one data set is not known.
+    Rows of caches and states, which earlier versions recorded, are ignored."""
     if not before or not now:
         return []
     return [f"{key}: {_short(before.get(key))}, now {_short(now.get(key))}" for key in dict.fromkeys((*before, *now))
@@ -78,7 +79,7 @@ def _short(text: str | None) -> str:
 
 
 def _written(value: Any) -> Iterator[str]:
-    """Folders below ``train_dataset`` that loaders are told to write."""
+    """Yields the folders in ``train_dataset`` that loaders are configured to write."""
     for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ():
         if key in _WRITTEN and isinstance(inner, str) and inner:
             yield os.path.abspath(inner)
@@ -110,13 +111,13 @@ def _of_value(files: _Files, value: Any, prefix: bool) -> str:
 
 @dataclass(frozen=True)
 class _Files:
-    """Files that values of the configuration name. ``written``: folders that are no data, though they may lie among it."""
+    """Files that values of the configuration name. ``written``: folders that loaders write, which may lie among the data."""
     storage: Storage
     written: frozenset[str]
 
     def of(self, text: str, prefix: bool) -> list[tuple[str, int]]:
-        """(name, bytes) of the files that a value names, sorted within a folder; [] if it names none. The files of a prefix come
-        before a folder of the same name: that is where mindformers keeps indices of them."""
+        """Returns (name, bytes) of the files that a value names, sorted within a folder; [] if it names none. The files of a
+        prefix take precedence over a folder of the same name, in which mindformers keeps their indices."""
         text = text.strip() if prefix else text
         if not prefix and os.sep not in text and "." not in text:
             return []

@@ -1,7 +1,7 @@
-"""What a resume lost: the steps that a job which died had done behind the checkpoint that is taken.
+"""Estimates the work that a resume lost: the steps that a job which died had done after the checkpoint that is loaded.
 
-A job that dies leaves its claim on the folder, with the step it had reached at its last sign of life; and the folders of the
-saves it had begun. So the number is a lower bound: what it did after both, nobody wrote down.
+A job that dies leaves its claim on the folder, with the step of its last heartbeat, and the folders of the saves it had begun. So
+the number is a lower bound: steps after both were not recorded.
 """
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from mindresume.store.storage import Storage
 
 @dataclass(frozen=True)
 class LostWork:
-    """``steps``: at least so many, by the count of the job that died. ``since``: seconds since 1970 when the checkpoint was
-    saved, None: not known."""
+    """The work that was lost. ``steps``: lower bound, in the count of the job that died. ``since``: when the checkpoint was
+    saved, in seconds since 1970; None: not known."""
     steps: int
     since: float | None
 
     def seconds(self, now: float) -> float | None:
+        """Returns the seconds from the save until ``now``; None if the time of the save is not known."""
         return None if self.since is None else max(now - self.since, 0.0)
 
 
 def find_lost_work(storage: Storage, root: str, chosen: Candidate) -> LostWork | None:
-    """None if the last job that saved below ``root`` ended by itself, lives, or was none of ours. OSError."""
+    """Returns the work that the last job that saved below ``root`` had done after ``chosen``. None if that job ended normally, is
+    alive, or was not one of mindresume. Raises OSError."""
     dead = [owner for owner in claims(storage, root) if owner.purpose == SAVING and lives(owner) is not True]
     if not dead:
         return None

@@ -1,22 +1,22 @@
-"""Where a resumed training goes on: steps, epochs and data, from the state of the checkpoint and the settings of the new run.
+"""Computes where a resumed training continues: steps, epochs and data, from the state of the checkpoint and the new settings.
 
 Steps, by the formulas of mindformers (trainer/utils.py:load_resume_context_from_checkpoint, documents 002 and 003):
 
     scale         = global batch size of the checkpoint / global batch size of this run
     initial step  = step * scale, rounded down; so is the optimizer's global_step
 
-Data, by where the checkpoint stood in its data set, which a change of the batch size does not move:
+Data, by the position of the checkpoint in its data set, which does not depend on the batch size:
 
-    data skip     = passes * steps of a pass + samples of the pass that was begun / global batch size, rounded down
-                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration says so for the first time
+    data skip     = passes * steps of a pass + samples of the current pass / global batch size, rounded down
+                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration first says so
     initial epoch = epochs before the data set + passes
 
-In sink mode an epoch of MindSpore is a sink, and mindformers has ``epochs * steps of a pass // sink size`` of them in all,
-counted by the data set of this run, whatever the steps before were trained on. So there
+In sink mode an epoch of MindSpore is one sink. mindformers runs ``epochs * steps of a pass // sink size`` of them in all, counted
+by the data set of this run, whatever data earlier steps were trained on. So there
 
     initial epoch = (epochs before the data set * steps of a pass + data skip) / sink size
 
-rounded so that as many whole sinks follow as fit into what is left. The data is skipped in whole sinks.
+rounded so that as many whole sinks follow as fit into the rest. Data is skipped in whole sinks.
 """
 from __future__ import annotations
 
@@ -34,8 +34,16 @@ from mindresume.state import TrainingState
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Of the new run. ``size``: steps of one pass over its data; ``sink_size`` None: not in sink mode; ``identity``: of its data
-    set, empty: not known. ``epochs``: passes that the configuration asks for, None: any number."""
+    """Settings of the new run.
+
+    Args:
+        batch: global batch size in samples.
+        size: steps of one pass over its data.
+        sink_size: steps of a sink. None: not in sink mode.
+        identity: of its data set (``dataset.dataset_identity``). Empty: not known.
+        wish: where its data set is to begin, by the configuration.
+        epochs: passes that the configuration asks for. None: any number.
+    """
     batch: int | None
     size: int
     sink_size: int | None = None
@@ -46,12 +54,20 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ResumeProgress:
-    """Counters of a new run. ``step_scale`` multiplies every step count of the checkpoint. ``position``: where its data goes on,
-    in whole steps of this run, ``data_skip`` of them from the beginning. ``consumed``: samples that the training has seen;
-    ``repeated``: so many of them will be seen again. ``changed``: in what the data set differs from that of the checkpoint.
-    ``begins``: it begins as the configuration says, instead of where the checkpoint stood; ``again``: by words that had been
-    heeded for another data set before. ``moved``: passes by which the data was put elsewhere than where it stood between two
-    passes, because a sink has to begin there: only the order of a shuffled data set is concerned."""
+    """Counters of a new run.
+
+    Args:
+        step_scale: multiplies every step count of the checkpoint.
+        position: where its data continues, in whole steps of this run.
+        data_skip: the same as steps from the beginning of the data.
+        consumed: samples that the training has seen. None: not known.
+        repeated: samples that will be seen a second time.
+        changed: differences between the data set and that of the checkpoint, as phrases.
+        begins: the data begins as the configuration says, not at the position of the checkpoint.
+        again: ``begins``, and the configuration said the same for an earlier data set.
+        moved: passes by which a position between two passes was moved, because a sink must begin there. It affects only the order
+            of a shuffled data set.
+    """
     initial_step: int
     initial_epoch: int
     global_step: int
@@ -67,7 +83,7 @@ class ResumeProgress:
 
 
 def data_wish(ignore: Any, skip: Any) -> DataWish:
-    """Of ``ignore_data_skip`` and ``data_skip_steps``. ConfigError if one cannot be meant."""
+    """Returns what ``ignore_data_skip`` and ``data_skip_steps`` ask for. Raises ConfigError for values of another kind."""
     if ignore not in (None, False, True):
         raise ConfigError(f"{IGNORED} is {ignore!r}; expected True or False")
     if skip is not None and (isinstance(skip, bool) or not isinstance(skip, int) or skip < 0):
@@ -76,13 +92,14 @@ def data_wish(ignore: Any, skip: Any) -> DataWish:
 
 
 def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
-    """ProgressError if the checkpoint has less than one step of the new run, or the data would have to begin within a sink."""
+    """Returns the counters of a run that continues after ``state``. Raises ProgressError if the checkpoint has less than one step
+    of the new run, or the data would have to begin within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.batch) if old and new.batch else Fraction(1)
     initial_step, global_step = int(step * scale), int(state.global_step * scale)
     if step and not initial_step:
         raise ProgressError(f"step {step} at global batch size {old} is less than one step at global batch size {new.batch}: "
-                            f"{step} * {old} samples. Choose a smaller batch, or begin anew with these weights "
+                            f"{step} * {old} samples. Choose a smaller batch, or start a new training with these weights "
                             f"(resume_training: False)")
     before = _position_of(state, new, initial_step)
     changed = tuple(dataset_differences(before.identity, new.identity or {}))
@@ -104,8 +121,8 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
 
 
 def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
-    """Of a run that does not resume: where its data begins, the steps that are skipped for that, and the initial epoch.
-    ProgressError if nothing is left, or the data would have to begin within a sink."""
+    """Returns for a run that does not resume where its data begins, the steps that are skipped for that, and the initial epoch.
+    Raises ProgressError if no data is left, or the data would have to begin within a sink."""
     check_skip(new)
     position = _at_a_sink(_beginning(new, 0), new)
     skip = position.steps(new.size, new.batch or 1)
@@ -114,27 +131,27 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
 
 
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:
-    """Where a data set begins as the configuration says, after so many epochs of the training. MindSpore makes as many passes as
-    there are epochs, so none that is left out can be one of them unless it stands for one that is done."""
+    """Returns where the configuration lets a data set begin, after ``epochs`` epochs of the training. MindSpore makes as many
+    passes as there are epochs, so a skipped pass counts as an epoch only if it replaces one that is done."""
     position = DataPosition().after(0 if new.wish.ignore else new.wish.skip or 0, new.size, new.batch or 1)
     passes = min(position.passes, epochs)
     return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.wish))
 
 
 def check_skip(new: RunSettings) -> str:
-    """ProgressError if nothing of the data would be left. Returns what is worth a warning: more than a pass is skipped."""
+    """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if no data would be left."""
     skip, size, epochs = 0 if new.wish.ignore else new.wish.skip or 0, new.size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(f"{SKIPPED} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
                             f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
                             f"steps of this data set alone, not of the whole training")
     if skip >= size:
-        return (f"{SKIPPED} is {skip}, a pass over the data set has {size} steps: it begins behind {skip % size} steps of a pass")
+        return (f"{SKIPPED} is {skip}, a pass over the data set has {size} steps: it begins after {skip % size} steps of a pass")
     return ""
 
 
 def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> DataPosition:
-    """What the checkpoint says; of one that does not, that its steps were all on one data set."""
+    """Returns the position that the checkpoint recorded. Without one, all of its steps are taken to be of one data set."""
     if state.data is not None:
         return state.data
     if state.dataset_size and state.global_batch_size:
@@ -143,17 +160,17 @@ def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> D
 
 
 def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tuple[DataPosition, int]:
-    """In whole steps of the new run, and the samples of the part of a step that is left over."""
+    """Returns the position in whole steps of the new run, and the samples of the partial step that is left over."""
     batch = new.batch or old or 1
     steps, left = divmod(position.samples, batch)
-    if steps >= new.size:                                   # a pass is shorter now: its last samples are left out
+    if steps >= new.size:                                   # a pass has fewer steps now: its last samples are left out
         return replace(position, passes=position.passes + 1, samples=0), 0
     return replace(position, samples=steps * batch), left
 
 
 def _of_whole_sinks(position: DataPosition, state: TrainingState) -> DataPosition:
-    """What is less than a sink at the end of a pass is not trained on before another data set comes: a training of so many epochs
-    ends before it (mindformers trainer/utils.py, check_runner_config)."""
+    """Moves a position in the last, partial sink of a pass to the next pass, because a training with that number of epochs ends
+    before the partial sink (mindformers trainer/utils.py, check_runner_config)."""
     if not (state.sink_size and state.dataset_size and state.global_batch_size and position.samples):
         return position
     left = state.dataset_size - position.samples // state.global_batch_size
@@ -161,7 +178,7 @@ def _of_whole_sinks(position: DataPosition, state: TrainingState) -> DataPositio
 
 
 def _at_a_sink(position: DataPosition, new: RunSettings) -> DataPosition:
-    """Between two passes: with as many passes before as whole sinks need, out of those that were trained."""
+    """Moves a position between two passes back to the next one at which a sink begins, within the passes that were trained."""
     if not new.sink_size or position.samples or position.passes * new.size % new.sink_size == 0:
         return position
     epochs = max(position.first_epoch + position.passes, 0)
@@ -178,10 +195,10 @@ def _initial_epoch(position: DataPosition, skip: int, new: RunSettings) -> int:
 
 
 def _check_sink(skip: int, what: str, new: RunSettings) -> None:
-    """MindSpore would round the data skip down to a multiple of the sink size and repeat samples (mindspore
-    train/dataset_helper.py)."""
+    """Raises ProgressError if ``skip`` is not a multiple of the sink size: MindSpore would round it down and repeat samples
+    (mindspore train/dataset_helper.py)."""
     if new.sink_size and skip % new.sink_size:
         raise ProgressError(
-            f"{what}: it begins behind {skip} steps of the data set, no multiple of sink_size {new.sink_size}. MindSpore skips "
+            f"{what}: it begins after {skip} steps of the data set, no multiple of sink_size {new.sink_size}. MindSpore skips "
             f"data in whole sinks and would repeat {skip % new.sink_size} steps of it. Use a sink_size that divides {skip}, or "
             f"sink_mode: False")

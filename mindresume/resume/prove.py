@@ -1,8 +1,8 @@
-"""Proof that a candidate can be used: cheap for all ranks at once, complete for the files of one rank.
+"""Verifies candidates: the files of all ranks quickly, the files of one rank completely.
 
-``quick``: every rank's file is there with the recorded size. One process does it for the whole job.
-``prove``: every byte of one rank's file has the recorded checksum (mindformers' files have none: then header and counters).
-Each rank proves what it is going to read.
+``check_files``: the file of every rank is there and has the recorded size. One process checks the whole checkpoint.
+``verify_rank``: every byte of the files of one rank has the recorded checksum. Files of mindformers have no checksums: their
+headers and counters are checked. Each rank verifies what it is going to read.
 """
 from __future__ import annotations
 
@@ -40,34 +40,45 @@ OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Tensors to read from one file; ``names`` None: all of it."""
+    """Tensors to read from one file. ``names`` None: all of them."""
     file: FileRecord
     names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class VerifiedShard:
-    """What one rank reads. ``details`` holds checksums and random state; None for files without records."""
+    """What one rank of the checkpoint reads.
+
+    Args:
+        sources: its own files, or where those are missing replicas of their tensors on other ranks.
+        state: None for files without records.
+        details: checksums and random state; None for files without records.
+        scalars: counters that were read from files without records.
+    """
     rank: int
     sources: tuple[ShardSource, ...]
     state: TrainingState | None = None
     details: Details | None = None
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
-    def lost(self, candidate: Candidate) -> list[tuple[int, str]]:
-        """(rank, path) of its files that are missing, for which others stand in."""
+    def missing_files(self, candidate: Candidate) -> list[tuple[int, str]]:
+        """Returns (rank, path) of each of its files that is missing and is replaced by replicas."""
         there = {source.file.path for source in self.sources}
         return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
 
 
 def check_files(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
                 files: bool = True) -> Refusal | None:
-    """None if the files of all ranks seem to be there, and how they are cut is known. ``world_size``: of the job that would
-    resume, None: any. ``files`` False: the files are not looked at, because each rank proves its own anyway."""
+    """Returns None if the files of all ranks seem to be there and their layouts are known; else why not.
+
+    Args:
+        world_size: ranks of the job that would resume. None: any number.
+        files: False: sizes are not checked, because each rank verifies its own files anyway.
+    """
     if candidate.problem is not None:
         return candidate.problem
     if candidate.origin == MINDFORMERS:
-        problem = _ranks_of_foreign(candidate, world_size)
+        problem = _wrong_ranks(candidate, world_size)
     elif candidate.part:
         problem = _wrong_files(storage, root, candidate) if files else None
         return problem or candidate.refuse(
@@ -87,11 +98,11 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
 
 
 def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
-    """The first file that is missing, and that nothing stands in for, or of another size."""
+    """Returns a refusal for the first file that is missing without replicas, or has another size."""
     try:
         found = sizes(storage, root, candidate.every_file)
     except OSError as error:
-        return candidate.refuse(f"its files cannot be looked at: {error}")
+        return candidate.refuse(f"its files cannot be checked: {error}")
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
     for (rank, file), size in zip(rows, found, strict=True):
         if size is None and candidate.attempt:
@@ -111,14 +122,14 @@ def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) ->
                             f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
 
 
-def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal | None:
+def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
     if world_size is None or candidate.base:
         return None
     missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.absent]
     if missing:
         name = candidate.first.path
         return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name}); without "
-                                f"strategy files of that job nobody knows whether these hold everything",
+                                f"strategy files of that job it is not known whether these hold everything",
                                 rank=missing[0])
     more = [rank for rank in candidate.files if rank >= world_size]
     if more:
@@ -130,20 +141,25 @@ def _ranks_of_foreign(candidate: Candidate, world_size: int | None) -> Refusal |
 def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
                 full: bool = True, strategy: Strategy | None = None, layouts: IterationMetadata | None = None
                 ) -> VerifiedShard | Refusal:
-    """Reads everything that ``rank`` is going to load from this candidate, and checks it. ``full`` False: only the record,
-    the headers and the sizes. ``strategy``: of the job, where ranks are absent from what mindformers wrote. ``layouts``: of this
-    candidate, where several ranks are proven."""
+    """Reads everything that ``rank`` is going to load from this candidate, and verifies it.
+
+    Args:
+        progress: receives the bytes that are read.
+        full: False: only the record, the headers and the sizes.
+        strategy: of the job that saved, where mindformers wrote no files for some ranks.
+        layouts: metadata of this candidate, if several ranks are verified; it is read once.
+    """
     files = candidate.files.get(rank)
     if not files and rank in candidate.absent:
-        return _prove_absent(storage, root, candidate, rank, progress if full else None, strategy)
+        return _verify_missing_rank(storage, root, candidate, rank, progress if full else None, strategy)
     if not files:
         return candidate.refuse(f"no file of rank {rank}", rank=rank)
     file = files[0]
     try:
         if candidate.origin == OURS and candidate.attempt:
-            return _prove_recorded(storage, root, candidate, rank, progress, full)
+            return _verify_recorded(storage, root, candidate, rank, progress, full)
         headers = [header_of(storage, root, file) for file in files]
-        if candidate.base:                                  # its counters are in common.json, which the scan has read
+        if candidate.base:                                  # the scan has read its counters from common.json
             for file, header in zip(files, headers, strict=True):
                 label = parse_label(header)
                 if label is not None and label[1] != candidate.step:
@@ -165,7 +181,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     written = parse_label(header)
     recorded = attempts(storage.list(os.path.join(root, FOLDER))) if written and os.path.dirname(file.path) else ()
     if written and any(run == written[0] for _, _, run in recorded):
-        # The scan asked one file of the group whose it is; where that run has records, a save without any never completed.
+        # The scan read the label of one file only. A run that writes records never completed a save that has none.
         return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, of which there is no "
                                 f"record: the save never completed", file.path, rank)
     if scalars.get("step_num") != candidate.step:
@@ -174,8 +190,8 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
 
 
-def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
-                    full: bool) -> VerifiedShard | Refusal:
+def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
+                     full: bool) -> VerifiedShard | Refusal:
     record, details, checksum = record_of(storage, candidate, rank)
     files = candidate.files[rank]
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
@@ -189,16 +205,17 @@ def _prove_recorded(storage: Storage, root: str, candidate: Candidate, rank: int
     sources: list[ShardSource] = []
     for index, file in enumerate(files):
         recorded = {name: row for name, row in details.tensors.items() if row.file == index}
-        found = _prove_file(storage, root, candidate, rank, file, recorded, progress, full)
+        found = _verify_file(storage, root, candidate, rank, file, recorded, progress, full)
         if isinstance(found, Refusal):
             return found
         sources += found
     return VerifiedShard(rank, tuple(sources), record.state, details)
 
 
-def _prove_absent(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
-                  strategy: Strategy | None) -> VerifiedShard | Refusal:
-    """Of a rank that was lost before its job saved for the last time: the tensors that others hold, and no random state."""
+def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
+                         strategy: Strategy | None) -> VerifiedShard | Refusal:
+    """Verifies what a rank reads that was lost before its job saved for the last time: replicas of its tensors on other ranks.
+    Its random state is lost."""
     try:
         details_of = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
             lambda other: record_of(storage, candidate, other)[1])
@@ -210,20 +227,20 @@ def _prove_absent(storage: Storage, root: str, candidate: Candidate, rank: int, 
             names.setdefault(candidate.files[other][row.file], []).append(name)
         sources = tuple(ShardSource(file, tuple(held)) for file, held in names.items())
         recorded = {name: row for name, (_, row) in found.items()}
-        proven = _prove_replicas(storage, root, candidate, rank, recorded, sources, progress)
+        verified = _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
         scalars = {} if candidate.state else scalars_of(storage, root, sources[0].file, header_of(storage, root, sources[0].file))
     except DamagedFileError as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and the file that stands in for its own: {error.reason}", rank=rank)
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
-    return proven if isinstance(proven, Refusal) else VerifiedShard(
-        rank, proven, candidate.state, Details(recorded) if candidate.attempt else None, scalars)
+    return verified if isinstance(verified, Refusal) else VerifiedShard(
+        rank, verified, candidate.state, Details(recorded) if candidate.attempt else None, scalars)
 
 
-def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
-                recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool
+def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
+                 recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool
                 ) -> tuple[ShardSource, ...] | Refusal:
-    """One file of a rank; where it is missing, others that hold all of its tensors."""
+    """Verifies one file of a rank; if it is missing, replicas of all its tensors on other ranks."""
     path = os.path.join(root, file.path)
     status = storage.status(path)
     if status is None:
@@ -232,10 +249,10 @@ def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, fi
             return found
         sources = tuple(ShardSource(source.file, names) for source in found
                         if (names := tuple(name for name in source.names or () if name in recorded)))
-        return _prove_replicas(storage, root, candidate, rank, recorded, sources, progress)
+        return _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
     if status.size != file.size:
         return _wrong_size(candidate, rank, file, status.size)
-    header = header_of(storage, root, file)                  # its errors are more telling than "another checksum"
+    header = header_of(storage, root, file)                  # its errors are more specific than "another checksum"
     problem = _unlike(candidate, recorded, header)
     if problem:
         return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
@@ -253,7 +270,7 @@ def _prove_file(storage: Storage, root: str, candidate: Candidate, rank: int, fi
 
 
 def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
-    """How a file with the right checksum is still not the one that the record describes; empty if it is."""
+    """Returns how a file with the right checksum differs from the one that the record describes; empty if it does not."""
     if parse_label(header) != (candidate.run, candidate.step):
         return f"is not of run {candidate.run}, step {candidate.step}: its label is {header.metadata.get(LABEL)!r}"[:300]
     recorded = {name: (row.dtype, row.shape) for name, row in tensors.items()}
@@ -265,7 +282,7 @@ def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: H
 
 
 def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:
-    """A record, its details and the checksum of its head. RecordError or OSError if it cannot be read."""
+    """Returns a record, its details and the checksum of its head. Raises RecordError or OSError if it cannot be read."""
     with storage.open(os.path.join(candidate.attempt or "", record_name(rank))) as file:
         _, checksum = read_record(file)
         file.seek(0)
@@ -273,8 +290,8 @@ def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record
 
 
 def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
-    """Where else the tensors lie of the files of a rank that are missing, byte for byte: in files of other ranks whose records
-    hold a tensor of the same name, dtype, shape and checksum. A Refusal if a single one is nowhere."""
+    """Returns files of other ranks that hold the tensors of the missing files of ``rank``, by records with the same name, dtype,
+    shape and checksum; a Refusal if one tensor is on no other rank."""
     lost = candidate.files[rank][0]
     try:
         there = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
@@ -301,9 +318,8 @@ def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) 
 
 
 def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
-    """All other ranks whose files are here, those first that hold the same slices by the layout of one cut tensor: reading a
-    record of thousands of tensors takes some milliseconds, and among thousands of ranks the first one asked should be the right
-    one."""
+    """Returns all other ranks that have files, those first that hold the same slices by the layout of one sharded tensor. To
+    read a record takes some milliseconds, and there may be thousands of ranks."""
     others = [other for other in candidate.files if other != rank]
     for row in tensors.values():
         if row.layout is not None and row.global_shape is not None:
@@ -314,13 +330,13 @@ def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: C
     return others
 
 
-def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
-                    sources: tuple[ShardSource, ...], progress: OnBytesRead | None) -> tuple[ShardSource, ...] | Refusal:
+def _verify_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
+                     sources: tuple[ShardSource, ...], progress: OnBytesRead | None) -> tuple[ShardSource, ...] | Refusal:
     for source in sources:
         header = header_of(storage, root, source.file)
         with storage.open(os.path.join(root, source.file.path)) as opened:
             for name in source.names or ():
-                known = recorded[name].checksum             # empty where nobody recorded one
+                known = recorded[name].checksum             # empty where none was recorded
                 if name not in header.tensors or known and tensor_checksum(opened, header.tensors[name]) != known:
                     return candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
                                             source.file.path, rank)
@@ -330,5 +346,5 @@ def _prove_replicas(storage: Storage, root: str, candidate: Candidate, rank: int
 
 
 def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
-    """Bytes that ``prove`` of these ranks will read, for a progress bar."""
+    """Returns the bytes that ``verify_rank`` will read for these ranks."""
     return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))

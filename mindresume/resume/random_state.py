@@ -1,4 +1,4 @@
-"""The random generators of one process: Python's, numpy's, MindSpore's. Saved as JSON, no pickle."""
+"""Saves and restores the random generators of one process, Python's and numpy's, as JSON without pickle."""
 from __future__ import annotations
 
 import base64
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def capture() -> dict[str, Any]:
-    """State of Python's and numpy's global generators."""
+    """Returns the state of the global generators of Python and numpy."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {"python": {"version": version, "internal": _pack(np.asarray(internal, np.uint64)), "gauss": gauss},
@@ -19,7 +19,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any]) -> list[str]:
-    """Sets the generators that ``state`` holds; returns their names. ValueError for a state of another kind."""
+    """Sets the generators whose state is in ``state``. Returns their names. Raises ValueError for a state of another kind."""
     restored = []
     if "python" in state:
         value = state["python"]

@@ -1,9 +1,10 @@
-"""What is wrong with a checkpoint that a resume can use all the same: said wherever it is chosen, listed or verified.
+"""Finds what is wrong with a checkpoint that can be used all the same. This is reported whenever the checkpoint is selected,
+listed or verified.
 
     a file of a rank is missing       other ranks hold every tensor of it, proven by the records
     the manifest cannot be read       the records of all ranks are there and agree: they are the commit
-    common.json, metadata.json        records say the same. Their checksums are in the manifest; where that is damaged, what they
-                                      should say is derived from the records anew
+    common.json, metadata.json        are damaged, and the records hold the same facts. Their checksums are in the manifest; if
+                                      that is damaged, the expected contents are derived from the records
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from mindresume.store.storage import Storage
 
 
 def replica_text(lost: Iterable[tuple[int, str]]) -> list[str]:
-    """One sentence on files that replicas stand in for; none without. ``lost``: (rank, path of its file)."""
+    """Returns one sentence on missing files that replicas replace; an empty list without such files. ``lost``: (rank, path)."""
     rows = list(lost)
     return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
             f"({listed([path for _, path in rows], 2)}); other ranks hold every tensor of it, so a resume goes on with those"
@@ -31,7 +32,7 @@ def replica_text(lost: Iterable[tuple[int, str]]) -> list[str]:
 
 
 def manifest_text(candidate: Candidate) -> list[str]:
-    """One sentence if its manifest cannot be used though its records can."""
+    """Returns one sentence if the manifest cannot be used, but the records can."""
     if not candidate.manifest_problem or candidate.problem is not None:
         return []
     return [f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks are there and agree, "
@@ -39,20 +40,20 @@ def manifest_text(candidate: Candidate) -> list[str]:
 
 
 def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
-    """Files beside the weights that are not as they were written: the manifest, ``common.json`` and ``metadata.json``. A resume
-    can do without them; mindformers alone cannot do without the latter."""
+    """Returns refusals for files besides the weights that differ from what was written: the manifest, ``common.json`` and
+    ``metadata.json``. A resume by mindresume does not need them; mindformers alone needs the last two."""
     path = os.path.relpath(os.path.join(candidate.attempt or "", MANIFEST), root)
     found = [candidate.refuse(text, path) for text in manifest_text(candidate)]
     if not found:
-        small = _by_checksums(storage, root, candidate)
+        damaged = _by_checksums(storage, root, candidate)
     else:
-        small = _by_records(storage, root, candidate) if candidate.base else []
+        damaged = _by_records(storage, root, candidate) if candidate.base else []
     return found + [candidate.refuse(f"{text}; a resume goes by the records, mindformers alone could not", file)
-                    for text, file in small]
+                    for text, file in damaged]
 
 
 def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
-    """(what is wrong, file)."""
+    """Returns (what is wrong, file) of each metadata file whose checksum is not that of the manifest."""
     found = []
     for file in candidate.small:
         try:
@@ -68,7 +69,8 @@ def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tup
 
 
 def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
-    """(what is wrong, file). By what they say: another version may have written it in other words."""
+    """Returns (what is wrong, file) of each metadata file that contradicts the records. Values are compared, not bytes: another
+    version may have encoded them differently."""
     common, metadata, found = f"{candidate.base}/{COMMON}", f"{candidate.base}/{METADATA}", []
     try:
         there, expected = common_of(storage, root, candidate.base), common_from(candidate.state)
@@ -87,7 +89,7 @@ def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple
 
 
 def _recorded(storage: Storage, candidate: Candidate) -> object:
-    """What ``metadata.json`` should say, as if it had been read."""
+    """Returns the parsed ``metadata.json`` that the records imply."""
     files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
     pieces = encode_metadata(described(files, candidate.deduplicated,
                                        lambda rank: details_of(storage, candidate.attempt or "", rank)))

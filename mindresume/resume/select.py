@@ -229,7 +229,7 @@ def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
             shards.append(result)
-        return {"lost": [row for shard in shards for row in shard.lost(candidate)]}
+        return {"lost": [row for shard in shards for row in shard.missing_files(candidate)]}
     rows = report(group, check, Waiting(f"checking step {candidate.step}", lambda: read[0]))
     return ([Refusal(**row["refusal"]) for row in rows if "refusal" in row], tuple(shards),
             sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())}))

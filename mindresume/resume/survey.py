@@ -1,4 +1,4 @@
-"""Every saved step of a folder and what a resume would say of it at first sight: names, records and sizes, no contents."""
+"""Lists every saved step of a folder and what a resume would say of it, by names, records and sizes; contents are not read."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,30 +16,33 @@ COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """A saved step. ``problem``: why a resume passes it over. ``remarks``: sentences on what is wrong with one that it can
-    use."""
+    """A saved step. ``problem``: why a resume refuses it; None: it can be used. ``remarks``: sentences on what is wrong with it
+    though it can be used."""
     candidate: Candidate
     problem: Refusal | None
     remarks: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
-        """COMPLETE, INCOMPLETE (the save never completed, nothing is lost with it), UNUSABLE, or PART: what one of several nodes
-        that share no disk has of it is there."""
+        """COMPLETE; INCOMPLETE: the save never completed, so nothing is lost with it; UNUSABLE; or NODE_LOCAL: where nodes share
+        no storage, the files of this node are there."""
         if self.candidate.part and self.candidate.problem is None and self.problem is not None and self.problem.file is None:
             return NODE_LOCAL
         return COMPLETE if self.problem is None else UNUSABLE if self.candidate.existed else INCOMPLETE
 
     @property
     def kind(self) -> str:
-        """"iteration" (Checkpoint 2.0), else the format of the files."""
+        """"iteration" (Checkpoint 2.0) or the format of the files."""
         return "iteration" if self.candidate.base else self.candidate.format
 
 
 def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None
                      ) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-    """What is there, and each step of it in the order in which a resume tries them, newest first. ``path``, ``world_size``,
-    ``strategy_of``: as for ``mindresume.resume.select.select``. MissingCheckpointError, ConfigError."""
+    """Returns the scan, and the status of each step in the order in which a resume tries them, newest first.
+
+    Args: as of ``mindresume.resume.select.select``.
+    Raises: MissingCheckpointError, ConfigError.
+    """
     found, _ = candidates_for(storage, path)
     seen = []
     for candidate in found.candidates:
@@ -50,7 +53,7 @@ def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world
 
 
 def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:
-    """At first sight: contents are not read."""
+    """Returns the remarks that are known without reading contents."""
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.attempt else []
     found = sizes(storage, root, [file for _, file in rows])
     lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
@@ -58,6 +61,6 @@ def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ..
 
 
 def size_of(storage: Storage, root: str, candidate: Candidate) -> int:
-    """Bytes of its files that are there."""
+    """Returns the bytes of its files, as far as they are there."""
     found = parallel(storage, lambda file: status_of(storage, root, file), candidate.every_file)
     return sum(status.size for status in found if status)

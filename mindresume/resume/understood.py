@@ -1,8 +1,8 @@
-"""What loading needs of an iteration folder without records is opened before it is chosen: ``metadata.json``, and by it what the
-header of every file must hold. There are no checksums, so this is all that can be known of its contents.
+"""Checks the metadata of an iteration folder without records before it is selected: ``metadata.json``, and by it the headers of
+all files. Such folders have no checksums, so nothing else is known of their contents.
 
-    quick proof       metadata.json can be read, and of every slice it names a file that is there
-    of each rank      the header of its files ─▶ every slice that should be in it is, in the dtype and shape that the layout gives
+    all ranks at once    metadata.json can be read, and a file exists for every slice that it names
+    each rank            the headers of its files hold every slice that they should, in the dtype and shape of the layout
 """
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from mindresume.store.storage import Storage
 
 
 def needs_metadata(candidate: Candidate) -> bool:
-    """Whether nothing else says how its tensors are cut."""
+    """Returns whether the layouts of its tensors are known from ``metadata.json`` alone."""
     return candidate.origin == MINDFORMERS and bool(candidate.base) and candidate.problem is None
 
 
 class IterationMetadata:
-    """``metadata.json`` of one candidate, read once, for all ranks that one process proves. Used by several threads."""
+    """``metadata.json`` of one candidate, read once for all ranks that one process verifies. Several threads may use it."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):
         self.storage, self.root, self.candidate = storage, root, candidate
         self._lock = threading.Lock()
         self._read = False
         self._rows: Mapping[str, Described] = {}
-        self._by_file: dict[str, list[tuple[Described, int]]] = {}      # name of a file: which slices of what are in it
+        self._by_file: dict[str, list[tuple[Described, int]]] = {}      # {file name: [(tensor, number of the slice)]}
         self._problem: Refusal | None = None
 
     def problem(self) -> Refusal | None:
-        """Without a look into the files of weights."""
+        """Returns why the metadata cannot be used; None if it can. Files of weights are not opened."""
         with self._lock:
             if not self._read:
                 self._problem, self._read = self._open(), True
@@ -50,12 +50,12 @@ class IterationMetadata:
         folder, path = os.path.join(self.root, self.candidate.base), f"{self.candidate.base}/{METADATA}"
         try:
             if self.storage.status(os.path.join(folder, METADATA)) is None:
-                return None                                             # of one rank there need be none, others are refused
+                return None                                             # optional for one rank; else the scan refuses it
             self._rows = metadata_of(self.storage, folder)
         except DamagedFileError as error:
             return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
         except OSError as error:
-            return self.candidate.refuse(f"{METADATA}: it cannot be looked at: {error.strerror or error}", path)
+            return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path)
         there = {os.path.basename(file.path) for file in self.candidate.every_file}
         for row in self._rows.values():
             for number, copies in row.stored.items():
@@ -68,16 +68,16 @@ class IterationMetadata:
         return None
 
     def mismatch(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """What the files of ``rank`` hold otherwise than they should. DamagedFileError if another file that has to be looked at
-        for that is damaged."""
+        """Returns how the files of ``rank`` differ from the metadata; None if they do not. Raises DamagedFileError if another
+        file that has to be read for this is damaged."""
         if problem := self.problem():
             return problem
         for file, header in headers.items():
             for row, number in self._by_file.get(os.path.basename(file.path), ()):
                 entry = header.tensors.get(row.name)
                 if entry is None and not any(self._has(copy.file, row.name) for copy in row.stored[number]):
-                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file in which it is by {METADATA}: one "
-                                                 f"of the two is from elsewhere", file.path, rank)
+                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
+                                                 f"they are of different saves", file.path, rank)
                 expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
                 if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
                     return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
@@ -85,14 +85,14 @@ class IterationMetadata:
         return self._unnamed(rank, headers)
 
     def _unnamed(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """Counters are in no metadata; nobody knows how anything else that is not is cut."""
+        """Returns a refusal if tensors are not in the metadata, so that their layouts are unknown. Counters never are."""
         if self.candidate.world_size == 1 or rank != min(self.candidate.files):
             return None
         for file, header in headers.items():
             lost = [name for name, entry in header.tensors.items()
                     if name not in self._rows and not is_transient(name) and math.prod(entry.shape) > 1]
             if lost:
-                return self.candidate.refuse(f"{METADATA} does not name {listed(lost, 5)}, so nobody knows how they are cut",
+                return self.candidate.refuse(f"{METADATA} does not name {listed(lost, 5)}, so their layouts are not known",
                                              file.path, rank)
         return None
 

@@ -1,9 +1,9 @@
-"""Every byte of every checkpoint compared with what was written, for people: ``mindresume verify``. Beside a job as well.
+"""Compares every byte of every checkpoint with what was written (``mindresume verify``), also while a job saves there.
 
-    for candidate, bad in verified(storage, root, rows, again, progress): ...
+    for candidate, bad in verify_checkpoints(storage, root, rows, list_again, progress): ...
 
-A job that saves there completes and removes checkpoints while they are read. So before one is called damaged it is looked for
-once more: what was removed is no damage, and what has only now become complete is verified as it is now.
+Such a job completes and removes checkpoints during the verification. Before one is reported as damaged, the folder is listed
+again: a checkpoint that was removed is not damaged, and one that was completed meanwhile is verified as it is now.
 """
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from mindresume.resume.survey import CheckpointStatus
 from mindresume.resume.understood import IterationMetadata
 from mindresume.store.storage import Storage
 
-_LOOKS = 20                             # each of them after a change of the folder
+_MAX_LISTINGS = 20                      # each follows a change of the folder
 Verdict = tuple[Candidate, list[Refusal]]
 
 
 def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointStatus],
                        again: Callable[[], Iterable[CheckpointStatus]],
                        progress: OnBytesRead = lambda count: None) -> list[Verdict]:
-    """Returns (step, what is damaged or missing of it) of ``rows`` of a survey, but for what was removed meanwhile. ``again()``:
-    the rows of a new survey."""
+    """Returns (candidate, what is damaged or missing) for ``rows``, without checkpoints that were removed meanwhile.
+
+    Args:
+        again: lists the checkpoints anew.
+        progress: receives the bytes that are read.
+    """
     found = [(row.candidate, find_damage(storage, root, row, progress)) for row in rows]
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_LISTINGS):
         if not any(candidate.existed for candidate, bad in found if bad):
             break
         now = {_identity(row.candidate): row for row in again()}
@@ -46,19 +50,19 @@ def _identity(candidate: Candidate) -> Any:
 
 
 def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
-    """As it was when it was read. A listing may be old; a name that is looked up is not."""
+    """Returns whether it is there as it was read. A listing can be stale; the status of one name is not."""
     return _identity(candidate) in now and (not candidate.box or storage.status(candidate.box) is not None)
 
 
 def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:
-    """Returns what is damaged or missing of one step of a survey; nothing: all is as it was written."""
-    candidate, problem = row.candidate, None if row.candidate.part else row.problem     # a part is what it should be
+    """Returns what is damaged or missing of one step; an empty list if all is as it was written."""
+    candidate, problem = row.candidate, None if row.candidate.part else row.problem     # partial on purpose
     layouts = IterationMetadata(storage, root, candidate)
     proofs = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, layouts=layouts)
                                            for rank in candidate.files]
     bad = [proof for proof in proofs if isinstance(proof, Refusal)]
-    lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.lost(candidate)]
+    lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.missing_files(candidate)]
     bad += [candidate.refuse(replica_text([(rank, path)])[0], path, rank) for rank, path in lost]
     bad += damaged_metadata_files(storage, root, candidate)
-    bad = list(dict.fromkeys(bad))                      # of metadata.json every rank says the same
+    bad = list(dict.fromkeys(bad))                      # every rank reports the same of metadata.json
     return bad or ([problem] if problem else [])

@@ -48,10 +48,10 @@ def test_less_than_a_step_is_refused():
 
 
 def test_a_sink_is_not_cut():
-    with pytest.raises(ProgressError, match="the data of step 15: it begins behind 15 steps of the data set, no multiple"):
+    with pytest.raises(ProgressError, match="the data of step 15: it begins after 15 steps of the data set, no multiple"):
         resume_progress(state(15), RunSettings(8, 10, 2))
     for run in (resume_progress, lambda saved, new: fresh_position(new)):
-        with pytest.raises(ProgressError, match="data_skip_steps: it begins behind 3 steps of the data set, no multiple"):
+        with pytest.raises(ProgressError, match="data_skip_steps: it begins after 3 steps of the data set, no multiple"):
             run(state(10), RunSettings(8, 10, 2, wish=DataWish(False, 3), epochs=4))
 
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_meant(ignore, skip, match):
         data_wish(ignore, skip)
 
 
-@pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins behind 0 steps"), (23, "begins behind 3 steps of a pass")])
+@pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins after 0 steps"), (23, "begins after 3 steps of a pass")])
 def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
     found = check_skip(RunSettings(8, 10, wish=DataWish(False, skip), epochs=3))
     assert said in found and bool(found) is bool(said)
@@ -162,7 +162,7 @@ def test_a_skip_beyond_the_data_is_an_error():
         check_skip(RunSettings(8, 10, wish=DataWish(False, 30), epochs=3))
     with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
         check_skip(RunSettings(8, 10, 4, wish=DataWish(False, 28), epochs=3))
-    assert "behind 0 steps" in check_skip(RunSettings(8, 10, wish=DataWish(False, 100_000)))
+    assert "after 0 steps" in check_skip(RunSettings(8, 10, wish=DataWish(False, 100_000)))
     with pytest.raises(ProgressError, match="nothing of it would be left"):
         resume_progress(state(20), RunSettings(8, 10, wish=DataWish(False, 30), epochs=3))
 
@@ -210,7 +210,7 @@ def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, s
 def test_and_behind_steps_of_it(sink, steps):
     saved, new = on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 15, sink, OTHER, DataWish(False, 2), 6)
     if steps is None:
-        with pytest.raises(ProgressError, match="behind 2 steps"):
+        with pytest.raises(ProgressError, match="after 2 steps"):
             resume_progress(saved, new)
     else:
         assert resumed(saved, new) == (2, 2 + steps)
