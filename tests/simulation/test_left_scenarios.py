@@ -1,7 +1,7 @@
 """Jobs that begin with what runs before have left."""
 import pytest
 
-from mindresume.events import WARNING, Notice, SaveCommitted
+from mindresume.events import CandidateRefused, SaveCommitted
 from mindresume.simulation.left_scenarios import SCENARIOS
 from mindresume.simulation.scenarios import FORMATS, RUN, WAYS, Play
 from mindresume.simulation.schedule import Schedule
@@ -27,5 +27,4 @@ def test_what_is_damaged_is_passed_over(fmt):
     play, chosen = played("damaged", fmt)
     assert [step for _, step in chosen] == [4, 2] and play.findings() == []
     assert [job.launcher.exit for job in play.jobs] == [0, 0] and [process.exit for process in play.jobs[0].ranks] == [-9, -9]
-    refused = [event for _, event in play.jobs[1].ranks[0].events if isinstance(event, Notice) and event.level == WARNING]
-    assert any("step 4" in event.text for event in refused)
+    assert any(isinstance(event, CandidateRefused) and event.step == 4 for _, event in play.jobs[1].ranks[0].events)
