@@ -150,7 +150,7 @@ class PreemptionRequested(Event):
 @dataclass(frozen=True)
 class TrainingEnded(Event):
     """The last event of a training. ``outcome``: FINISHED, PREEMPTED, NOTHING_TO_TRAIN or FAILED; ``reason``: of the last
-    three."""
+    three; ``step``: the last that was completed."""
     outcome: str
     reason: str = ""
     step: int | None = None

@@ -114,7 +114,7 @@ def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, val
     low, high = axes.get_ylim()
     saves = [save for account in accounts for save in account.attempt.saves]
     good = sorted({save.step for save in saves if save.is_committed})
-    other = sorted({save.step for save in saves if not save.is_committed} - set(good))
+    other = sorted({save.step for save in saves if save.is_staged} - set(good))
     for marks, face, label in ((good, SAVE, "committed: complete on all ranks"), (other, "none", "saved, not committed")):
         if marks:
             marks = _spread(marks)

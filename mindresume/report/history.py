@@ -267,7 +267,7 @@ class _AttemptBuilder:
 
     def _take_end(self, at: float, event: ev.TrainingEnded) -> None:
         self.end = event
-        if event.outcome in (FINISHED, PREEMPTED) and event.step is not None:
+        if event.outcome != NOTHING_TO_TRAIN and event.step is not None:
             self.reached = max(self.reached, event.step)
         if event.outcome == FAILED:
             self.fail(Failure(at, 0, event.reason))
@@ -288,7 +288,9 @@ class _AttemptBuilder:
             save = self.saves.get(failure.step)
             if save is not None and not save.is_committed and not save.failure:
                 self.saves[failure.step] = replace(save, failure=f"rank {failure.rank}: {failure.reason}")
-        elif self.failure is None or failure.time < self.failure.time:
+            return
+        self.ended = max(self.ended, failure.time)
+        if self.failure is None or failure.time < self.failure.time:
             self.failure = failure
 
     # ---- all of it
