@@ -1,7 +1,7 @@
 """Finds and reads the event files of a training (``mindresume.events.event_file``):
 
-    {output}/mindresume_events/20261123T052200-rank_0-4711.jsonl      one for each start of the training
-    {output}/mindresume_events/20261123T060102-rank_3-4714.jsonl      one for each rank that failed
+    {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      one for each start of the training
+    {output}/mindresume_events/20261123T060102.125-rank_3-4714.jsonl      one for each rank that failed
 
 Nothing in a file is trusted. A line that is torn, too long, no JSON, of a later version or with numbers that nothing can count is
 left out; lines and files are bounded in memory.
@@ -27,7 +27,7 @@ MAX_VALUES = 1 << 15            # JSON values of one line
 LATEST = 4e11                   # seconds since 1970: the year 14645; later times cannot be printed
 COUNTABLE = 1 << 60             # steps and bytes: more of them do not fit into the arithmetic of numpy
 LOOKED_FOR = f"{FOLDER}/*.jsonl"
-_NAME = re.compile(r"\d{8}T\d{6}-rank_(\d{1,9})-\d{1,18}\.jsonl")
+_NAME = re.compile(r"\d{8}T\d{6}(?:\.\d{3})?-rank_(\d{1,9})-\d{1,18}\.jsonl")
 _BEGIN = b'{"time": '
 
 

@@ -46,7 +46,7 @@ def test_what_the_handler_writes_is_read(tmp_path):
 
 
 def test_files_are_found_by_their_names_once_and_in_order(tmp_path):
-    for name in ("20261121T200000-rank_0-9.jsonl", "20261121T190000-rank_12-9.jsonl", "notes.jsonl",
+    for name in ("20261121T200000-rank_0-9.jsonl", "20261121T190000.250-rank_12-9.jsonl", "notes.jsonl",
                  "20261121T200000-rank_x-9.jsonl", "20261121T200000-rank_0-9.jsonl.swp"):
         written(tmp_path / "output" / FOLDER / name)
     places = [tmp_path / "output", tmp_path / "output" / FOLDER, tmp_path / "gone"]
@@ -132,7 +132,7 @@ def test_any_damage_to_a_file_is_no_error(tmp_path):
 
 
 def test_two_processes_in_one_file(tmp_path):
-    """The same second, rank and process id, in two containers."""
+    """The same time, rank and process id, in two containers."""
     first, second = EventFile(str(tmp_path), 0), EventFile(str(tmp_path), 0)
     for step in (1, 2):
         first.handle(ev.SaveBegun(step), ZERO)
