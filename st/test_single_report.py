@@ -66,7 +66,8 @@ def test_steps_lost_are_those_that_were_done_twice(training):
 
 
 def test_saves_are_every_fifth_step_and_the_newest_are_on_disk(training):
-    first, second = ([save["step"] for save in attempt["saves"] if save["is_committed"]] for attempt in training.after["attempts"])
+    first, second = ([save["step"] for save in attempt["saves"] if save["is_committed"]]
+                     for attempt in training.after["attempts"])
     assert first == list(range(5, training.expected + 1, 5)) and second == list(range(training.expected + 5, 41, 5))
     assert [(row["step"], row["state"]) for row in training.after["checkpoints"]] == [(step, "complete") for step in (40, 35, 30)]
 

@@ -175,7 +175,8 @@ def _times(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
     def place(begin: float, until: float) -> tuple[float, float]:
         return (begin - origin) / size, (until - begin) / size
     for kind, label in (("startup", "startup, shutdown"), ("shutdown", None), ("productive", "productive"), ("lost", "lost"),
-                        ("downtime", "downtime, idle"), ("idle", None), ("unknown", None)):
+                        ("downtime", "downtime, idle"), ("idle", None),
+                        ("unknown", "not known" if any(span.kind == "unknown" for span in spans) else None)):
         rows = [place(span.begin, span.end) for span in spans if span.kind == kind]
         if rows or label:
             idle = kind in ("downtime", "idle")

@@ -137,16 +137,15 @@ def failures_in(logs: Iterable[EventLog]) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.time)
 
 
-def log_utc_offset(logs: Iterable[EventLog]) -> int | None:
-    """Returns the seconds east of UTC of the local time in which mindformers logged. None: this machine's own time zone is right,
-    or the files do not say it alike."""
+def foreign_utc_offsets(logs: Iterable[EventLog]) -> list[int]:
+    """Returns in which local times mindformers logged, in seconds east of UTC: normally one. Empty: in that of this machine."""
     offsets, is_own = set(), True
     for log in logs:
         for at, event in read_events(log, (TrainingStarted,)) if not log.rank else ():
             if isinstance(event, TrainingStarted) and event.utc_offset_seconds is not None:
                 offsets.add(event.utc_offset_seconds)
                 is_own = is_own and event.utc_offset_seconds == time.localtime(at).tm_gmtoff
-    return offsets.pop() if len(offsets) == 1 and not is_own else None
+    return [] if is_own else sorted(offsets)
 
 
 def _names(folder: str) -> list[str]:

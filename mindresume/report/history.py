@@ -139,7 +139,7 @@ def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) 
 
 
 def _recorded(events: Iterable[RecordedEvent]) -> list[_AttemptBuilder]:
-    """Returns a builder for each training in one event file: normally one, and two if a process trained twice in one second."""
+    """Returns a builder for each training in one event file: normally one, more if several were written into one file."""
     found: list[_AttemptBuilder] = []
     for recorded in events:
         if not found or isinstance(recorded.event, ev.TrainingStarted) and found[-1].is_begun:
@@ -170,14 +170,15 @@ def _with_lines(recorded: list[_AttemptBuilder], lines: Iterable[LogLine]) -> li
 
 
 def _assign(builders: Sequence[_AttemptBuilder], failures: Iterable[Failure]) -> None:
-    """Gives each failure of another rank to the attempt of its run; where that is not recorded, to the one of its time."""
+    """Gives each failure of another rank to the attempt of its run; where a run is not recorded, to the one of its time."""
     by_run = {builder.run_id: builder for builder in builders if builder.run_id is not None}
     starts = [builder.started for builder in builders]
     for failure in failures:
         index = bisect_right(starts, failure.time) - 1
-        builder = by_run.get(failure.run_id) or (builders[index] if index >= 0 else None)
-        if builder is not None:
-            builder.fail(failure)
+        if failure.run_id in by_run:
+            by_run[failure.run_id].fail(failure)
+        elif index >= 0 and (failure.run_id is None or builders[index].run_id is None):
+            builders[index].fail(failure)
 
 
 class _Curve:

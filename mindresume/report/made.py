@@ -11,7 +11,7 @@ from mindresume.events import FAILED
 from mindresume.report import account, event_log, sources
 from mindresume.report.account import AttemptAccount, Seconds, accounts_of, total_of
 from mindresume.report.disk import CheckpointState, read_checkpoint_state
-from mindresume.report.event_log import failures_in, find_event_logs, log_utc_offset, read_events
+from mindresume.report.event_log import failures_in, find_event_logs, foreign_utc_offsets, read_events
 from mindresume.report.history import RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.report.logs import merged
 from mindresume.report.sources import LogFile, find_logs
@@ -81,7 +81,8 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
     folders = (output, *more)
     found, recorded, disk = find_logs(folders), find_event_logs(folders), read_checkpoint_state(storage, root)
     rank = min((log.rank for log in found), default=None)
-    own, utc_offset = [log for log in found if log.rank == rank], log_utc_offset(recorded)
+    own, utc_offsets = [log for log in found if log.rank == rank], foreign_utc_offsets(recorded)
+    utc_offset = utc_offsets[0] if len(utc_offsets) == 1 else None
     attempts = attempts_of((read_events(log) for log in recorded if log.rank == 0), merged(own, utc_offset),
                            failures_in(recorded))
     attempts, others = _with_true_losses(attempts, found, rank, utc_offset)
@@ -89,7 +90,7 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
         attempts = (*attempts[:-1], with_outcome(attempts[-1], disk.leases if disk.exists else None))
     read = [piece for log in found if log in own or log.rank in others for piece in log.pieces] + [log.path for log in recorded]
     return Report(output, folders, tuple(read), rank, max(others, default=None), accounts_of(attempts), disk,
-                  tuple(_notes(attempts, rank, others)))
+                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets)))
 
 
 def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile], rank: int | None, utc_offset: int | None
@@ -141,6 +142,12 @@ def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[in
     if any(attempt.step_scale != 1 for attempt in attempts):
         yield ("The batch size changed, so steps were renumbered. Each attempt is drawn in its own count; lost steps are counted "
                "in that of the attempt that lost them.")
+
+
+def _time_notes(utc_offsets: Sequence[int]) -> Iterable[str]:
+    if len(utc_offsets) > 1:
+        yield (f"The logs have local times {', '.join(f'{offset / 3600:+g} h' for offset in utc_offsets)} from UTC. They are "
+               f"read as times of this machine, so losses can be in the wrong attempt: make the report where the training runs.")
 
 
 def _named(numbers: Sequence[int]) -> str:

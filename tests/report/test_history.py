@@ -142,6 +142,7 @@ def test_a_failure_belongs_to_its_run_or_to_the_attempt_of_its_time():
     assert reasons(Failure(ZERO + 19, 3, "full")) == [(3, FAILED), (None, FINISHED)]
     assert reasons(Failure(ZERO + 45, 3, "full")) == [(None, FAILED), (3, FAILED)]
     assert reasons(Failure(ZERO + 45, 3, "late", None, RUNS[0])) == [(3, FAILED), (None, FINISHED)]
+    assert reasons(Failure(ZERO + 45, 3, "of a run whose events are gone", None, RUNS[9])) == [(None, FAILED), (None, FINISHED)]
     assert reasons(Failure(ZERO - 99, 3, "of a training whose files are gone")) == [(None, FAILED), (None, FINISHED)]
 
 

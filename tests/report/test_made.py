@@ -129,6 +129,12 @@ def test_a_log_of_another_time_zone_is_put_to_its_events(tmp_path):
     assert [round(row.started + 3 * 3600 - ZERO, 3) for row in there.attempts] == [0, 40]
 
 
+def test_logs_of_two_time_zones_are_said(tmp_path):
+    for number, offset in enumerate((86400, 72000)):
+        record(tmp_path, 0, [RecordedEvent(ZERO + 9 * number, ev.TrainingStarted("a", 1, 1, "x", offset))])
+    assert "+20 h, +24 h" in made(tmp_path).notes[-1]
+
+
 def test_what_is_behind_a_save_that_others_could_not_write(tmp_path):
     Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(8, ev.SaveWritten(5, 1, 0.1, 0.1)).write_all(tmp_path)
     record(tmp_path, 3, [RecordedEvent(ZERO + 8, ev.SaveFailed(5, "full"))])
