@@ -302,14 +302,17 @@ class _AttemptBuilder:
         last = max(int(losses.steps[-1]) if len(losses) else 0, self.reached, *self.saves, 0)
         last_step = last if last > base else None
         selected = choice if isinstance(choice, ev.CheckpointSelected) else None
-        resumed = (base or None) if choice is None else None
+        is_inferred = choice is None and self.progress is None
+        resumed = base or None if is_inferred else None
         if selected is not None and not selected.weights_only:
             resumed = base if selected.step is None else selected.step
+        elif choice is None and self.progress is not None:          # the line of the selection is damaged
+            resumed = self.progress.saved_step
         outcome, reason = self._outcome(next_start is None)
         return RunAttempt(
             number, self.started, self.ended if next_start is None else max(min(self.ended, next_start), self.started),
             outcome, reason, self.failure.rank if self.failure else None, self.has_events, self.is_cut, self.run_id,
-            self.world_size, isinstance(choice, ev.FreshStart), resumed, choice is None, selected.run_id if selected else None,
+            self.world_size, isinstance(choice, ev.FreshStart), resumed, is_inferred, selected.run_id if selected else None,
             _description(selected) if selected else "", base, scale, base + 1 if last_step is not None else None, last_step,
             self.load_seconds, tuple(self.saves[step] for step in sorted(self.saves)), self.skipped_saves, tuple(self.refused),
             not self.is_pipeline, losses)

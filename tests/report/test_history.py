@@ -196,6 +196,13 @@ def test_another_batch_size_renumbers():
     assert attempt.step_scale == 0.5
 
 
+def test_a_resume_whose_selection_is_lost():
+    training = Training().start(0).resume(1, 35, RUNS[0], after=17, scale=0.5).run(2, RUNS[1]).steps(3, 18, 20)
+    kept = [found for found in training.recorded[0] if not isinstance(found.event, ev.CheckpointSelected)]
+    attempt, = attempts_of([kept], lines(training))
+    assert (attempt.resumed_from, attempt.base_step, attempt.resumed_run_id, attempt.is_inferred) == (35, 17, None, False)
+
+
 def test_weights_alone_are_no_resume():
     selected = ev.CheckpointSelected(900, 3, RUNS[5], "/other", "4 ranks", weights_only=True)
     attempt = one(Training().start(0).event(1, selected).run(2, RUNS[0]).steps(5, 1, 4))
