@@ -11,8 +11,8 @@ from mindresume.store.storage import Storage
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """``state``: as of ``mindresume.resume.survey.CheckpointStatus``. ``reason``: why a resume does not take it, or what is missing or
-    damaged and not needed. ``run`` None: mindformers wrote it. ``size``: bytes. ``saved_at``: seconds since 1970."""
+    """``state``: as of ``mindresume.resume.survey.CheckpointStatus``. ``reason``: why a resume does not take it, or what is
+    missing or damaged and not needed. ``run`` None: mindformers wrote it. ``size``: bytes. ``saved_at``: seconds since 1970."""
     step: int | None
     epoch: int | None
     run: str | None
