@@ -1,4 +1,4 @@
-"""What ``mindresume report`` says of a training that was killed once, against what its steps recorded themselves."""
+"""What ``mindresume report`` says of a training that was killed once, compared with what its steps recorded themselves."""
 from __future__ import annotations
 
 import json
@@ -10,67 +10,80 @@ import pytest
 from st.jobs import Run
 
 
-def told(run: Run, *arguments: str) -> dict:
+def reported(run: Run, *arguments: str) -> dict:
     done = run.mindresume("report", str(run.folder), "--json", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory, whole_single) -> SimpleNamespace:
-    """Killed behind step 13 at the earliest, asked, and started again by the same command."""
+def training(tmp_path_factory, whole_single) -> SimpleNamespace:
+    """Killed after step 13 at the earliest, reported on, and started again by the same command."""
     run = whole_single.like(tmp_path_factory.mktemp("report"))
     run.start().until(13)
     run.kill()
-    between, would = told(run), run.which()["chosen"]["step"]
+    between, expected = reported(run), run.which()["chosen"]["step"]
     run.start().ended()
-    return SimpleNamespace(run=run, between=between, would=would, after=told(run, "-o", str(run.folder / "report.html")))
+    return SimpleNamespace(run=run, between=between, expected=expected,
+                           after=reported(run, "-o", str(run.folder / "report.html")))
 
 
-def test_behind_the_kill(story):
-    life, = story.between["lives"]
-    last = story.run.steps(0)[-1]["step"]
-    assert life["end"] == "died" and "its process is gone" in life["why"]
-    assert (life["first_step"], life["fresh"]) == (1, True) and last <= life["last_step"] <= last + 1
-    assert story.between["steps"]["not_safe"] == life["last_step"] - story.would
-    assert story.between["checkpoints"][0]["step"] >= story.would
+def test_after_the_kill(training):
+    attempt, = training.between["attempts"]
+    last = training.run.steps(0)[-1]["step"]
+    assert (attempt["outcome"], attempt["failed_rank"], attempt["has_events"]) == ("failed", None, True) and attempt["reason"]
+    assert (attempt["first_step"], attempt["is_fresh"]) == (1, True) and last <= attempt["last_step"] <= last + 1
+    assert training.between["steps"]["at_risk"] == attempt["last_step"] - training.expected
+    assert training.between["checkpoints"][0]["step"] >= training.expected
 
 
-def test_lives_are_those_that_were_recorded(story):
-    first, second = story.after["lives"]
-    recorded = [story.run.steps(0), story.run.steps(1)]
-    assert (first["end"], second["end"]) == ("died", "finished")
-    assert second["resumed_from"] == story.would == recorded[1][0]["step"] - 1
+def test_attempts_are_those_that_were_recorded(training):
+    first, second = training.after["attempts"]
+    recorded = [training.run.steps(0), training.run.steps(1)]
+    assert (first["outcome"], second["outcome"]) == ("failed", "finished")
+    assert second["resumed_from"] == training.expected == recorded[1][0]["step"] - 1
+    assert second["resumed_run_id"] == first["run_id"] and not second["is_inferred"]
     assert (second["first_step"], second["last_step"]) == (recorded[1][0]["step"], recorded[1][-1]["step"])
-    assert first["last_step"] == story.between["lives"][0]["last_step"]
+    assert first["last_step"] == training.between["attempts"][0]["last_step"]
     assert second["loss"]["last"] == pytest.approx(recorded[1][-1]["loss"], abs=1e-6)
-    for life, rows in zip((first, second), recorded, strict=True):
-        assert life["started"] < rows[0]["time"] <= rows[-1]["time"] <= life["ended"] + 1
+    for attempt, rows in zip((first, second), recorded, strict=True):
+        assert attempt["started"] < rows[0]["time"] <= rows[-1]["time"] <= attempt["ended"] + 1
+    assert (training.after["restarts"], training.after["failures"]) == (1, 1)
 
 
-def test_steps_lost_are_those_that_were_done_twice(story):
-    twice = {row["step"] for row in story.run.steps(0)} & {row["step"] for row in story.run.steps(1)}
-    first, second = story.after["lives"]
-    assert len(twice) <= first["steps_lost"] == first["last_step"] - story.would <= len(twice) + 1
-    assert (second["steps_lost"], story.after["steps"]["reached"]) == (0, 40)
-    assert story.after["steps"]["done"] == 40 + first["steps_lost"]
+def test_there_is_one_event_file_for_each_attempt(training):
+    files = sorted((training.run.folder / "output" / "mindresume_events").iterdir())
+    assert len(files) == 2 and {str(path) for path in files} <= set(training.after["sources"]["read"])
+    assert training.after["notes"] == []
 
 
-def test_saves_are_every_fifth_step_and_the_newest_are_on_disk(story):
-    first, second = ([save["step"] for save in life["saves"] if save["committed"]] for life in story.after["lives"])
-    assert first == list(range(5, story.would + 1, 5)) and second == list(range(story.would + 5, 41, 5))
-    assert [(row["step"], row["state"]) for row in story.after["checkpoints"]] == [(step, "complete") for step in (40, 35, 30)]
+def test_steps_lost_are_those_that_were_done_twice(training):
+    twice = {row["step"] for row in training.run.steps(0)} & {row["step"] for row in training.run.steps(1)}
+    first, second = training.after["attempts"]
+    assert len(twice) <= first["steps_lost"] == first["last_step"] - training.expected <= len(twice) + 1
+    assert (second["steps_lost"], training.after["steps"]["reached"]) == (0, 40)
+    assert training.after["steps"]["done"] == 40 + first["steps_lost"]
 
 
-def test_seconds_are_all_of_them(story):
-    seconds, lives = story.after["seconds"], story.after["lives"]
-    assert seconds["total"] == pytest.approx(lives[-1]["ended"] - lives[0]["started"], abs=0.01)
+def test_saves_are_every_fifth_step_and_the_newest_are_on_disk(training):
+    first, second = ([save["step"] for save in attempt["saves"] if save["is_committed"]]
+                     for attempt in training.after["attempts"])
+    assert first == list(range(5, training.expected + 1, 5)) and second == list(range(training.expected + 5, 41, 5))
+    assert [(row["step"], row["state"]) for row in training.after["checkpoints"]] == [(step, "complete") for step in (40, 35, 30)]
+
+
+def test_every_second_is_counted_once(training):
+    seconds, attempts = training.after["seconds"], training.after["attempts"]
+    assert seconds["total"] == pytest.approx(attempts[-1]["ended"] - attempts[0]["started"], abs=0.01)
     assert seconds["total"] == pytest.approx(sum(value for name, value in seconds.items() if name != "total"), abs=0.02)
-    assert min(seconds["training"], seconds["starting"], seconds["down"], seconds["saving"]) > 0
+    assert min(seconds["productive"], seconds["startup"], seconds["downtime"], seconds["saving"]) > 0 == seconds["unknown"]
+    assert training.after["goodput"] == pytest.approx(seconds["productive"] / seconds["total"], abs=1e-3)
+    spans = training.after["timeline"]
+    assert all(before["end"] == pytest.approx(after["begin"]) for before, after in zip(spans, spans[1:], strict=False))
 
 
-def test_the_page_is_there(story):
-    page, picture = map(Path, story.after["files"])
+def test_the_page_is_there(training):
+    page, picture = map(Path, training.after["files"])
     text = page.read_text(encoding="utf-8")
     assert "0002-" in text and "<svg role=" in text and "<script" not in text
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

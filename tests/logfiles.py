@@ -1,64 +1,54 @@
-"""Logs for the tests, line by line as mindformers and mindresume write them."""
+"""Logs and event files for the tests: lines as mindformers writes them, event files by the real handler."""
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from mindresume import events as ev
+from mindresume.events import Event
+from mindresume.events.event_file import EventFile
+from mindresume.report.event_log import RecordedEvent
+
 ZERO = time.mktime((2026, 11, 21, 20, 0, 0, 0, 0, -1))          # when all of them begin
 RUNS = [f"{number:04d}-0000aaaa" for number in range(1, 30)]
+INFO = "log/rank_0/info.log"
 
 
 class Log:
-    """``at``: seconds since ZERO. ``printed``: as a worker prints it, else as it stands in info.log."""
+    """Lines of mindformers. ``at``: seconds since ZERO. ``printed``: as a worker prints it, else as it stands in info.log."""
 
     def __init__(self, printed: bool = False):
         self.lines: list[str] = []
         self.printed = printed
 
-    def line(self, at: float, message: str, level: str = "INFO") -> Log:
+    def line(self, at: float, message: str, level: str = "INFO"):
         whole = int(at)
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ZERO + whole)) + f",{round((at - whole) * 1000):03d}"
         self.lines.append(f"{stamp} - mindformers/home/output/log[mindformers/x.py:1] - {level} - {message}" if self.printed else
                           f"[{level}] {stamp} [mindformers/x.py:1] work: {message}")
         return self
 
-    def ours(self, at: float, message: str) -> Log:
-        return self.line(at, f"mindresume: {message}")
-
-    def start(self, at: float) -> Log:
+    def start(self, at: float):
         return self.line(at, "..........Init Config..........")
 
-    def over(self, at: float) -> Log:
+    def over(self, at: float):
         return self.line(at, ".........Training Over!.............")
 
-    def fresh(self, at: float) -> Log:
-        return self.ours(at, "fresh start: ./output/checkpoint does not exist; weights are initialised at random")
+    def pipeline(self, at: float):
+        return self.line(at, "pipeline stages: 2 > 1, the loss on the last card is valid.", "WARNING")
 
-    def resume(self, at: float, step: int, run: str) -> Log:
-        self.ours(at, f"resume from step {step}, epoch 1, rank_0/net_rank_0-1_{step}.safetensors, run {run}, 1 rank, every byte "
-                      f"checked")
-        return self.ours(at, f"continues after step {step} (epoch 0 done), global batch size 8, loss scale 1.0")
-
-    def run(self, at: float, run: str) -> Log:
-        return self.ours(at, f"run {run} saves to /home/output/checkpoint as net_rank_0-...")
-
-    def loss(self, at: float, step: int, value: float | str = 4.0, seconds: float = 1.0, size: int = 10, sink: bool = False
-             ) -> Log:
+    def loss(self, at: float, step: int, value: float | str = 4.0, seconds: float = 1.0, size: int = 10, sink: bool = False):
         value = value if isinstance(value, str) else f"{value:.6f}"
         loss = f"loss: {value}" if sink else f"loss:[{value}/{value}]"
         return self.line(at, f"{{ Epoch:[{(step - 1) // size + 1:3d}/  4], step:[{(step - 1) % size + 1:5d}/{size:5d}], {loss}, "
                              f"per_step_time: {int(seconds * 1000)}ms, lr: 1e-05, overflow cond: False, loss_scale: 1.0, "
                              f"global_norm: [0.8], train_throughput_per_npu: 0.000T")
 
-    def steps(self, at: float, first: int, last: int, seconds: float = 1.0) -> Log:
+    def steps(self, at: float, first: int, last: int, seconds: float = 1.0):
         """Loss lines at the ends of the steps; the first of them begins at ``at``."""
         for step in range(first, last + 1):
             self.loss(at + (step - first + 1) * seconds, step, 6 - step / 100, seconds)
         return self
-
-    def save(self, at: float, step: int, seconds: float = 0.5) -> Log:
-        self.ours(at, f"step {step} committed: 1 rank, 12.4 MiB")
-        return self.ours(at, f"saved step {step}, 12.4 MiB in {seconds:.2f} s")
 
     @property
     def text(self) -> str:
@@ -70,10 +60,70 @@ class Log:
         return path
 
 
-def two_lives(printed: bool = False) -> Log:
-    """Killed behind step 8, of which 6 to 8 are lost; resumed from 5, finished at 10. 1 step takes 1 s, compiling 9."""
-    log = Log(printed).start(0).fresh(1).run(2, RUNS[0]).loss(12, 1, 5.99, 10).steps(12, 2, 5).save(16.5, 5)
-    log.steps(16.5, 6, 8)
-    log.start(40).ours(41, "not resuming from step 8: the save never completed: no rank recorded what they wrote")
-    log.resume(41, 5, RUNS[0]).run(42, RUNS[1]).loss(50, 6, 5.94, 8).steps(50, 7, 10).save(54.5, 10)
-    return log.over(55)
+class Training(Log):
+    """A log, and the events of rank 0. ``recorded``: of each attempt, which is one event file each. The process first knows of an
+    attempt 0.1 s after its line in the log."""
+
+    def __init__(self, printed: bool = False):
+        super().__init__(printed)
+        self.recorded: list[list[RecordedEvent]] = []
+
+    def event(self, at: float, event: Event) -> Training:
+        self.recorded[-1].append(RecordedEvent(round(ZERO + at, 3), event))
+        return self
+
+    def start(self, at: float, utc_offset: int | None = None) -> Training:
+        super().start(at)
+        self.recorded.append([])
+        return self.event(at + 0.1, ev.TrainingStarted("node-0", 4711, 1, "0.1.0", utc_offset))
+
+    def over(self, at: float) -> Training:
+        super().over(at)
+        return self.event(at, ev.TrainingEnded(ev.FINISHED))
+
+    def fresh(self, at: float) -> Training:
+        return self.event(at, ev.FreshStart("./output/checkpoint", "does not exist", "are initialised at random"))
+
+    def resume(self, at: float, step: int, run: str | None, after: int | None = None, scale: float = 1.0) -> Training:
+        """``after``: the step after which it counts on, if that is another one."""
+        self.event(at, ev.CheckpointSelected(step, 1, run, "./output/checkpoint", "1 rank, every byte verified"))
+        return self.event(at, ev.ProgressRestored(step if after is None else after, 0, step, scale))
+
+    def run(self, at: float, run: str) -> Training:
+        return self.event(at, ev.RunOpened(run, "/home/output/checkpoint", "net_rank_0-1", 1))
+
+    def save(self, at: float, step: int, seconds: float = 0.5) -> Training:
+        """Over at ``at``."""
+        self.event(at - seconds, ev.SaveBegun(step)).event(at, ev.SaveWritten(step, 13_000_000, seconds, seconds))
+        return self.event(at, ev.SaveCommitted(step, 1, 13_000_000))
+
+    def write_all(self, output: Path) -> Training:
+        """Writes the log and the event files of rank 0."""
+        self.write(output / INFO)
+        for recorded in self.recorded:
+            record(output, 0, recorded)
+        return self
+
+
+def record(output: Path, rank: int, recorded: list[RecordedEvent]) -> Path:
+    """Writes one event file by the real handler, and returns its path."""
+    handler = EventFile(str(output), rank)
+    for at, event in recorded:
+        handler.handle(event, at)
+    handler.close()
+    return Path(handler.path)
+
+
+def fail(output: Path, rank: int, at: float, reason: str, run: str | None = None) -> Path:
+    """Writes the event file of another rank that failed."""
+    opened = [RecordedEvent(ZERO + at - 1, ev.RunOpened(run, "/x", "net", 1))] if run else []
+    return record(output, rank, [*opened, RecordedEvent(ZERO + at, ev.TrainingEnded(ev.FAILED, reason))])
+
+
+def two_attempts() -> Training:
+    """Killed after step 8, of which 6 to 8 are lost; resumed from 5, finished at 10. 1 step takes 1 s, compiling 9."""
+    training = Training().start(0).fresh(1).run(2, RUNS[0]).loss(12, 1, 5.99, 10).steps(12, 2, 5).save(16.5, 5)
+    training.steps(16.5, 6, 8)
+    training.start(40).event(41, ev.CandidateRefused(8, "the save never completed: no rank recorded what they wrote"))
+    training.resume(41, 5, RUNS[0]).run(42, RUNS[1]).loss(50, 6, 5.94, 8).steps(50, 7, 10).save(54.5, 10)
+    return training.over(55)

@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 from folders import path_of, save, write_foreign
 from formats.test_huggingface import GROUPED
-from logfiles import RUNS, Log
+from logfiles import INFO, RUNS, ZERO, Log, Training
 from mutations import damage
 from reshard.plans import COUNTERS, MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 from reshard.test_huggingface import document
 
 from mindresume import cli
+from mindresume.events.event_file import FOLDER
 from mindresume.files import encode
 from mindresume.strategy import write_strategy
 
@@ -35,7 +36,6 @@ SECONDS = float(os.environ.get("MINDRESUME_HOSTILE_SECONDS", "12"))     # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
 HANGS = 600                     # seconds after which a command is taken to hang: none needs a twentieth of it
 STATUSES = {0, 1, 2, 3}
-INFO = Path("log", "rank_0", "info.log")
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
@@ -116,15 +116,24 @@ def test_counters_that_are_no_numbers(tmp_path, name, value, command):
         checked(command, place)
 
 
-@pytest.mark.parametrize("line", [
-    "saved step 5, 1 MiB in . s", "saved step 5, 1.1.1 MiB in 1.1.1 s", f"saved step {2**63}, 1 MiB in 1 s",
-    f"saved step {'9' * 5000}, 1 MiB in 1 s", f"step {10**30} committed: ", f"not resuming from step {10**30}: x",
-    f"resume from step {'9' * 5000}, x", f"continues after step 5 x; steps scaled by 1 from {'9' * 400}",
-    "step 5 is being saved as x; training stopped for 9.9.9 s", f"left \x1b]0;of SIGTERM{'x' * 3000}"])
-def test_lines_of_ours_that_nobody_wrote(tmp_path, line):
-    log = Log().start(0).run(1, RUNS[0]).steps(10, 1, 20).ours(40, line)
-    log.write(tmp_path / INFO)
+@pytest.mark.parametrize("values", [
+    {"event": "save_committed", "step": 2**63, "ranks": 1, "size_bytes": 1}, {"event": "save_begun", "step": 10**400},
+    {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e17},
+    {"event": "save_written", "step": 5, "size_bytes": 1, "write_seconds": -1e9, "stall_seconds": -1e9},
+    {"event": "checkpoint_selected", "step": 2**59, "epoch": 1, "run_id": "\x1b]0;", "checkpoint_dir": "/",
+     "description": "x" * 9000},
+    {"event": "progress_restored", "step": 2**59, "epochs_done": 0, "saved_step": 0, "step_scale": 1e17},
+    {"event": "training_ended", "outcome": "preempted", "reason": "\x1b]0;\ud800" + "x" * 9000, "step": 2**59},
+    {"event": "training_started", "host": "", "process_id": 1, "world_size": 2**59, "version": "", "utc_offset_seconds": 10**18},
+    {"event": "run_opened", "run_id": "x" * 9000, "checkpoint_dir": "", "file_prefix": "", "world_size": 1, "time": 4e11},
+    {"event": "candidate_refused", "step": 5, "reason": "<script>", "file": "\0"}])
+def test_events_that_nobody_wrote(tmp_path, values):
+    Training().start(0).run(1, RUNS[0]).steps(10, 1, 20).write_all(tmp_path)
+    path, = (tmp_path / FOLDER).iterdir()
+    with open(path, "a") as file:
+        file.write(json.dumps({"time": ZERO + 40, "rank": 0, **values}) + "\n")
     assert checked("report", tmp_path, "--json")[0] == 0
+    assert checked("report", tmp_path, "-o", tmp_path / "page.html")[0] == 0
 
 
 @pytest.mark.parametrize("step, size, value", [(1, 10, "9" * 400), (2**63, 1, "4.0"), (2**40, 2**40, "4.0"), (1, 10, "1e999")])
@@ -208,9 +217,9 @@ TENSORS = random_tensors(MODEL)
 def logs(root):
     root.mkdir(parents=True)
     save(root / "checkpoint", 10, 1)
-    log = Log().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 12).save(25, 10)
-    log.start(100).resume(101, 10, RUNS[0]).run(102, RUNS[1]).steps(110, 11, 20).save(125, 20).over(130)
-    log.write(root / INFO)
+    training = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 12).save(25, 10)
+    training.start(100).resume(101, 10, RUNS[0]).run(102, RUNS[1]).steps(110, 11, 20).save(125, 20).over(130)
+    training.write_all(root)
 
 
 def rank_folders(root):

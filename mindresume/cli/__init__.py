@@ -10,7 +10,7 @@ app = typer.Typer(
          "[bold]mindresume ls output/checkpoint[/bold]      every saved step, complete or not\n\n"
          "[bold]mindresume which output/checkpoint[/bold]   what a resume would take, and why nothing newer\n\n"
          "[bold]mindresume verify output/checkpoint[/bold]  reads everything and names what is damaged\n\n"
-         "[bold]mindresume report output[/bold]             one page: loss, deaths, resumes, lost steps, time of all starts\n\n"
+         "[bold]mindresume report output[/bold]             one page: loss, failures, lost steps, goodput, timeline\n\n"
          "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes the others safely; --dry-run only shows them\n\n"
          "[bold]mindresume drill --dir /shared[/bold]       proves on your file system that no crash loses a checkpoint\n\n"
          "[bold]mindresume convert output/checkpoint new --to dp=4[/bold]  cuts a checkpoint for another parallel strategy\n\n"

@@ -15,22 +15,23 @@ from mindresume.store.storage import PosixStorage, publish
 if TYPE_CHECKING:
     from mindresume.report.made import Report
 
-Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The output folder of the training, with its logs and its "
-                                       "checkpoint folder (the folder of the run above it will do, or the checkpoint folder).")]
-Page = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="The page; the picture beside it is called like "
-                                          "it, with .png. Default report.html, none with --json.")]
-Logs = Annotated[list[str] | None, typer.Option("--logs", metavar="DIR", help="Another folder with logs: LOG_MF_PATH, or LOG_DIR "
-                                                "of msrun_launcher.sh. May be given several times.")]
+Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The output folder of the training, with its logs, event "
+                                       "files and checkpoint folder (or the folder above it, or the checkpoint folder).")]
+Page = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="The page; the figure beside it has the same "
+                                          "name, with .png. Default report.html, none with --json.")]
+Logs = Annotated[list[str] | None, typer.Option("--logs", metavar="DIR", help="Another folder with logs or event files: "
+                                                "LOG_MF_PATH, or LOG_DIR of msrun_launcher.sh. May be given several times.")]
 
 
 @app.command()
 def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs = None) -> None:
-    """Makes one page of what a training went through, over all its starts: losses, saves, deaths, resumes, lost steps and time.
+    """Makes one page on a training over all of its restarts: losses, saves, failures, lost steps, goodput and timeline.
 
-    From the logs of mindformers and mindresume below OUTPUT_DIR (log*/rank_*/info.log*, msrun_log*/worker_*.log) and the records
-    of the checkpoints. What is not there is left out, and the page says so. Nothing but the page and the picture is written.
+    Reads mindresume's event files (mindresume_events/*.jsonl) and mindformers' logs (log*/rank_*/info.log*,
+    msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. What is missing is left out, and the page
+    says so. Writes nothing but the page and the figure.
     """
-    from mindresume.report.made import make, to_json
+    from mindresume.report.made import build_report, to_json
     output, root = places(folder)
     for more in logs or ():
         if not os.path.isdir(more):
@@ -43,18 +44,18 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     if target is not None:
         from mindresume.report import chart
         chart.check_installed()
-    made = make(PosixStorage(), output, root, logs or ())
-    files = write(made, target) if target is not None else []
+    built = build_report(PosixStorage(), output, root, logs or ())
+    files = write(built, target) if target is not None else []
     if json:
-        print_json({**to_json(made), "files": files})
+        print_json({**to_json(built), "files": files})
         return
-    from mindresume.report.page import sentence
-    say(sentence(made))
+    from mindresume.report.page import summary
+    say(summary(built))
     say("\n".join(files))
 
 
 def places(folder: str) -> tuple[str, str]:
-    """The output folder, and the checkpoint folder in it."""
+    """Returns the output folder, and the checkpoint folder in it."""
     root = locate(folder)
     if os.path.abspath(root) == os.path.abspath(folder) and os.path.basename(os.path.abspath(root)) == "checkpoint":
         return os.path.dirname(os.path.abspath(root)), root
@@ -63,12 +64,12 @@ def places(folder: str) -> tuple[str, str]:
     return output, root if root != folder else os.path.join(output, "checkpoint")
 
 
-def write(made: Report, target: Path) -> list[str]:
-    """The page and the picture; returns their paths. The page is replaced at once, so that a browser never sees half of it."""
+def write(report: Report, target: Path) -> list[str]:
+    """Writes the page and the figure, and returns their paths. The page is replaced at once: a browser never sees half of it."""
     from mindresume.report import chart, page
-    figure = chart.draw(made.shares) if made.shares else None
+    figure = chart.draw(report.accounts) if report.accounts else None
     picture = target.with_suffix(".png")
-    contents = {target: page.html(made, chart.svg(figure) if figure else "").encode()}
+    contents = {target: page.html(report, chart.svg(figure) if figure else "").encode()}
     if figure is not None:
         contents[picture] = chart.png(figure)
     for path, content in contents.items():

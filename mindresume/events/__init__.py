@@ -52,7 +52,7 @@ def ignore(event: Event) -> None:
 
 def event_from_json(value: Mapping[str, Any]) -> Event | None:
     """Returns the event that ``value`` describes. None for a kind that this version does not know, and where a field that has no
-    default is missing or of another type. Fields that this version does not know are left out."""
+    default is missing, of another type, or without a meaning here. Fields that this version does not know are left out."""
     known = _KINDS.get(value["event"]) if isinstance(value.get("event"), str) else None
     if known is None:
         return None
@@ -67,7 +67,10 @@ def event_from_json(value: Mapping[str, Any]) -> Event | None:
         if not accepted:
             return None
         given[field.name] = found
-    return known(**given)
+    try:
+        return known(**given)
+    except ConfigError:
+        return None
 
 
 def _json(value: Any) -> Any:
@@ -101,11 +104,13 @@ def _value(declared: str, value: Any) -> tuple[bool, Any]:
 
 @dataclass(frozen=True)
 class TrainingStarted(Event):
-    """A training of this process begins, before anything is chosen or loaded. ``version``: of mindresume."""
+    """A training of this process begins, before anything is chosen or loaded. ``version``: of mindresume. ``utc_offset_seconds``:
+    of the local time in which this process logs, east of UTC."""
     host: str
     process_id: int
     world_size: int
     version: str
+    utc_offset_seconds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class PreemptionRequested(Event):
 @dataclass(frozen=True)
 class TrainingEnded(Event):
     """The last event of a training. ``outcome``: FINISHED, PREEMPTED, NOTHING_TO_TRAIN or FAILED; ``reason``: of the last
-    three."""
+    three; ``step``: the last that was completed."""
     outcome: str
     reason: str = ""
     step: int | None = None

@@ -1,13 +1,14 @@
 """The event file of a run: one JSON object a line, appended, on the local disk below mindformers' output folder.
 
-    {output}/mindresume_events/20261123T052200-rank_0-4711.jsonl      start (UTC), rank, process id
+    {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      start (UTC), rank, process id
     {"time": 1795411320.25, "rank": 0, "event": "save_committed", "step": 500, "ranks": 8, "size_bytes": 1073741824}
 
 Rank 0 writes all of its events. Any other rank keeps the newest ones in memory and writes them when it fails, so that the reason
 of a failure is there, whichever rank it was. A process that is killed can leave a last line that is torn: a reader leaves it out.
 
 Both the size of a file and the number of files are bounded: beyond ``LIMIT`` bytes only what says how the run went on is written
-(failures, the end), and the oldest files beyond ``MAX_FILES`` are removed when a new run begins.
+(failures, the end), and when a new run begins only the files of the newest ``MAX_FILES`` runs stay, with those of the
+``MAX_FAILED`` ranks that failed first in each of them: when one of 8,192 ranks fails, all of them do.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 
 from mindresume.events import FAILED, CandidateRefused, Event, SaveFailed, TrainingEnded, WorkProgress
@@ -23,7 +25,8 @@ from mindresume.events import FAILED, CandidateRefused, Event, SaveFailed, Train
 FOLDER = "mindresume_events"
 SUFFIX = ".jsonl"
 LIMIT = 16 << 20                # bytes of one file, after which only failures and the end are written, at most as much again
-MAX_FILES = 200                 # of one folder
+MAX_FILES = 200                 # of rank 0, in one folder
+MAX_FAILED = 8                  # files of other ranks beside each one of rank 0: of those that failed first
 KEPT = 200                      # newest events that a rank without a file remembers
 TEXT_LIMIT = 2000               # characters of a text in an event
 
@@ -68,7 +71,7 @@ class EventFile:
         os.makedirs(self.folder, exist_ok=True)
         if self.rank == 0:
             _remove_oldest(self.folder)
-        start = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time_s))
+        start = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(time_s))}.{int(time_s % 1 * 1000):03d}"
         self.path = os.path.join(self.folder, f"{start}-rank_{self.rank}-{os.getpid()}{SUFFIX}")
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
@@ -95,8 +98,18 @@ def _says_more(event: Event) -> bool:
 
 
 def _remove_oldest(folder: str) -> None:
-    """Names begin with the time of the start, so their order is that of the runs."""
     with suppress(OSError):
-        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
-        for name in names[:max(len(names) - MAX_FILES + 1, 0)]:
+        for name in _superfluous(name for name in os.listdir(folder) if name.endswith(SUFFIX)):
             os.remove(os.path.join(folder, name))
+
+
+def _superfluous(names: Iterable[str]) -> list[str]:
+    """Returns which event files go. Names begin with the time of the first event, so their order is that of the runs, and of the
+    ranks that failed in a run."""
+    runs: list[list[str]] = [[]]                    # of each run: the file of rank 0, then those of other ranks
+    for name in sorted(names):
+        if "-rank_0-" in name:
+            runs.append([])
+        runs[-1].append(name)
+    oldest = max(len(runs) - MAX_FILES + 1, 0)      # one run is about to begin
+    return [name for index, run in enumerate(runs) for name in run[0 if index < oldest else 1 + MAX_FAILED:]]

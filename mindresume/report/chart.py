@@ -1,7 +1,7 @@
-"""The picture of a report: the loss over steps, and where the time went. As SVG for the page, and as a PNG.
+"""Draws the figure of a report: the loss over steps, and the timeline. As SVG for the page, and as a PNG.
 
 Needs matplotlib, which is no dependency of mindresume: ``pip install mindresume[plot]``. Nothing from a log is written into it
-but numbers, and the fonts are drawn as outlines, so it looks alike everywhere.
+but numbers, and the fonts are drawn as outlines, so that it looks the same everywhere.
 """
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from typing import Any
 import numpy as np
 
 from mindresume.errors import ConfigError
-from mindresume.report.account import Share
-from mindresume.report.history import DIED
+from mindresume.events import FAILED
+from mindresume.report.account import AttemptAccount
 from mindresume.report.losses import thinned
 
 POINTS = 4000                   # of all curves together: more than there are pixels
 MARKS = 1500                    # of one kind: two of them in one pixel are one
-NAMED = 12                      # deaths that get a number; of more the marks are smaller, too
+NAMED = 12                      # failures that get a number; of more the marks are smaller, too
 SQUARES = 60                    # more saves are ticks
 KEPT, LOST, DEAD, RESUMED, SAVE, IDLE = "#1f5f8b", "#f2a65a", "#b3261e", "#1b7f5c", "#4d5b66", "#c3ccd4"
-COLOURS = {"starting": IDLE, "training": KEPT, "lost": LOST, "ending": IDLE, "down": "#ffffff", "waiting": "#ffffff"}
+COLOURS = {"startup": IDLE, "productive": KEPT, "lost": LOST, "shutdown": IDLE, "unknown": "#e9edf0", "downtime": "#ffffff",
+           "idle": "#ffffff"}
 UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 
 
 def check_installed() -> None:
-    """ConfigError if matplotlib is not there. Cheap: nothing is imported."""
+    """Raises ConfigError if matplotlib is not installed. Imports nothing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the picture of a report needs matplotlib, which is not installed: pip install 'mindresume[plot]' (or "
+        raise ConfigError("the figure of a report needs matplotlib, which is not installed: pip install 'mindresume[plot]' (or "
                           "matplotlib alone). --json works without it")
 
 
-def draw(shares: Sequence[Share]) -> Any:
-    """A matplotlib figure: two panels where there is a loss, else the time alone."""
+def draw(accounts: Sequence[AttemptAccount]) -> Any:
+    """Returns a matplotlib figure: the loss above, the timeline below."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(10.4, 5.6), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[4.6, 1])
-    _losses(above, shares)
-    _times(below, shares)
+    _losses(above, accounts)
+    _times(below, accounts)
     return figure
 
 
 def svg(figure: Any) -> str:
-    """To be put into a page: without prolog and metadata."""
+    """Returns the figure as SVG for a page: without prolog and metadata."""
     import matplotlib
     with matplotlib.rc_context({"svg.hashsalt": "mindresume", "svg.fonttype": "path"}):
         out = io.StringIO()
@@ -63,18 +64,19 @@ def png(figure: Any) -> bytes:
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
-def _losses(axes: Any, shares: Sequence[Share]) -> None:
-    curves = [share for share in shares if len(share.life.losses)]
-    most = max(POINTS // 2 // max(sum(share.steps_lost > 0 for share in curves), 1), 8)       # of each lost part
-    for share in curves:
-        if share.steps_lost:
-            losses, first = share.life.losses, int(np.searchsorted(share.life.losses.steps, share.kept, side="right"))
+def _losses(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
+    curves = [account for account in accounts if len(account.attempt.losses)]
+    most = max(POINTS // 2 // max(sum(account.steps_lost > 0 for account in curves), 1), 8)       # of each lost part
+    for account in curves:
+        if account.steps_lost:
+            losses, first = account.attempt.losses, int(np.searchsorted(account.attempt.losses.steps, account.kept, side="right"))
             _line(axes, losses.steps[first:], losses.values[first:], most, color=LOST, linewidth=5, alpha=0.8,
                   solid_capstyle="butt", zorder=2)
-            axes.axvspan(max(share.kept, share.life.base), share.life.last_step, color=LOST, alpha=0.13, linewidth=0, zorder=0)
+            axes.axvspan(max(account.kept, account.attempt.base_step), account.attempt.last_step, color=LOST, alpha=0.13,
+                         linewidth=0, zorder=0)
     steps, values = kept_curve(curves)
     _line(axes, steps, values, POINTS // 2, color=KEPT, linewidth=1.5, zorder=3)
-    _marks(axes, shares, steps, values)
+    _marks(axes, accounts, steps, values)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.margins(x=0.015)
@@ -84,12 +86,13 @@ def _losses(axes: Any, shares: Sequence[Share]) -> None:
     _legend(axes)
 
 
-def kept_curve(shares: Sequence[Share]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and losses of what counts, over all lives. Where steps go back (another training, another batch size) it is cut."""
+def kept_curve(accounts: Sequence[AttemptAccount]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and losses of what counts, over all attempts. Where steps go back (another training, another batch size) a
+    nan cuts the curve."""
     steps, values = [np.empty(0)], [np.empty(0)]
-    for share in shares:
-        losses = share.life.losses
-        count = int(np.searchsorted(losses.steps, share.kept, side="right"))
+    for account in accounts:
+        losses = account.attempt.losses
+        count = int(np.searchsorted(losses.steps, account.kept, side="right"))
         if count and len(steps[-1]) and losses.steps[0] <= steps[-1][-1]:
             steps.append(steps[-1][-1:])
             values.append(np.array([np.nan]))
@@ -106,30 +109,32 @@ def _line(axes: Any, steps: np.ndarray, values: np.ndarray, most: int, **style: 
         axes.plot(steps[kept], np.where(np.isfinite(values[kept]), values[kept], np.nan), **style, **marker)
 
 
-def _marks(axes: Any, shares: Sequence[Share], steps: np.ndarray, values: np.ndarray) -> None:
-    """``steps``, ``values``: of what counts, to put marks onto the curve."""
+def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, values: np.ndarray) -> None:
+    """Draws saves, resumes and failures. ``steps``, ``values``: of what counts, to put marks onto the curve."""
     low, high = axes.get_ylim()
-    saves = [save for share in shares for save in share.life.saves]
-    good = sorted({save.step for save in saves if save.committed})
-    other = sorted({save.step for save in saves if not save.committed} - set(good))
-    for marks, face, label in ((good, SAVE, "saved, complete on all ranks"), (other, "none", "saved, not known to be complete")):
+    saves = [save for account in accounts for save in account.attempt.saves]
+    good = sorted({save.step for save in saves if save.is_committed})
+    other = sorted({save.step for save in saves if save.is_staged} - set(good))
+    for marks, face, label in ((good, SAVE, "committed: complete on all ranks"), (other, "none", "saved, not committed")):
         if marks:
             marks = _spread(marks)
             axes.plot(marks, [low - 0.05 * (high - low)] * len(marks), linestyle="none", markersize=4.5,
                       marker="s" if len(marks) <= SQUARES else "|", markerfacecolor=face, markeredgecolor=SAVE, label=label,
                       zorder=4, clip_on=False)
-    resumed = [(share.life.base, _at(share.life.base, steps, values, low)) for share in shares
-               if share.life.base and share.life.last_step is not None]
-    _points(axes, resumed, ">", RESUMED, "resumed behind this step", 5)
-    died = [share.life for share in shares if share.life.end == DIED and share.life.last_step is not None]
-    deaths = [(life.last_step, _at(life.last_step, life.losses.steps, life.losses.values, low)) for life in died]
-    _points(axes, deaths, "X", DEAD, "died here (number of the life)", 6)
-    for life, place in list(zip(died, deaths, strict=True))[:NAMED]:
-        axes.annotate(str(life.number), place, (6, 5), textcoords="offset points", fontsize=8.5, color=DEAD)
+    resumed = [(account.attempt.base_step, _at(account.attempt.base_step, steps, values, low)) for account in accounts
+               if account.attempt.base_step and account.attempt.last_step is not None]
+    _points(axes, resumed, ">", RESUMED, "resumed after this step", 5)
+    attempts = [account.attempt for account in accounts]
+    failed = [attempt for attempt in attempts if attempt.outcome == FAILED and attempt.last_step is not None]
+    failures = [(attempt.last_step, _at(attempt.last_step, attempt.losses.steps, attempt.losses.values, low))
+                for attempt in failed]
+    _points(axes, failures, "X", DEAD, "failed here (number of the attempt)", 6)
+    for attempt, place in list(zip(failed, failures, strict=True))[:NAMED]:
+        axes.annotate(str(attempt.number), place, (6, 5), textcoords="offset points", fontsize=8.5, color=DEAD)
 
 
 def _at(step: int, steps: np.ndarray, values: np.ndarray, otherwise: float) -> float:
-    """The loss at a step, or at the nearest one that has one."""
+    """Returns the loss at a step, or at the nearest step that has one."""
     finite = np.flatnonzero(np.isfinite(values))
     return float(values[finite][np.abs(steps[finite] - step).argmin()]) if len(finite) else otherwise
 
@@ -142,7 +147,7 @@ def _points(axes: Any, places: Sequence[tuple[float, float]], marker: str, colou
 
 
 def _spread(steps: Sequence[float]) -> list[float]:
-    """At most MARKS of them: one of each stretch of equal length, so that marks stay where they are."""
+    """Returns at most MARKS of them: one of each stretch of equal length, so that marks stay where they are."""
     if len(steps) <= MARKS:
         return list(steps)
     width = (steps[-1] - steps[0]) / MARKS or 1
@@ -153,14 +158,14 @@ def _legend(axes: Any) -> None:
     from matplotlib.lines import Line2D
     handles, labels = axes.get_legend_handles_labels()
     handles = [Line2D([], [], color=KEPT, linewidth=2), Line2D([], [], color=LOST, linewidth=6, alpha=0.75), *handles]
-    axes.legend(handles, ["loss", "lost: a later life does not build on it", *labels], frameon=False, fontsize=8.5,
+    axes.legend(handles, ["loss", "lost: a later attempt does not build on it", *labels], frameon=False, fontsize=8.5,
                 loc="upper right", borderaxespad=0.2)
 
 
-# ---- the time --------------------------------------------------------------------------------------------------------
+# ---- the timeline ----------------------------------------------------------------------------------------------------
 
-def _times(axes: Any, shares: Sequence[Share]) -> None:
-    spans = [span for share in shares for span in share.spans]
+def _times(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
+    spans = [span for account in accounts for span in account.timeline]
     if not spans:
         axes.set_axis_off()
         return
@@ -169,17 +174,18 @@ def _times(axes: Any, shares: Sequence[Share]) -> None:
 
     def place(begin: float, until: float) -> tuple[float, float]:
         return (begin - origin) / size, (until - begin) / size
-    for kind, label in (("starting", "starting, ending"), ("ending", None), ("training", "training that counts"),
-                        ("lost", "training that was lost"), ("down", "down, or waiting for the next start"), ("waiting", None)):
+    for kind, label in (("startup", "startup, shutdown"), ("shutdown", None), ("productive", "productive"), ("lost", "lost"),
+                        ("downtime", "downtime, idle"), ("idle", None),
+                        ("unknown", "not known" if any(span.kind == "unknown" for span in spans) else None)):
         rows = [place(span.begin, span.end) for span in spans if span.kind == kind]
         if rows or label:
-            idle = kind in ("down", "waiting")
+            idle = kind in ("downtime", "idle")
             axes.broken_barh(rows, (0, 1), facecolors=COLOURS[kind], label=label, hatch="////" if idle else None,
                              edgecolor="#9aa5ae" if idle else "none", linewidth=0)
-    deaths = [(share.life.ended - origin) / size for share in shares if share.life.end == DIED]
-    axes.plot(deaths, [1.0] * len(deaths), linestyle="none", marker="X", markersize=8, markerfacecolor=DEAD,
+    failures = [(account.attempt.ended - origin) / size for account in accounts if account.attempt.outcome == FAILED]
+    axes.plot(failures, [1.0] * len(failures), linestyle="none", marker="X", markersize=8, markerfacecolor=DEAD,
               markeredgecolor="white", markeredgewidth=0.8, clip_on=False)
-    saves = _spread(sorted(save.time for share in shares for save in share.life.saves if save.done))
+    saves = _spread(sorted(save.time for account in accounts for save in account.attempt.saves if save.is_staged))
     axes.plot([(at - origin) / size for at in saves], [0.0] * len(saves), linestyle="none", marker="|", markersize=7, color=SAVE,
               clip_on=False)
     axes.set_xlim(0, max((end - origin) / size, 1e-9))

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder as ``mindresume ls`` sees them, and who claims the folder."""
+"""Reads which checkpoints a directory holds, as ``mindresume ls`` does, and which run has its lease."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from mindresume.store.storage import Storage
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """``state``: as of ``mindresume.resume.survey.Seen``. ``reason``: why a resume passes it over, or what
-    is missing or damaged and not needed. ``run`` None: written by mindformers alone."""
+class StoredCheckpoint:
+    """``state``: as of ``mindresume.resume.survey.CheckpointStatus``. ``reason``: why a resume does not take it, or what is
+    missing or damaged and not needed. ``run`` None: mindformers wrote it. ``size``: bytes. ``saved_at``: seconds since 1970."""
     step: int | None
     epoch: int | None
     run: str | None
@@ -26,25 +26,26 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Disk:
-    """``exists``: there is such a folder. ``claimed``: {run: does its process live, None: it is on another machine}."""
+class CheckpointState:
+    """What there is at ``root``. ``leases``: {run id: does its process live, None: it is on another machine}."""
     root: str
     exists: bool
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[StoredCheckpoint, ...]
     notes: tuple[str, ...]
-    claimed: dict[str, bool | None]
+    leases: dict[str, bool | None]
 
     @property
-    def newest(self) -> Checkpoint | None:
+    def newest(self) -> StoredCheckpoint | None:
         """What a resume would take, as far as is known without reading it."""
         return next((row for row in self.checkpoints if row.state == COMPLETE), None)
 
 
-def look(storage: Storage, root: str) -> Disk:
-    """Checkpoints newest first, in the order in which a resume tries them."""
+def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
+    """Returns the checkpoints newest first, in the order in which a resume tries them."""
     found, seen = list_checkpoints(storage, root, strategies(storage))
-    rows = [Checkpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
-                       saved.committed, saved.saved_at, row.state, row.problem.reason if row.problem else "; ".join(row.remarks))
+    rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
+                             saved.committed, saved.saved_at, row.state,
+                             row.problem.reason if row.problem else "; ".join(row.remarks))
             for row in seen for saved in [row.candidate]]
-    claimed = {owner.run: lives(owner) for owner in users_of(storage, found.root) if owner.purpose == SAVING}
-    return Disk(found.root, found.exists, tuple(rows), found.notes, claimed)
+    leases = {owner.run: lives(owner) for owner in users_of(storage, found.root) if owner.purpose == SAVING}
+    return CheckpointState(found.root, found.exists, tuple(rows), found.notes, leases)

@@ -1,4 +1,4 @@
-"""The loss of each step as the log has it, kept in few bytes a step, and thinned out for a drawing."""
+"""Holds the loss of each step as the log has it, in few bytes a step, and thins it out for a drawing."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -12,7 +12,8 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Of one life, in order of steps, which rise. ``times``: when the line was written; ``seconds``: how long the step took."""
+    """Losses of one attempt, in order of steps, which rise. ``times``: when the line was written; ``seconds``: how long the step
+    took."""
     steps: np.ndarray = field(default_factory=_none)
     values: np.ndarray = field(default_factory=_none)
     times: np.ndarray = field(default_factory=_none)
@@ -28,7 +29,7 @@ class Losses:
 
     @property
     def typical(self) -> float:
-        """Seconds of an ordinary step. The first one includes the compilation, so it is the median that counts."""
+        """Seconds of an ordinary step: the median, because the first step includes the compilation."""
         return float(np.median(self.seconds)) if len(self) else 0.0
 
     @property
@@ -37,8 +38,8 @@ class Losses:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Indices, rising, of at most ``most`` (from 4 on) of the values: the first, the last, and of each stretch the smallest and
-    the largest, so that no peak is lost. What is not finite is no extreme; a stretch of nothing else keeps its first."""
+    """Returns rising indices of at most ``most`` (from 4 on) of the values: the first, the last, and of each stretch the smallest
+    and the largest, so that no peak is lost. What is not finite is no extreme; a stretch of nothing else keeps its first."""
     count = len(values)
     if count <= most:
         return np.arange(count)

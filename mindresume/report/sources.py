@@ -1,4 +1,4 @@
-"""Which log files a training left: those of mindformers (``log/rank_R/info.log``, rotated) and those of the workers.
+"""Finds the log files of a training: those of mindformers (``log/rank_R/info.log``, rotated) and those of the workers.
 
     output/log[_SUFFIX]/rank_0/info.log.2, info.log.1, info.log      all starts, one behind the other
     output/msrun_log[_SUFFIX]/worker_0.log                           what the last start printed; the next one overwrites it
@@ -17,21 +17,20 @@ LOOKED_FOR = ("log*/rank_*/info.log*", "msrun_log*/worker_*.log")
 
 @dataclass(frozen=True)
 class LogFile:
-    """``pieces``: one log in order of time: the rotated files, the oldest first, then the current one. ``rank``: of its name.
-    ``worker``: it is what a worker printed, so it has lines without a time, and only those of the last start."""
+    """One log. ``pieces``: its files in order of time: the rotated ones, the oldest first, then the current one. ``rank``: as its
+    name says."""
     rank: int
     pieces: tuple[str, ...]
-    worker: bool = False
 
 
 def find_logs(folders: Iterable[str]) -> tuple[LogFile, ...]:
-    """Below each of ``folders``: an output folder, or a folder of logs itself. In order of rank."""
+    """Returns the logs below each of ``folders`` (an output folder, or a folder of logs itself), in order of rank."""
     found: dict[tuple[str, ...], LogFile] = {}
     for folder in folders:
         for log in (*_of_folder(folder), *(log for name in _names(folder) if _LOG.fullmatch(name) or _WORKERS.fullmatch(name)
                                            for log in _of_folder(os.path.join(folder, name)))):
             found.setdefault(tuple(os.path.realpath(piece) for piece in log.pieces), log)
-    return tuple(sorted(found.values(), key=lambda log: (log.rank, log.worker, log.pieces)))
+    return tuple(sorted(found.values(), key=lambda log: (log.rank, log.pieces)))
 
 
 def _of_folder(folder: str) -> Iterator[LogFile]:
@@ -39,7 +38,7 @@ def _of_folder(folder: str) -> Iterator[LogFile]:
         path = os.path.join(folder, name)
         if match := _WORKER.fullmatch(name):
             if os.path.isfile(path):
-                yield LogFile(int(match[1]), (path,), worker=True)
+                yield LogFile(int(match[1]), (path,))
         elif match := _RANK.fullmatch(name):
             pieces = [(int(piece[1] or 0), piece[0]) for piece in map(_INFO.fullmatch, _names(path)) if piece]
             paths = tuple(os.path.join(path, piece) for _, piece in sorted(pieces, reverse=True))

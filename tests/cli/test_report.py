@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from folders import save
-from logfiles import Log, two_lives
+from logfiles import Log, two_attempts
 
 from mindresume.report import chart
 
@@ -16,7 +16,7 @@ COMMAND = "report"
 @pytest.fixture
 def output(tmp_path):
     folder = tmp_path / "run" / "output"
-    two_lives().write(folder / "log" / "rank_0" / "info.log")
+    two_attempts().write_all(folder)
     save(folder / "checkpoint", 5)
     save(folder / "checkpoint", 10)
     return folder
@@ -37,8 +37,9 @@ def test_json_alone_writes_nothing(read, output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, found = read(output)
     assert status == 0 and found["files"] == [] and sorted(os.listdir(tmp_path)) == ["run"]
-    assert found["steps"] == {"reached": 10, "done": 13, "lost": 3, "not_safe": None}
-    assert [(life["end"], life["steps_lost"]) for life in found["lives"]] == [("died", 3), ("finished", 0)]
+    assert found["steps"] == {"reached": 10, "done": 13, "lost": 3, "at_risk": None}
+    assert [(row["outcome"], row["steps_lost"]) for row in found["attempts"]] == [("failed", 3), ("finished", 0)]
+    assert (found["restarts"], found["failures"], found["goodput"]) == (1, 1, pytest.approx(10 / 55, abs=1e-3))
     assert [row["step"] for row in found["checkpoints"]] == [10, 5]
 
 
@@ -51,14 +52,14 @@ def test_json_and_a_page(read, output, tmp_path):
 @pytest.mark.parametrize("inner", ["..", ".", "checkpoint"])
 def test_any_folder_of_the_run_will_do(read, output, inner):
     _, found = read(output / inner)
-    assert len(found["lives"]) == 2 and len(found["checkpoints"]) == 2
+    assert len(found["attempts"]) == 2 and len(found["checkpoints"]) == 2
 
 
 def test_a_run_whose_first_save_did_not_come_yet(read, tmp_path):
-    two_lives().write(tmp_path / "output" / "log" / "rank_0" / "info.log")
+    two_attempts().write_all(tmp_path / "output")
     for folder in (tmp_path, tmp_path / "output"):
         _, found = read(folder)
-        assert len(found["lives"]) == 2 and found["root"] == str(tmp_path / "output" / "checkpoint")
+        assert len(found["attempts"]) == 2 and found["root"] == str(tmp_path / "output" / "checkpoint")
 
 
 def test_only_checkpoints(call, tmp_path):
@@ -71,7 +72,7 @@ def test_only_checkpoints(call, tmp_path):
 def test_logs_elsewhere(read, tmp_path, output):
     Log().start(900).over(905).write(tmp_path / "elsewhere" / "rank_0" / "info.log")
     _, found = read(output, "--logs", tmp_path / "elsewhere")
-    assert len(found["lives"]) == 3
+    assert len(found["attempts"]) == 3
 
 
 def test_wrong_arguments(call, output, tmp_path):
@@ -92,7 +93,7 @@ def test_without_matplotlib_only_the_page_is_refused(call, read, output, monkeyp
 def test_other_commands_do_not_import_it(output):
     code = ("import sys\nfrom mindresume import cli\nsys.argv = ['mindresume', 'ls', sys.argv[1], '--json']\n"
             "try:\n    cli.main()\nfinally:\n    print([name for name in sys.modules if name.split('.')[0] in ('matplotlib', "
-            "'mindspore', 'mindformers') or name.startswith('mindresume.report')], file=sys.stderr)")
+            "'jinja2', 'mindspore', 'mindformers') or name.startswith('mindresume.report')], file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", code, str(output)], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
 

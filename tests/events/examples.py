@@ -11,7 +11,7 @@ from mindresume.formatting import shown
 DOCUMENT = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN, END = "<!-- examples: made by tests/events/examples.py -->", "<!-- end of examples -->"
 EXAMPLES = (
-    ev.TrainingStarted("node-0", 4711, 8, "0.1.0"),
+    ev.TrainingStarted("node-0", 4711, 8, "0.1.0", 3600),
     ev.RunOpened("3-5f0c21aa", "/data/output/checkpoint", "qwen3_rank_0-3", 8),
     ev.LeaseWatched("/data/output/checkpoint/.mindresume/claim-2-5f0c21aa.json", "2-5f0c21aa", "node-7", 45.0),
     ev.StaleLeaseRemoved("2-5f0c21aa", "node-7", 4242),

@@ -19,7 +19,7 @@ def test_rank_0_writes_all_but_progress(tmp_path):
     file.handle(WorkProgress("saving", 1, 2, 3.0), 1.0)
     file.handle(TrainingEnded(FINISHED), 2.0004)
     file.close()
-    assert lines_of(tmp_path) == {f"19700101T000000-rank_0-{os.getpid()}.jsonl": [
+    assert lines_of(tmp_path) == {f"19700101T000000.000-rank_0-{os.getpid()}.jsonl": [
         {"time": 0.0, "rank": 0, "event": "save_begun", "step": 5},
         {"time": 2.0, "rank": 0, "event": "training_ended", "outcome": "finished", "reason": ""}]}
 
@@ -80,6 +80,21 @@ def test_the_oldest_files_go_when_a_run_begins(tmp_path, monkeypatch):
     file.close()
     left = sorted(os.listdir(tmp_path / FOLDER))
     assert [name[:15] for name in left] == ["20200104T000000", "20200105T000000", "20261123T052200", "notes.txt"]
+
+
+def test_a_failure_of_all_ranks_leaves_the_files_of_earlier_runs(tmp_path, monkeypatch):
+    """One of 8,192 ranks failed, and the others because of it: each has a file."""
+    monkeypatch.setattr(event_file, "MAX_FILES", 3)
+    (tmp_path / FOLDER).mkdir()
+    names = [f"2020010{day}T000000-rank_0-1.jsonl" for day in range(1, 5)]
+    failed = [f"20200103T0000{second:02d}-rank_{second}-1.jsonl" for second in range(10, 30)]
+    for name in names + failed:
+        (tmp_path / FOLDER / name).touch()
+    file = EventFile(str(tmp_path), 0)
+    file.handle(SaveBegun(1), 1795411320.0)
+    file.close()
+    left = sorted(os.listdir(tmp_path / FOLDER))
+    assert left[:-1] == sorted([*names[2:], *failed[:event_file.MAX_FAILED]])
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_for_the_emitter(tmp_path):

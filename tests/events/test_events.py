@@ -37,7 +37,8 @@ def test_kinds_are_frozen_and_hold_what_json_has(kind):
     {"event": "save_begun"}, {"event": "save_begun", "step": "5"}, {"event": "save_begun", "step": True},
     {"event": "save_begun", "step": 5.5}, {"event": "checkpoints_removed", "steps": 5, "where": "/x"},
     {"event": "checkpoints_removed", "steps": ["5"], "where": "/x"}, {"event": "resumed", "step": 5, "summary": [["a", "b"]]},
-    {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e300}])
+    {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e300},
+    {"event": "training_ended", "outcome": "of_a_later_version"}])
 def test_what_is_no_event_of_this_version_is_left_out(value):
     assert event_from_json(value) is None
 

@@ -4,18 +4,19 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from logfiles import RUNS, Log, two_lives
+from logfiles import RUNS, Log, Training, two_attempts
 
 from mindresume.errors import ConfigError
 from mindresume.report import chart
-from mindresume.report.account import shares_of
-from mindresume.report.history import Life, lives_of
+from mindresume.report.account import accounts_of
+from mindresume.report.history import RunAttempt, attempts_of
 from mindresume.report.logs import Clock, parse
 from mindresume.report.losses import Losses
 
 
-def shares(*written):
-    return shares_of(lives_of(event for log in written for line in log.lines for event in parse(line, Clock())))
+def accounts(*written):
+    recorded = [events for log in written if isinstance(log, Training) for events in log.recorded]
+    return accounts_of(attempts_of(recorded, (found for log in written for line in log.lines for found in parse(line, Clock()))))
 
 
 def labelled(axes):
@@ -23,11 +24,11 @@ def labelled(axes):
 
 
 def test_marks_stand_where_things_happened():
-    above, below = chart.draw(shares(two_lives())).axes
+    above, below = chart.draw(accounts(two_attempts())).axes
     lines = labelled(above)
-    assert list(lines["died here (number of the life)"].get_xdata()) == [8]
-    assert list(lines["resumed behind this step"].get_xdata()) == [5]
-    assert list(lines["saved, complete on all ranks"].get_xdata()) == [5, 10]
+    assert list(lines["failed here (number of the attempt)"].get_xdata()) == [8]
+    assert list(lines["resumed after this step"].get_xdata()) == [5]
+    assert list(lines["committed: complete on all ranks"].get_xdata()) == [5, 10]
     assert [patch.get_x() for patch in above.patches] == [5] and [patch.get_width() for patch in above.patches] == [3]
     lost, kept = above.lines[:2]
     assert (list(lost.get_xdata()), lost.get_color()) == ([6, 7, 8], chart.LOST)
@@ -36,23 +37,23 @@ def test_marks_stand_where_things_happened():
     assert below.get_xlabel() == "seconds since the first start" and below.get_xlim() == (0, 55)
 
 
-def test_what_counts_is_one_curve_over_all_lives_and_cut_where_steps_go_back():
-    steps, values = chart.kept_curve(shares(two_lives()))
+def test_what_counts_is_one_curve_over_all_attempts_and_cut_where_steps_go_back():
+    steps, values = chart.kept_curve(accounts(two_attempts()))
     assert list(steps) == list(range(1, 11)) and np.isfinite(values).all()
-    steps, values = chart.kept_curve(shares(two_lives(), Log().start(90).fresh(91).run(92, RUNS[2]).steps(95, 1, 2)))
+    steps, values = chart.kept_curve(accounts(two_attempts(), Training().start(90).fresh(91).run(92, RUNS[2]).steps(95, 1, 2)))
     assert list(steps[-3:]) == [10, 1, 2] and np.isnan(values[-3])
 
 
-@pytest.mark.parametrize("log", [Log().start(0), Log().start(0).fresh(1).run(2, RUNS[0]).save(9, 5), Log().loss(1, 1, "nan"),
+@pytest.mark.parametrize("log", [Log().start(0), Training().start(0).fresh(1).run(2, RUNS[0]).save(9, 5), Log().loss(1, 1, "nan"),
                                  Log().start(0).loss(5, 1), Log().start(0).loss(5, 1, "inf").start(9).loss(11, 1, "nan")])
 def test_any_history_is_drawn(log):
-    figure = chart.draw(shares(log))
+    figure = chart.draw(accounts(log))
     assert chart.png(figure).startswith(b"\x89PNG\r\n\x1a\n")
     ElementTree.fromstring(chart.svg(figure))
 
 
 def test_the_svg_stands_alone_and_is_the_same_each_time():
-    first, second = (chart.svg(chart.draw(shares(two_lives()))) for _ in range(2))
+    first, second = (chart.svg(chart.draw(accounts(two_attempts()))) for _ in range(2))
     assert first == second
     root = ElementTree.fromstring(first)
     assert root.tag.endswith("svg") and "viewBox" in root.attrib and "width" not in root.attrib and "height" not in root.attrib
@@ -63,8 +64,8 @@ def test_the_svg_stands_alone_and_is_the_same_each_time():
 def test_millions_of_steps_are_few_points():
     count = 1_000_000
     losses = Losses(np.arange(1, count + 1), np.linspace(6, 1, count), np.arange(count) + 10.0, np.ones(count))
-    life = Life(1, 0.0, count + 10.0, "died", first_step=1, last_step=count, losses=losses, fresh=True)
-    figure = chart.draw(shares_of([life]))
+    attempt = RunAttempt(1, 0.0, count + 10.0, "failed", first_step=1, last_step=count, losses=losses, is_fresh=True)
+    figure = chart.draw(accounts_of([attempt]))
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) < 2 * chart.POINTS
     assert len(chart.svg(figure)) < 1_000_000
 

@@ -1,17 +1,20 @@
 """A folder becomes one report: which ranks are read, what is said about them, and the JSON document."""
 import json
 import os
+import time
+from dataclasses import replace
 
 from folders import STORAGE, save, write_rank
-from logfiles import RUNS, Log, two_lives
+from logfiles import RUNS, ZERO, Log, Training, fail, record, two_attempts
 
-from mindresume.report.made import make, to_json
-
-PIPELINE = "pipeline stages: 2 > 1, the loss on the last card is valid."
+from mindresume import events as ev
+from mindresume.events import FAILED
+from mindresume.report.event_log import RecordedEvent
+from mindresume.report.made import build_report, to_json
 
 
 def made(folder, *more):
-    return make(STORAGE, str(folder), str(folder / "checkpoint"), list(map(str, more)))
+    return build_report(STORAGE, str(folder), str(folder / "checkpoint"), list(map(str, more)))
 
 
 def info(folder, rank, log, name="log"):
@@ -19,7 +22,7 @@ def info(folder, rank, log, name="log"):
 
 
 def pipeline(at, first, last, value):
-    log = Log().start(at).line(at + 1, PIPELINE, "WARNING")
+    log = Log().start(at).pipeline(at + 1)
     for step in range(first, last + 1):
         log.loss(at + 5 + step - first, step, value)
     return log
@@ -27,35 +30,37 @@ def pipeline(at, first, last, value):
 
 def test_the_log_of_one_rank_counts_once(tmp_path):
     for rank in range(4):
-        info(tmp_path, rank, two_lives())
-        two_lives(printed=True).write(tmp_path / "msrun_log" / f"worker_{rank}.log")
+        info(tmp_path, rank, two_attempts())
+        Log(printed=True).start(0).write(tmp_path / "msrun_log" / f"worker_{rank}.log")
+    two_attempts().write_all(tmp_path)
     report = made(tmp_path)
-    assert (report.rank, report.loss_rank, len(report.lives), report.steps_done, report.steps_lost) == (0, None, 2, 13, 3)
-    assert len(report.read) == 2 and report.notes == ()
+    assert (report.rank, report.loss_rank, len(report.attempts), report.steps_done, report.steps_lost) == (0, None, 2, 13, 3)
+    assert len(report.read) == 4 and report.notes == ()                 # both logs of rank 0, both event files
+    assert (report.restarts, report.failures) == (1, 1)
 
 
 def test_starts_with_logs_of_their_own_are_one_history(tmp_path):
-    lines = two_lives().lines
+    lines = two_attempts().lines
     cut = next(index for index, line in enumerate(lines[1:], 1) if "Init Config" in line)
     for name, part in (("log_first", lines[:cut]), ("log_second", lines[cut:])):
         log = Log()
         log.lines = part
         info(tmp_path, 0, log, name)
     whole = tmp_path / "whole"
-    info(whole, 0, two_lives())
+    info(whole, 0, two_attempts())
     ours, theirs = to_json(made(tmp_path)), to_json(made(whole))
-    assert ours["lives"] == theirs["lives"] and ours["seconds"] == theirs["seconds"]
+    assert ours["attempts"] == theirs["attempts"] and ours["seconds"] == theirs["seconds"]
 
 
 def test_the_loss_of_the_last_stage(tmp_path):
     info(tmp_path, 0, pipeline(0, 1, 5, 0.5))
     info(tmp_path, 3, pipeline(0, 1, 5, 6.0))
     report = made(tmp_path)
-    assert report.loss_rank == 3 and list(report.lives[0].losses.values) == [6.0] * 5
-    assert len(report.read) == 2 and "the loss is that of rank 3" in report.notes[0]
+    assert report.loss_rank == 3 and list(report.attempts[0].losses.values) == [6.0] * 5
+    assert len(report.read) == 2 and "the loss is that of rank 3" in report.notes[-1]
 
 
-def test_the_last_stage_of_each_life_if_the_number_of_ranks_changed(tmp_path):
+def test_the_last_stage_of_each_attempt_if_the_number_of_ranks_changed(tmp_path):
     both = pipeline(0, 1, 5, 0.5)
     both.lines += pipeline(50, 4, 8, 0.5).lines
     info(tmp_path, 0, both)
@@ -63,54 +68,87 @@ def test_the_last_stage_of_each_life_if_the_number_of_ranks_changed(tmp_path):
     info(tmp_path, 2, pipeline(0, 1, 5, 7.0))
     info(tmp_path, 1, pipeline(50, 4, 8, 5.0))
     report = made(tmp_path)
-    assert [set(life.losses.values) for life in report.lives] == [{6.0}, {5.0}] and report.loss_rank == 3
+    assert [set(attempt.losses.values) for attempt in report.attempts] == [{6.0}, {5.0}] and report.loss_rank == 3
 
 
 def test_without_the_log_of_the_last_stage_it_is_said(tmp_path):
     info(tmp_path, 0, pipeline(0, 1, 5, 0.5))
-    assert "not the true one" in made(tmp_path).notes[0]
+    assert "not the true one" in made(tmp_path).notes[-1]
 
 
 def test_without_the_log_of_rank_0_another_one_tells(tmp_path):
-    info(tmp_path, 2, two_lives())
+    info(tmp_path, 2, two_attempts())
     report = made(tmp_path)
-    assert report.rank == 2 and "no log of rank 0" in report.notes[0] and report.steps_lost == 3
+    assert report.rank == 2 and "no log of rank 0" in report.notes[1] and report.steps_lost == 3
 
 
 def test_what_is_missing_or_odd_is_said(tmp_path):
-    log = Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan")
-    log.ours(9, "continues after step 17 (epoch 3 done), global batch size 16, loss scale 1.0; steps scaled by 0.5 from 35")
-    info(tmp_path, 0, log)
+    log = Training().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan")
+    log.start(9).resume(10, 35, RUNS[0], after=17, scale=0.5).save(20, 25).write_all(tmp_path)
+    Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan").write(tmp_path / "log" / "rank_0" / "info.log")
     notes = " ".join(made(tmp_path).notes)
-    for words in ("begins in the middle", "every 10 steps", "up to 9 steps more", "not finite", "The batch size changed"):
+    for words in ("no event file of attempt 1", "no log of attempt 2", "begins in the middle", "every 10 steps",
+                  "up to 9 steps more", "not finite", "The batch size changed"):
         assert words in notes
 
 
-def test_a_worker_tells_why_the_last_life_died(tmp_path):
-    info(tmp_path, 0, Log().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4))
-    for rank, at, words in ((1, 9, "failed on rank 1: AgreementError: gone"), (2, 8, "failed on rank 2: SaveError: full")):
-        path = Log(True).start(0).line(at, "x").write(tmp_path / "msrun_log" / f"worker_{rank}.log")
-        with open(path, "a") as file:
-            file.write(f"run_mindformer.py: {words}\n")
-    life, = made(tmp_path).lives
-    assert (life.end, life.why) == ("died", "failed on rank 2: SaveError: full")
+def test_the_rank_that_failed_first_says_why(tmp_path):
+    Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4).write_all(tmp_path)
+    fail(tmp_path, 1, 9, "CollectiveError: rank 2 is gone")
+    fail(tmp_path, 2, 8, "SaveError: full")
+    row, = to_json(made(tmp_path))["attempts"]
+    assert (row["outcome"], row["failed_rank"], row["reason"]) == (FAILED, 2, "SaveError: full")
 
 
-def test_words_of_an_earlier_start_are_not_those_of_the_last(tmp_path):
-    info(tmp_path, 0, Log().start(100).fresh(101).run(102, RUNS[0]).steps(103, 1, 4))
-    path = Log(True).start(0).line(9, "x").write(tmp_path / "msrun_log" / "worker_0.log")
-    with open(path, "a") as file:
-        file.write("run_mindformer.py: failed: OSError\n")
-    assert [life.why for life in made(tmp_path).lives][-1] == ""
+def test_event_files_alone(tmp_path):
+    for recorded in two_attempts().recorded:
+        record(tmp_path, 0, recorded)
+    report = made(tmp_path)
+    assert (report.rank, report.reached, report.failures, len(report.read)) == (None, 10, 1, 2)
+    assert to_json(report)["goodput"] is None and "no log" in report.notes[0]
+
+
+def test_event_files_and_logs_in_a_folder_of_their_own(tmp_path):
+    two_attempts().write_all(tmp_path / "elsewhere")
+    assert made(tmp_path, tmp_path / "elsewhere").steps_lost == 3
+
+
+def test_a_log_of_another_time_zone_is_put_to_its_events(tmp_path):
+    """The report is made on a machine elsewhere: the log has local times of the cluster, the events have the time since 1970."""
+    east = time.localtime(ZERO).tm_gmtoff + 3 * 3600
+    training, there = two_attempts(), Training()
+    for events in training.recorded:
+        there.recorded.append([RecordedEvent(found.time - 3 * 3600, found.event) for found in events])
+        at, started = there.recorded[-1][0]
+        there.recorded[-1][0] = RecordedEvent(at, replace(started, utc_offset_seconds=east))
+    there.lines = training.lines
+    there.write_all(tmp_path / "there")
+    training.write_all(tmp_path / "here")
+    here, there = (build_report(STORAGE, str(tmp_path / name), str(tmp_path / name)) for name in ("here", "there"))
+    assert there.seconds.productive == here.seconds.productive == 10.0
+    assert [round(row.started + 3 * 3600 - ZERO, 3) for row in there.attempts] == [0, 40]
+
+
+def test_logs_of_two_time_zones_are_said(tmp_path):
+    for number, offset in enumerate((86400, 72000)):
+        record(tmp_path, 0, [RecordedEvent(ZERO + 9 * number, ev.TrainingStarted("a", 1, 1, "x", offset))])
+    assert "+20 h, +24 h" in made(tmp_path).notes[-1]
+
+
+def test_what_is_behind_a_save_that_others_could_not_write(tmp_path):
+    Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(8, ev.SaveWritten(5, 1, 0.1, 0.1)).write_all(tmp_path)
+    record(tmp_path, 3, [RecordedEvent(ZERO + 8, ev.SaveFailed(5, "full"))])
+    save, = to_json(made(tmp_path))["attempts"][0]["saves"]
+    assert "full" in save["failure"] and not save["is_committed"]
 
 
 def test_steps_that_the_next_start_would_do_again(tmp_path):
     save(tmp_path / "checkpoint", 5, world=1)
-    info(tmp_path, 0, Log().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8))
+    Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8).write_all(tmp_path)
     report = made(tmp_path)
-    assert (report.not_safe, report.lives[-1].end, report.steps_lost) == (3, "died", 0)
-    report = make(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # nobody knows what there is
-    assert (report.not_safe, report.lives[-1].end) == (None, "unknown")
+    assert (report.steps_at_risk, report.attempts[-1].outcome, report.steps_lost) == (3, FAILED, 0)
+    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # nobody knows what there is
+    assert (report.steps_at_risk, report.attempts[-1].outcome) == (None, "unknown")
 
 
 def test_checkpoints_are_those_of_ls(tmp_path):
@@ -130,11 +168,13 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
     save(tmp_path / "checkpoint", 5)
     text = json.dumps(to_json(made(tmp_path)), allow_nan=False)
     document = json.loads(text)
-    assert document["lives"][0]["loss"] == {"first": None, "last": None}
-    assert set(document) == {"output", "root", "logs", "steps", "seconds", "lives", "checkpoints", "notes"}
+    assert document["attempts"][0]["loss"] == {"first": None, "last": None}
+    assert set(document) == {"output", "root", "sources", "restarts", "failures", "goodput", "steps", "seconds", "attempts",
+                             "timeline", "checkpoints", "notes"}
+    assert document["attempts"][0]["saves"] is None                     # without events nobody knows
 
 
 def test_nothing_there(tmp_path):
     report = made(tmp_path, tmp_path / "more")
-    assert (report.rank, report.lives, report.reached, report.not_safe, report.steps_lost) == (None, (), None, None, 0)
-    assert len(to_json(report)["logs"]["looked_for"]) == 4
+    assert (report.rank, report.attempts, report.reached, report.steps_at_risk, report.steps_lost) == (None, (), None, None, 0)
+    assert len(to_json(report)["sources"]["looked_for"]) == 6

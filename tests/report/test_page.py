@@ -4,10 +4,12 @@ from html.parser import HTMLParser
 
 import pytest
 from folders import STORAGE, save
-from logfiles import RUNS, Log, two_lives
+from logfiles import RUNS, Training, two_attempts
 
+from mindresume import events as ev
 from mindresume.report import page
-from mindresume.report.made import make
+from mindresume.report.history import KILLED
+from mindresume.report.made import build_report
 
 VOID = {"meta", "br"}
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
@@ -41,68 +43,83 @@ class Checker(HTMLParser):
 
 
 def written(folder, log):
-    log.write(folder / "log" / "rank_0" / "info.log")
-    return make(STORAGE, str(folder), str(folder / "checkpoint"))
+    log.write_all(folder)
+    return build_report(STORAGE, str(folder), str(folder / "checkpoint"))
 
 
-def test_a_row_for_each_life_and_each_checkpoint(tmp_path):
+def test_a_row_for_each_attempt_and_each_checkpoint(tmp_path):
     save(tmp_path / "checkpoint", 5)
     save(tmp_path / "checkpoint", 10)
-    text = page.html(written(tmp_path, two_lives()), "")
+    text = page.html(written(tmp_path, two_attempts()), "")
     rows = Checker(text).rows
-    lives = [row for row in rows if len(row) == 9 and row[1] in RUNS]
-    assert [(row[0], row[3], row[4], row[5], row[6], row[7]) for row in lives[:2]] == [
-        ("1", "died", "fresh start", "1 to 8", "3", "1"), ("2", "finished", "step 5", "6 to 10", "0", "1")]
+    attempts = [row for row in rows if len(row) == 9 and row[1] in RUNS]
+    assert [(row[0], row[3], row[4], row[5], row[6], row[7]) for row in attempts[:2]] == [
+        ("1", "failed" + KILLED, "fresh start", "1 to 8", "3", "1"), ("2", "finished", "step 5", "6 to 10", "0", "1")]
     assert [row[0] for row in rows if row[-1] == "complete"] == ["10", "5"]
     assert ["2", "8", "the save never completed: no rank recorded what they wrote"] in rows
     assert text.count("<caption>") == text.count("<table>") == 4
 
 
 def test_nothing_is_loaded_and_nothing_can_be_run(tmp_path):
-    checker = Checker(page.html(written(tmp_path, two_lives()), ""))
+    checker = Checker(page.html(written(tmp_path, two_attempts()), ""))
     assert not {"script", "link", "iframe", "img", "object"} & set(checker.tags)
     assert not [name for name, _ in checker.attributes if name.startswith("on") or name in ("src", "href")]
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in checker.attributes
 
 
 def test_hostile_words_are_text(tmp_path):
-    log = Log().start(0).ours(1, f"not resuming from step 5: {EVIL}").fresh(2).run(3, RUNS[0]).steps(4, 1, 3)
-    log.ours(8, f"step 3 was not saved on rank 0: {EVIL}").ours(9, f"left because of {EVIL}; start the same command again")
-    checker = Checker(page.html(written(tmp_path, log), ""))
+    log = Training().start(0).event(1, ev.CandidateRefused(5, EVIL, EVIL)).resume(2, 0, EVIL).run(3, EVIL).steps(4, 1, 3)
+    log.event(8, ev.SaveFailed(3, EVIL)).event(9, ev.TrainingEnded(ev.FAILED, EVIL))
+    report = written(tmp_path, log)
+    checker = Checker(page.html(report, "<svg ></svg>"))
     assert "script" not in checker.tags and "img" not in checker.tags
     cells = [cell for row in checker.rows for cell in row if "alert(1)" in cell]
-    assert len(cells) == 3 and all(EVIL in cell for cell in cells)
+    assert len(cells) == 4 and all(EVIL in cell for cell in cells)
+    assert not [name for name, _ in checker.attributes if name.startswith("on")]
 
 
 def test_a_hostile_name_of_a_folder_is_text(tmp_path):
     folder = tmp_path / "a<script>b"
-    Checker(page.html(written(folder, two_lives()), ""))
-    assert "<script>" not in page.html(written(folder, two_lives()), "")
+    Checker(page.html(written(folder, two_attempts()), ""))
+    assert "<script>" not in page.html(written(folder, two_attempts()), "")
 
 
 def test_the_picture_has_words(tmp_path):
-    text = page.html(written(tmp_path, two_lives()), "<svg viewBox='0 0 1 1'></svg>")
-    assert re.search(r'<svg role="img" aria-label="[^"]*life 1 died at step 8"', text)
+    text = page.html(written(tmp_path, two_attempts()), "<svg viewBox='0 0 1 1'></svg>")
+    assert re.search(r'<svg role="img" aria-label="[^"]*attempt 1 failed at step 8"', text)
 
 
 def test_without_logs_it_says_where_it_looked(tmp_path):
     save(tmp_path / "checkpoint", 5)
-    text = page.html(make(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), "")
+    text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), "")
     rows = Checker(text).rows
-    assert [row[0] for row in rows[1:]] == ["5"] and "Lives" not in text
-    for path in (f"{tmp_path}/log*/rank_*/info.log*", f"{tmp_path}/msrun_log*/worker_*.log", "/elsewhere/log*/rank_*/info.log*"):
+    assert [row[0] for row in rows[1:]] == ["5"] and "Run attempts" not in text
+    for path in (f"{tmp_path}/mindresume_events/*.jsonl", f"{tmp_path}/log*/rank_*/info.log*",
+                 f"{tmp_path}/msrun_log*/worker_*.log", "/elsewhere/log*/rank_*/info.log*"):
         assert path in text
 
 
 def test_without_anything(tmp_path):
-    text = page.html(make(STORAGE, str(tmp_path), str(tmp_path / "checkpoint")), "")
+    text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint")), "")
     Checker(text)
     assert "There is no folder" in text
 
 
+def test_hidden_characters_are_shown(tmp_path):
+    text = page.html(written(tmp_path, Training().start(0).run(1, "\x1b[2Jred\u202e")), "")
+    assert "\\x1b[2Jred\\u202e" in text and "\x1b" not in text and "\u202e" not in text
+
+
+def test_what_is_not_known_says_so(tmp_path):
+    two_attempts().write(tmp_path / "log" / "rank_0" / "info.log")
+    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
+    rows = [row for row in Checker(page.html(report, "")).rows if len(row) == 9]
+    assert [(row[1], row[7]) for row in rows[1:]] == [("not known", "not known")] * 2 and "inferred" in rows[2][4]
+
+
 def test_one_sentence(tmp_path):
-    assert page.sentence(written(tmp_path, two_lives())) == (
-        "2 starts, 1 died; step 10 reached, 3 of 13 steps lost; 55 s, 18 % of it training that counts")
+    assert page.summary(written(tmp_path, two_attempts())) == (
+        "2 run attempts, 1 failure; step 10 reached, 3 of 13 steps lost; 55 s, goodput 18 %")
 
 
 @pytest.mark.parametrize("seconds, text", [(0, "0.00 s"), (0.321, "0.32 s"), (4.04, "4.0 s"), (59.4, "59 s"),

@@ -1,0 +1,155 @@
+"""Finds and reads the event files of a training (``mindresume.events.event_file``):
+
+    {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      one for each start of the training
+    {output}/mindresume_events/20261123T060102.125-rank_3-4714.jsonl      one for each rank that failed
+
+Nothing in a file is trusted. A line that is torn, too long, no JSON, of a later version or with numbers that nothing can count is
+left out; lines and files are bounded in memory.
+"""
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from mindresume.documents import parse_json
+from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
+from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
+from mindresume.report.lines import pieces_of
+from mindresume.store.storage import open_regular
+
+LINE_LIMIT = 1 << 18            # bytes; a line that is longer is left out
+FILE_LIMIT = 4 * LIMIT          # bytes of one file: mindresume writes at most half as many
+MAX_VALUES = 1 << 15            # JSON values of one line
+LATEST = 4e11                   # seconds since 1970: the year 14645; later times cannot be printed
+COUNTABLE = 1 << 60             # steps and bytes: more of them do not fit into the arithmetic of numpy
+LOOKED_FOR = f"{FOLDER}/*.jsonl"
+_NAME = re.compile(r"\d{8}T\d{6}(?:\.\d{3})?-rank_(\d{1,9})-\d{1,18}\.jsonl")
+_BEGIN = b'{"time": '
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """One event file. ``rank``: as its name says."""
+    path: str
+    rank: int
+
+
+class RecordedEvent(NamedTuple):
+    """``time``: seconds since 1970, by the clock of the host that wrote it."""
+    time: float
+    event: Event
+
+
+class Failure(NamedTuple):
+    """What one rank recorded when it failed. ``step`` None: the training ended with it; else a save of that step failed.
+    ``run_id``: of the run, if the rank recorded it."""
+    time: float
+    rank: int
+    reason: str
+    step: int | None = None
+    run_id: str | None = None
+
+
+def find_event_logs(folders: Iterable[str]) -> tuple[EventLog, ...]:
+    """Returns the event files below each of ``folders`` (output folders, or folders of event files), in order of their start."""
+    found: dict[str, EventLog] = {}
+    for folder in folders:
+        for place in (folder, os.path.join(folder, FOLDER)):
+            for name in _names(place):
+                if match := _NAME.fullmatch(name):
+                    path = os.path.join(place, name)
+                    found.setdefault(os.path.realpath(path), EventLog(path, int(match[1])))
+    return tuple(sorted(found.values(), key=lambda log: (os.path.basename(log.path), log.path)))
+
+
+def read_events(log: EventLog, kinds: tuple[type[Event], ...] = ()) -> Iterator[RecordedEvent]:
+    """Yields the events of a file in its order. ``kinds``: only these (none: all). A file that vanishes meanwhile or cannot be
+    read has none."""
+    marks = [f'"{kind.kind}"'.encode() for kind in kinds]
+    try:
+        with open_regular(log.path) as file:
+            is_inside = False                                       # of a line that is too long
+            for piece in pieces_of(file, LINE_LIMIT, FILE_LIMIT):
+                is_whole = piece.endswith(b"\n")
+                if is_whole and not is_inside and (not marks or any(mark in piece for mark in marks)):
+                    recorded = parse_event(piece.strip(b"\0\r\n"))
+                    if recorded is not None and (not kinds or isinstance(recorded.event, kinds)):
+                        yield recorded
+                is_inside = not is_whole
+    except OSError:
+        return
+
+
+def parse_event(line: bytes) -> RecordedEvent | None:
+    """Returns the event of a line. None if it has none that this version understands. Of a torn line and a whole one behind it on
+    the same line, the whole one counts."""
+    recorded = _parse(line)
+    begin = line.rfind(_BEGIN)
+    return _parse(line[begin:]) if recorded is None and begin > 0 else recorded
+
+
+def _parse(line: bytes) -> RecordedEvent | None:
+    try:
+        value = parse_json(line, MAX_VALUES)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    at, event = value.get("time"), event_from_json(value)
+    if event is None or isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 <= at <= LATEST:
+        return None
+    return RecordedEvent(float(at), _shortened(event)) if all(map(_is_countable, vars(event).items())) else None
+
+
+def _is_countable(item: tuple[str, Any]) -> bool:
+    name, value = item
+    if isinstance(value, tuple):
+        return all(_is_countable((name, inner)) for inner in value)
+    if name == "utc_offset_seconds":
+        return value is None or abs(value) <= 86400
+    return not isinstance(value, (int, float)) or 0 <= value < COUNTABLE
+
+
+def _shortened(event: Event) -> Event:
+    """Texts are as long as mindresume itself writes them."""
+    long = {field.name: text[:TEXT_LIMIT] for field in fields(event)
+            if isinstance(text := getattr(event, field.name), str) and len(text) > TEXT_LIMIT}
+    return replace(event, **long) if long else event
+
+
+def failures_in(logs: Iterable[EventLog]) -> list[Failure]:
+    """Returns all failures that ranks other than 0 recorded, in order of time."""
+    found: list[Failure] = []
+    for log in logs:
+        run_id: str | None = None
+        for at, event in read_events(log, (RunOpened, SaveFailed, TrainingEnded)) if log.rank else ():
+            if isinstance(event, RunOpened):
+                run_id = event.run_id
+            elif isinstance(event, SaveFailed):
+                if event.step is not None:
+                    found.append(Failure(at, log.rank, event.reason, event.step, run_id))
+            elif isinstance(event, TrainingEnded) and event.outcome == FAILED:
+                found.append(Failure(at, log.rank, event.reason, None, run_id))
+    return sorted(found, key=lambda failure: failure.time)
+
+
+def foreign_utc_offsets(logs: Iterable[EventLog]) -> list[int]:
+    """Returns in which local times mindformers logged, in seconds east of UTC: normally one. Empty: in that of this machine."""
+    offsets, is_own = set(), True
+    for log in logs:
+        for at, event in read_events(log, (TrainingStarted,)) if not log.rank else ():
+            if isinstance(event, TrainingStarted) and event.utc_offset_seconds is not None:
+                offsets.add(event.utc_offset_seconds)
+                is_own = is_own and event.utc_offset_seconds == time.localtime(at).tm_gmtoff
+    return [] if is_own else sorted(offsets)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
