@@ -242,7 +242,7 @@ def test_a_target_that_is_not_whole_is_found(monkeypatch):
 
 
 def test_a_verify_that_looks_once_is_found(monkeypatch):
-    monkeypatch.setattr("mindresume.resume.verified._LOOKS", 0)
+    monkeypatch.setattr("mindresume.resume.verified._MAX_LISTINGS", 0)
     assert "wrong" in found("verify", 30)
 
 
