@@ -268,12 +268,11 @@ def _driver_class(url: str) -> Any:
     try:
         return importlib.import_module("fsspec").get_filesystem_class(scheme)
     except ImportError as error:
-        hint = install or f"{error}"
         raise ConfigError(f"{url} needs a Python package that cannot be imported ({error.__cause__ or error}); install it: "
-                          f"{hint}") from error
+                          f"{install or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{url}: fsspec knows no driver for {scheme}://; expected one of "
-                          f"{', '.join(f'{name}://' for name in PACKAGES)}, file://") from error
+        raise ConfigError(f"{url} is not the URL of an object store; expected one that begins with "
+                          f"{', '.join(f'{name}://' for name in PACKAGES)}, or that fsspec has another driver for") from error
 
 
 def retry(what: str, url: str, work: Callable[[], Result], sleep: Callable[[float], None],
