@@ -69,7 +69,7 @@ def resumed(whole: Run, run: Run, arguments: str, there: list[int], store: Moxin
     run.start(arguments, **store.environment(run)).ended(LIMIT)
     for rank in range(ranks):
         assert f"mindresume: resume from step {there[-1]}," in run.log(rank)
-    said(run, f"step {there[-1]} ", "fetched", f"{store.url}/checkpoint")
+    said(run, f"step {there[-1]} ", f"{store.url}/checkpoint")
     said(run, "run 0002-", "saves to")
     assert steps_of(run) == list(range(there[-1] + 1, 41))
     assert differences(whole.steps(), run.steps(-1)) == []
