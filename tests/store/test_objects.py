@@ -378,6 +378,22 @@ def test_what_is_uploaded_when_the_interpreter_ends_arrives(subject, store):
     assert store.list(subject.url) == ["last"]
 
 
+@only_s3
+def test_endpoint_and_credentials_come_from_the_configuration_of_fsspec_too(subject, store):
+    server = os.environ["AWS_ENDPOINT_URL"]
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        subject.monkeypatch.delenv(name)
+    run(subject, """
+        import sys
+        from mindresume.store.objects import FsspecStore
+        FsspecStore(sys.argv[1]).put(sys.argv[1] + "/a", b"1")
+        """, FSSPEC_S3_ENDPOINT_URL=server, FSSPEC_S3_KEY="test", FSSPEC_S3_SECRET="test",
+        FSSPEC_S3='{"max_concurrency": 4, "config_kwargs": {"s3": {"addressing_style": "path"}}}')
+    for name, value in environment(server).items():
+        subject.monkeypatch.setenv(name, value)
+    assert store.list(subject.url) == ["a"]
+
+
 def test_a_package_that_is_not_installed_is_named(monkeypatch):
     import fsspec
     loaded = {name: driver for name, driver in fsspec.registry.items() if name not in ("s3", "gs")}
