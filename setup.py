@@ -14,7 +14,8 @@ MINDFORMERS = [
     "safetensors>=0.4.5,<0.8",   # 0.8.0 makes MindSpore's transform engine write wrong bytes without an error
 ]
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "matplotlib>=3.7",
-        "tokenizers>=0.20", "greenlet>=3"]
+        "tokenizers>=0.20", "greenlet>=3", "s3fs>=2025.3", "moto[server]>=5"]
+S3 = ["s3fs>=2025.3"]           # of the same version as fsspec, which mindformers brings
 
 setup(
     name="mindresume",
@@ -28,6 +29,7 @@ setup(
     package_data={"mindresume": ["plugin/shim/*.py", "report/*.html"]},
     install_requires=["numpy>=1.24", "safetensors>=0.4.5", "pyyaml>=6", "ml_dtypes>=0.3", "xxhash>=3.4", "rich>=13",
                       "typer>=0.12", "jinja2>=3.1"],
-    extras_require={"mindformers": MINDFORMERS, "test": TEST, "plot": ["matplotlib>=3.7"], "simulate": ["greenlet>=3"]},
+    extras_require={"mindformers": MINDFORMERS, "test": TEST, "plot": ["matplotlib>=3.7"], "simulate": ["greenlet>=3"],
+                    "s3": S3},
     entry_points={"console_scripts": ["mindresume=mindresume.cli:main"]},
 )

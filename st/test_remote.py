@@ -1,4 +1,6 @@
-"""ModelArts: the job is killed, its disk is gone, and the same command goes on from the object store. moxing is a fake."""
+"""The job is killed, its disk is gone, and the same command goes on from the object store: in ModelArts, with a stand-in for
+moxing, and elsewhere, with an S3 server.
+"""
 from __future__ import annotations
 
 import os
@@ -11,79 +13,111 @@ import time
 import pytest
 
 from mindresume.plugin.modelarts import VARIABLES
+from mindresume.store.objects import FsspecStore
 from st.copies import LIMIT, beside, lines, said, steps_of
 from st.iterations import NEW
 from st.jobs import ROOT, Run, differences
+from tests.fakes import s3
 
 URL = "obs://bucket/job"
 ALWAYS = f"--remote_save_url {URL} --callbacks.1.save_checkpoint_steps 5 --callbacks.1.keep_checkpoint_max 2"
 
 
-def platform(run: Run, **more: str) -> dict[str, str]:
-    """Its environment; the bucket outlives the disk of the job."""
-    objects = run.folder.parent / f"{run.folder.name}_objects"
-    return {"MA_JOB_DIR": "/home/ma-user/modelarts", "FAKE_MOXING_ROOT": str(objects),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "fakes")]), **more}
+class Moxing:
+    """ModelArts, with a stand-in for moxing; the bucket outlives the disk of the job."""
+    url = URL
+
+    @staticmethod
+    def environment(run: Run, **more: str) -> dict[str, str]:
+        objects = run.folder.parent / f"{run.folder.name}_objects"
+        return {"MA_JOB_DIR": "/home/ma-user/modelarts", "FAKE_MOXING_ROOT": str(objects),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "fakes")]), **more}
+
+    @staticmethod
+    def committed(run: Run) -> list[int]:
+        """Steps whose manifest is in the bucket."""
+        folder = run.folder.parent / f"{run.folder.name}_objects" / "bucket" / "job" / "checkpoint"
+        return sorted(int(path.parent.name[5:15]) for path in folder.glob("step-*/.mindresume/*/manifest.json"))
 
 
-def committed(run: Run) -> list[int]:
-    """Steps whose manifest is in the bucket."""
-    folder = run.folder.parent / f"{run.folder.name}_objects" / "bucket" / "job" / "checkpoint"
-    return sorted(int(path.parent.name[5:15]) for path in folder.glob("step-*/.mindresume/*/manifest.json"))
+class S3:
+    """Any machine, with an S3 server."""
+    url = f"s3://{s3.BUCKET}/job"
+
+    def __init__(self, server: str):
+        self.server, self.store = server, FsspecStore(self.url)
+
+    def environment(self, run: Run, **more: str) -> dict[str, str]:
+        return s3.environment(self.server)
+
+    def committed(self, run: Run) -> list[int]:
+        return sorted(int(name[5:15]) for name in self.store.list(f"{self.url}/checkpoint") if name.endswith("/manifest.json"))
 
 
-def killed_and_its_disk_lost(run: Run, arguments: str, step: int) -> list[int]:
+def killed_and_its_disk_lost(run: Run, arguments: str, step: int, store: Moxing | S3) -> list[int]:
     """Killed after ``step``, as soon as something is in the bucket. Returns what is there then."""
-    run.start(arguments, **platform(run, FAKE_MOXING_DELAY="0.05"))
+    run.start(arguments, **store.environment(run, FAKE_MOXING_DELAY="0.05"))
     run.until(step)
-    while not committed(run) and run.process.poll() is None:
+    while not store.committed(run) and run.process.poll() is None:
         time.sleep(0.01)
     run.kill()
     shutil.rmtree(run.folder / "output")
-    return committed(run)
+    return store.committed(run)
 
 
-def resumed(whole: Run, run: Run, arguments: str, there: list[int], ranks: int = 1) -> None:
-    run.start(arguments, **platform(run)).ended(LIMIT)
+def resumed(whole: Run, run: Run, arguments: str, there: list[int], store: Moxing | S3, ranks: int = 1) -> None:
+    run.start(arguments, **store.environment(run)).ended(LIMIT)
     for rank in range(ranks):
         assert f"mindresume: resume from step {there[-1]}," in run.log(rank)
-    said(run, f"step {there[-1]} ", f"{URL}/checkpoint")
+    said(run, f"step {there[-1]} ", f"{store.url}/checkpoint")
     said(run, "run 0002-", "saves to")
     assert steps_of(run) == list(range(there[-1] + 1, 41))
     assert differences(whole.steps(), run.steps(-1)) == []
-    assert committed(run)[-1] == 40 and len(committed(run)) <= 2
-    assert not [line for line in run.log().splitlines() if "is not in obs://" in line]
+    assert store.committed(run)[-1] == 40 and len(store.committed(run)) <= 2
+    assert not lines(run, f"is not in {store.url}")
 
 
 @pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(NEW, id="2.0", marks=pytest.mark.soak)])
 def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
     run = beside(whole_single, tmp_path / "run", copied=False)
-    there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17)
+    there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17, Moxing)
     assert there and there[-1] in (5, 10, 15)
-    resumed(whole_single, run, f"{ALWAYS} {layout}", there)
+    resumed(whole_single, run, f"{ALWAYS} {layout}", there, Moxing)
+
+
+def test_outside_of_modelarts_on_an_empty_disk(whole_single, tmp_path, monkeypatch):
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    arguments = ALWAYS.replace(URL, S3.url)
+    with s3.serve() as server:
+        for name, value in s3.environment(server).items():
+            monkeypatch.setenv(name, value)
+        run, store = beside(whole_single, tmp_path / "run", copied=False), S3(server)
+        there = killed_and_its_disk_lost(run, arguments, 17, store)
+        resumed(whole_single, run, arguments, there, store)
 
 
 @pytest.mark.soak
 def test_four_processes_on_an_empty_disk(whole_four, tmp_path):
     run = beside(whole_four, tmp_path / "run", copied=False)
-    there = killed_and_its_disk_lost(run, ALWAYS, 17)
-    resumed(whole_four, run, ALWAYS, there, 4)
+    there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)
+    resumed(whole_four, run, ALWAYS, there, Moxing, 4)
 
 
 def test_killed_while_it_fetches(whole_single, tmp_path):
     """Half a download is no checkpoint: the next start fetches again, on the same disk."""
     run = beside(whole_single, tmp_path / "run", copied=False)
-    there = killed_and_its_disk_lost(run, ALWAYS, 17)
-    run.start(ALWAYS, **platform(run, FAKE_MOXING_KILL="copy 1"))
+    there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)
+    run.start(ALWAYS, **Moxing.environment(run, FAKE_MOXING_KILL="copy 1"))
     assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1)
     assert steps_of(run) == []
-    resumed(whole_single, run, ALWAYS, there)
+    resumed(whole_single, run, ALWAYS, there, Moxing)
 
 
 def test_an_object_store_that_fails_does_not_stop_the_training(whole_single, tmp_path):
     """Every upload fails, is said, and the job ends well. (One that cannot be looked at does stop a start.)"""
     run = beside(whole_single, tmp_path / "run", copied=False)
-    environment = platform(run, MINDRESUME_COMMIT_TIMEOUT="5", FAKE_MOXING_REFUSE="copy write")
+    environment = Moxing.environment(run, MINDRESUME_COMMIT_TIMEOUT="5", FAKE_MOXING_REFUSE="copy write")
     run.start(ALWAYS, **environment).ended(LIMIT)
     assert differences(whole_single.steps(), run.steps()) == []
     assert all("WARNING" in line for line in lines(run, "tried 4 times"))       # none yet, where the training was faster
@@ -101,7 +135,7 @@ def test_outside_of_modelarts_the_url_is_ignored_and_that_is_said(whole_single, 
 def test_what_is_wrong_at_the_start(whole_single, tmp_path):
     """A url of another kind is the error of mindformers, which looks at it before us; ModelArts without moxing is ours."""
     run = beside(whole_single, tmp_path / "url", copied=False)
-    run.start("--remote_save_url https://bucket/job", **platform(run))
+    run.start("--remote_save_url https://bucket/job", **Moxing.environment(run))
     assert run.wait(LIMIT) == 1
     said(run, "failed: TypeError: remote_save_url should be start with obs:// or s3://, but get https://bucket/job")
     without = subprocess.run([sys.executable, ROOT / "run_mindformer.py", "--config", ROOT / "configs" / run.config],

@@ -364,6 +364,15 @@ class UploadFinished(Event):
 
 
 @dataclass(frozen=True)
+class UploadFailed(Event):
+    """An upload, or the removal of old checkpoints from the store, failed; it is tried again unless ``reason`` says that it
+    will not be. ``step``: of an upload."""
+    step: int | None
+    reason: str
+    failed_in_total: int = 1
+
+
+@dataclass(frozen=True)
 class UploadsSkipped(Event):
     """Uploads are slower than saves: these steps stay on the disk alone."""
     steps: tuple[int, ...]

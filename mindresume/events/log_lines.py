@@ -206,6 +206,11 @@ def _(event: ev.UploadFinished) -> str:
     return f"{what} in {event.url}: {size_text(event.size_bytes)} uploaded by this rank{seconds}"
 
 
+@_line(ev.UploadFailed, ev.WARNING)
+def _(event: ev.UploadFailed) -> str:
+    return f"{event.reason} ({event.failed_in_total} failed so far)"
+
+
 @_line(ev.UploadsSkipped, ev.WARNING)
 def _(event: ev.UploadsSkipped) -> str:
     return f"{_steps(event.steps)} not uploaded: uploads are slower than saves ({event.skipped_in_total} skipped so far)"

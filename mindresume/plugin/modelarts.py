@@ -1,5 +1,5 @@
-"""ModelArts: disks vanish with the job, so checkpoints go to ``remote_save_url`` and come back from there. Only there; elsewhere
-the key has no effect, as in mindformers.
+"""Decides which object store ``remote_save_url`` names: moxing's in ModelArts, elsewhere the one that fsspec has a driver for.
+Only obs:// has no effect outside of ModelArts, as in mindformers.
 """
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from mindresume.errors import ConfigError
 from mindresume.plugin import adapter
 from mindresume.resume.restore import CHECKPOINT
-from mindresume.store.objects import MoxingStore
-from mindresume.store.remote import Remote
+from mindresume.store.objects import FsspecStore, MoxingStore
+from mindresume.store.remote import RemoteCheckpoints
 
 # mindformers tools/utils.py: check_in_modelarts, which cannot be asked before mindformers imports moxing
 VARIABLES = ("MA_LOG_DIR", "MA_JOB_DIR", "MA_LOCAL_LOG_PATH", "BATCH_GROUP_NAME")
@@ -29,19 +29,22 @@ def require_moxing() -> None:
                           f"is not installed. Use an image of ModelArts, which has it, or unset {variable()}")
 
 
-def remote_of(config: Any) -> Remote | None:
+def remote_of(config: Any) -> RemoteCheckpoints | None:
     """Returns where checkpoints are kept besides, None: nowhere. ConfigError if ``remote_save_url`` is no address of an object
-    store."""
+    store, or the package with its driver is not installed."""
     url = config.get("remote_save_url")
     if not url:
         return None
-    if variable() is None:
+    if variable() is None and isinstance(url, str):
+        if not url.startswith("obs://"):
+            return RemoteCheckpoints(FsspecStore(url), f"{url.rstrip('/')}/{CHECKPOINT}")
         adapter.logger().warning("mindresume: remote_save_url: %s is ignored: this job does not run in ModelArts (none of %s is "
-                                 "set). Checkpoints are on the disk of output_dir only", url, ", ".join(VARIABLES))
+                                 "set). Checkpoints are on the disk of output_dir only. Elsewhere give the bucket as s3://, and "
+                                 "its endpoint as AWS_ENDPOINT_URL", url, ", ".join(VARIABLES))
         return None
     if not isinstance(url, str) or not url.startswith(("obs://", "s3://")):         # mindformers' check_obs_url: a TypeError
         raise ConfigError(f"remote_save_url is {url!r}; expected an address in an object store that begins with obs:// or s3://")
-    return Remote(MoxingStore(), f"{url.rstrip('/')}/{CHECKPOINT}")
+    return RemoteCheckpoints(MoxingStore(), f"{url.rstrip('/')}/{CHECKPOINT}")
 
 
 def saved_to(config: Any) -> set[str]:

@@ -42,7 +42,7 @@ from mindresume.store import preemption
 from mindresume.store.claim import Claim
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
-from mindresume.store.remote import Remote
+from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.storage import PosixStorage, Storage
 from mindresume.store.trials import PendingTrial
 
@@ -161,7 +161,7 @@ class Resources:
     topology: dict[str, Islands] = field(default_factory=dict)
     read_lock: Claim | None = None
     load_attempt: PendingTrial = field(default_factory=PendingTrial)
-    remote: Remote | None = None
+    remote: RemoteCheckpoints | None = None
 
     def drop_verified_bytes(self) -> None:
         """Frees the verified bytes that were kept in memory for the load."""

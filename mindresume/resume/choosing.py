@@ -44,7 +44,7 @@ from mindresume.store.claim import Claim
 from mindresume.store.holds import hold
 from mindresume.store.islands import Islands, find, together
 from mindresume.store.kept import KeptFiles, disk_of
-from mindresume.store.remote import Remote
+from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.storage import Storage
 from mindresume.store.trials import Trial
 
@@ -109,7 +109,7 @@ class CheckpointSelector:
     emit: Emit
     select_consolidated: Callable[[Storage, str], Choice]
     strategy_of: StrategyOf = unknown_strategy
-    remote: Remote | None = None
+    remote: RemoteCheckpoints | None = None
     saved_to: Callable[[], Collection[str]] = frozenset
     islands: dict[str, Islands] = field(default_factory=dict)
 

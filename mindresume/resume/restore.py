@@ -51,7 +51,7 @@ from mindresume.store.common import order_of
 from mindresume.store.holds import holds
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
-from mindresume.store.remote import Remote, records_of
+from mindresume.store.remote import RemoteCheckpoints, record_path
 from mindresume.store.removal import free_names
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage, parallel, publish, read_bytes, temporary_name
@@ -75,7 +75,7 @@ class RemoteFetch:
         islands: which ranks share a folder, where nodes share no storage; each node then gets all records and the manifest.
     """
     storage: Storage
-    remote: Remote
+    remote: RemoteCheckpoints
     root: str
     group: Group
     policy: SelectionPolicy = SelectionPolicy()
@@ -169,7 +169,7 @@ class RemoteFetch:
             bound = max((c.order[:2] for c in scan(self.storage, self.root).candidates if c.origin == OURS and c.problem is None
                          and c.step not in refused), default=(0, 0))
         try:
-            names = [name for name in self.remote.look().committed() if name not in self._tried and order_of(name) > bound]
+            names = [name for name in self.remote.scan().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
             return {**offer, "failed": f"whether there is something newer is not known: {error}"}
         deaths = deaths_by_key(self.storage, self.root) if policy.max_failed_loads and not requested else {}
@@ -348,7 +348,7 @@ class _Share:
         parallel(self.storage, fetch, [rank for rank in wanted if record_name(rank) not in names])
 
     def commit(self, data: bytes) -> None:
-        publish(self.storage, os.path.join(self.target_dir, records_of(self.attempt, MANIFEST)), [data], self.manifest.run)
+        publish(self.storage, os.path.join(self.target_dir, record_path(self.attempt, MANIFEST)), [data], self.manifest.run)
         if self.target_dir.endswith(os.path.join(FOLDER, self.attempt)):
             place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
             iteration.show(place, self.manifest.step)
@@ -358,7 +358,7 @@ class _Share:
 class RemoteSource:
     """An object store that is asked for newer checkpoints. ``saved_to()`` returns the real paths of the folders in which this job
     saves; only a resume from one of them continues the training that is kept in ``remote``."""
-    remote: Remote
+    remote: RemoteCheckpoints
     saved_to: Callable[[], Collection[str]]
 
 
@@ -382,7 +382,7 @@ def select_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSour
     return RemoteFetch(storage, remote, root, group, policy, emit, islands).select(pick)
 
 
-def number_runs(remote: Remote | None, emit: Emit, storage: Storage, root: str) -> None:
+def number_runs(remote: RemoteCheckpoints | None, emit: Emit, storage: Storage, root: str) -> None:
     """Makes sure that this job's run number is larger than all in ``remote``, on an empty disk too. Rank 0 calls it before it
     acquires ``root``."""
     if remote is None:
@@ -406,10 +406,10 @@ def _is_requested(manifest: Manifest, requested: str) -> bool:
     return os.path.basename(file.path) == name_for_rank(requested, 0, file.format)
 
 
-def keep_run_marker(storage: Storage, remote: Remote, root: str) -> None:
+def keep_run_marker(storage: Storage, remote: RemoteCheckpoints, root: str) -> None:
     """Leaves the number of the latest run in ``remote`` as a marker in ``root``, so that the next run there gets a larger one.
 
     Raises: RemoteError, OSError."""
-    runs = remote.look().runs()
+    runs = remote.scan().runs()
     if runs:
         leave_trace(storage, root, runs[-1])

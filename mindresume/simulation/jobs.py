@@ -35,7 +35,7 @@ from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.standins import here, running
 from mindresume.state import TrainingState
 from mindresume.store.manager import CheckpointManager
-from mindresume.store.remote import Remote
+from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Outcome, Save
 from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
@@ -160,7 +160,7 @@ class _Step(Step):
         return shard_of(session.place, self.number, training.format, session.suffix, health)
 
 
-class _Remote(Remote):
+class _RemoteCheckpoints(RemoteCheckpoints):
     """Tells the history of uploads."""
     history: History
 
@@ -170,13 +170,13 @@ class _Remote(Remote):
 
 
 class _Manager(CheckpointManager):
-    """Tells the history of failed saves. ``mirror``: what uploads, also after its end."""
+    """Tells the history of failed saves. ``uploader``: what uploads, also after its end."""
     history: History
-    mirror: Any = None
+    uploader: Any = None
 
-    def _start_mirror(self, remote: Remote) -> Any:
-        self.mirror = super()._start_mirror(remote)
-        return self.mirror
+    def _start_uploader(self, remote: RemoteCheckpoints) -> Any:
+        self.uploader = super()._start_uploader(remote)
+        return self.uploader
 
     def _hear(self, outcome: Outcome) -> None:
         key = (self.place.run, outcome.step)
@@ -305,8 +305,8 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
         history.ended.append(manager.place.run)
 
 
-def _remote_of(job: Job, process: Process) -> Remote:
-    made = _Remote(PodStore(job.cluster, process), job.training.url)
+def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:
+    made = _RemoteCheckpoints(PodStore(job.cluster, process), job.training.url)
     made.history = job.history
     return made
 

@@ -13,7 +13,7 @@ from mindresume.simulation.oracle import LOST, WRONG, Finding, _live
 from mindresume.simulation.remote_scenarios import SCENARIOS, URL, _pods
 from mindresume.simulation.scenarios import Scenario
 from mindresume.simulation.schedule import KINDS, OUTAGE, UNREADABLE
-from mindresume.store.remote import records_of
+from mindresume.store.remote import record_path
 
 CLEAR = ("NoUsableCheckpointError", "RemoteError")          # errors that say what is there and why it is not taken
 
@@ -50,12 +50,12 @@ def _committed(bucket: Bucket) -> Iterator[tuple[Saved, bool, bool]]:
     """((run, step), whether it is healthy, whether all of it can be read) of all checkpoints with a manifest, newest first."""
     names = {name.partition("/")[0] for name in bucket.list(URL)}
     for name, step, run in sorted(attempts(sorted(names)), key=lambda row: (run_sequence(row[2]), row[1]), reverse=True):
-        path = f"{URL}/{name}/{records_of(name, MANIFEST)}"
+        path = f"{URL}/{name}/{record_path(name, MANIFEST)}"
         if path not in bucket.objects:
             continue
         manifest = Manifest.read(io.BytesIO(bucket.objects[path].data))
         paths = [file.path for files in manifest.files for file in files] + [file.path for file in manifest.small]
-        paths += [records_of(name, record_name(rank)) for rank in range(manifest.world_size)]
+        paths += [record_path(name, record_name(rank)) for rank in range(manifest.world_size)]
         urls = {path, *(f"{URL}/{name}/{inner}" for inner in paths)}
         yield (run, step), not manifest.state.health, not urls & bucket.unreadable
 

@@ -20,7 +20,7 @@ from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Saved, Training
 from mindresume.simulation.oracle import LOST, STUCK, UNKNOWN, UNTIDY, WRONG, Finding, _alone, _live, due, newer
-from mindresume.store.remote import Remote, records_of
+from mindresume.store.remote import RemoteCheckpoints, record_path
 
 
 def judge_bucket(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
@@ -58,7 +58,7 @@ def _again(disks: Mapping[str, Disk], history: History, training: Training, leas
 
 
 def manifest_url(training: Training, name: str) -> str:
-    return f"{training.url}/{name}/{records_of(name, MANIFEST)}"
+    return f"{training.url}/{name}/{record_path(name, MANIFEST)}"
 
 
 def look(disks: Mapping[str, Disk], training: Training, findings: list[Finding]) -> Saved | None:
@@ -67,8 +67,8 @@ def look(disks: Mapping[str, Disk], training: Training, findings: list[Finding])
 
     def work(cluster: Cluster) -> None:
         store = PodStore(cluster, cluster.processes[0])
-        remote = Remote(store, training.url)
-        readable = [name for name in remote.look().committed() if manifest_url(training, name) not in store.bucket.unreadable]
+        remote = RemoteCheckpoints(store, training.url)
+        readable = [name for name in remote.scan().committed() if manifest_url(training, name) not in store.bucket.unreadable]
         for name in readable[:1]:
             manifest, _ = remote.manifest(name)
             newest.append((manifest.run, manifest.step))

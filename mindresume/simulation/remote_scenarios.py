@@ -86,9 +86,9 @@ def _ended(play: Play) -> Iterator[Finding]:
         yield Finding(LOST, f"of the runs {play.history.ended} only {runs} have uploaded their last step")
     for job in play.jobs:
         for process in job.ranks:
-            mirror = getattr(process.own, "mirror", None)
-            if mirror is not None and mirror.failed and not _stopped(job, 0):
-                yield Finding(LOST, f"{process.name} has given up {mirror.failed} uploads that it had begun")
+            uploader = getattr(process.own, "uploader", None)
+            if uploader is not None and uploader.failed and not _stopped(job, 0):
+                yield Finding(LOST, f"{process.name} has given up {uploader.failed} uploads that it had begun")
 
 
 def _told(play: Play) -> Iterator[Finding]:
@@ -99,14 +99,14 @@ def _told(play: Play) -> Iterator[Finding]:
             continue
         stopped = _stopped(job, 0)
         for rank in range(1, len(job.ranks)):
-            mirror = getattr(job.ranks[rank].own, "mirror", None)
-            if stopped and mirror is not None and mirror.uploaded < mirror._last and not _stopped(job, rank):
+            uploader = getattr(job.ranks[rank].own, "uploader", None)
+            if stopped and uploader is not None and uploader.uploaded < uploader._last and not _stopped(job, rank):
                 yield Finding(TOLD, f"{job.name}: rank 0 stopped uploading ({stopped}), and rank {rank} was not told")
 
 
 def _stopped(job: Job, rank: int) -> str:
-    mirror = getattr(job.ranks[rank].own, "mirror", None) if rank < len(job.ranks) else None
-    return (mirror._stopped or "") if mirror is not None else ""
+    uploader = getattr(job.ranks[rank].own, "uploader", None) if rank < len(job.ranks) else None
+    return (uploader._stopped or "") if uploader is not None else ""
 
 
 def _scenario(name: str, about: str, attack: object, training: Training, formats: tuple[str, ...] = FORMATS, before: int = 2

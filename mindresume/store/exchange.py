@@ -1,6 +1,6 @@
 """What nodes that share no disk tell each other, at the same steps (``mindresume.store.preemption``), and what follows from it.
 
-    exchange = Exchange(storage, root, run, islands, rank, mirror)
+    exchange = Exchange(storage, root, run, islands, rank, uploader)
     exchange.told(rows_of_all_ranks(exchange.news()))           # all ranks at the same step
 
     the newest checkpoint that all have     is noted, and stays (``mindresume.store.common``)
@@ -19,11 +19,11 @@ from mindresume.store.storage import Storage
 
 
 class Uploads(Protocol):
-    """What an exchange asks of a ``Mirror``."""
+    """What an exchange asks of an ``Uploader``."""
 
     def ready(self) -> bool: ...
 
-    def pledge(self, name: str) -> None: ...
+    def schedule(self, name: str) -> None: ...
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Exchange:
         leaders = self.islands.of_leaders(rows)
         common = newest_common([names for names, _ in leaders])
         if self.uploads is not None and leaders[0][1]:
-            self.uploads.pledge(common)             # before the note: from then on older ones may go
+            self.uploads.schedule(common)           # before the note: from then on older ones may go
         self.note(common)
 
     def note(self, name: str) -> None:

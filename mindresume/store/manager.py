@@ -46,9 +46,9 @@ from mindresume.state import crosses_multiple
 from mindresume.store.background import Background, work_for
 from mindresume.store.claim import Claim
 from mindresume.store.islands import Islands
-from mindresume.store.mirror import Mirror
+from mindresume.store.mirror import Uploader
 from mindresume.store.preemption import PreemptionHandler, Version
-from mindresume.store.remote import Remote
+from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.retention import Policy
 from mindresume.store.save_session import Resumed, SaveSession, open_save_session
 from mindresume.store.saver import Foreground, Outcome, Saver
@@ -77,7 +77,7 @@ class CheckpointManager:
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
-        self._mirror: Mirror | None = None
+        self._uploader: Uploader | None = None
         self._saved: set[int] = set()
         self._stalls: dict[int, float] = {}                 # seconds that the training stood still, of saves not heard of yet
         self._failed_in_a_row = 0
@@ -109,15 +109,15 @@ class CheckpointManager:
         self.emit(RunOpened(place.run, place.root, prefix, place.world_size))
         return self.session
 
-    def begin(self, step: int, resumed: Resumed | None = None, remote: Remote | None = None) -> None:
+    def begin(self, step: int, resumed: Resumed | None = None, remote: RemoteCheckpoints | None = None) -> None:
         """Cleans up what earlier runs left, and makes what saves. ``step``: behind which the training begins. ``resumed``: what
         it has loaded. ``remote``: where checkpoints are uploaded to."""
         share = share_of_rank(self.group) if self.options.async_save else UNKNOWN
         self._seen = step
         agreed(self.group, lambda: self._begin(share, resumed, remote), Waiting("cleaning up"))     # rank 0 for all that is there
-        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the mirror
+        atexit.register(self.settle)            # where no hook sees how the training ends; before the end of the uploader
 
-    def _begin(self, share: int, resumed: Resumed | None, remote: Remote | None) -> None:
+    def _begin(self, share: int, resumed: Resumed | None, remote: RemoteCheckpoints | None) -> None:
         self.session.begin(resumed)
         try:
             for name in clean_own_folder(self.place):
@@ -125,7 +125,7 @@ class CheckpointManager:
         except OSError as error:
             self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
         self._saver = self._make_saver(self.policy if self.session.leads else None, share)
-        self._mirror = self.session.exchange.uploads = self._start_mirror(remote) if remote is not None else None
+        self._uploader = self.session.exchange.uploads = self._start_uploader(remote) if remote is not None else None
 
     def _make_saver(self, policy: Policy | None, share: int) -> Saver:
         """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
@@ -137,13 +137,13 @@ class CheckpointManager:
         return Background(self.place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
                           settings.commit_timeout, self.emit, share)
 
-    def _start_mirror(self, remote: Remote) -> Mirror:
+    def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
         """Nodes that share no disk upload what all of them have; where they do not exchange that, they remove nothing."""
         patience, apart = self.settings.commit_timeout, self.session.islands.apart
-        mirror = Mirror(remote, self.place, self.policy, patience, lambda text: self.emit(Notice(text)),
-                        pledged=apart and self.settings.leave_check > 0).start()
-        atexit.register(mirror.settle, patience)        # a training that ends with an error: what it has saved still goes
-        return mirror
+        uploader = Uploader(remote, self.place, self.policy, patience, self.emit,
+                            only_scheduled=apart and self.settings.leave_check > 0).start()
+        atexit.register(uploader.finish_at_exit, patience)      # a training that ends with an error: what it saved still goes
+        return uploader
 
     def meet(self) -> None:
         """Counts the hosts, on all ranks together, for the trial of the checkpoint that was loaded."""
@@ -180,8 +180,8 @@ class CheckpointManager:
             self._learn(self._saver.poll())
         if self.session is not None:
             self.session.reached(step.number)
-        if self._mirror is not None:
-            self._heed(self._mirror.poll())
+        if self._uploader is not None:
+            self._heed(self._uploader.poll())
         step.save(self, False)
         return self._leave_if_asked(step)
 
@@ -271,8 +271,8 @@ class CheckpointManager:
         if not outcome.saved:
             self._saved.discard(outcome.step)
             return
-        if self._mirror is not None:
-            self._mirror.saved(outcome.step)
+        if self._uploader is not None:
+            self._uploader.enqueue(outcome.step)
         self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self._stalls.pop(outcome.step, None)))
 
     def _failed(self, step: int, error: SaveError) -> None:
@@ -285,11 +285,10 @@ class CheckpointManager:
         self.emit(SaveFailed(step, reason, self._failed_in_a_row))
 
     def _heed(self, errors: list[RemoteError]) -> None:
-        """What became of uploads: the checkpoints themselves are good, so only who asks for it is stopped by them."""
-        for error in errors:
-            self.emit(warning(error))
-            if self.settings.on_save_error == "raise":
-                raise error
+        """Raises the first error of uploads, which the uploader has emitted, if ``on_save_error`` is ``raise``: the checkpoints
+        on the disk are good."""
+        if errors and self.settings.on_save_error == "raise":
+            raise errors[0]
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -307,10 +306,10 @@ class CheckpointManager:
             self._together("committing the last step", lambda: outcomes.extend(saver.finish(deadline)))
             for outcome in outcomes:
                 self._keep_error(partial(self._learn, [outcome]))
-        mirror, self._mirror = self._mirror, None
+        uploader, self._uploader = self._uploader, None
         errors: list[RemoteError] = []
-        if mirror is not None:
-            self._together("uploading the last step", lambda: errors.extend(mirror.finish(deadline)))
+        if uploader is not None:
+            self._together("uploading the last step", lambda: errors.extend(uploader.finish(deadline)))
         for error in errors:
             self._keep_error(partial(self._heed, [error]))
         if self.session is not None:

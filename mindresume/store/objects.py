@@ -1,64 +1,72 @@
-"""The one seam to an object store, where the checkpoints of a platform whose disks vanish with the job are kept.
+"""The interface to an object store, which keeps checkpoints of jobs whose disks are lost with them.
 
     store = MoxingStore()                                             # ModelArts: obs:// and s3://
-    store.upload("/cache/a.safetensors", "obs://bucket/x/a.safetensors")
-    store.list("obs://bucket/x")                                      # ["a.safetensors"]
+    store = FsspecStore("s3://bucket/x")                              # everywhere else: any URL that fsspec has a driver for
+    store.upload("/cache/a.safetensors", "s3://bucket/x/a.safetensors")
+    store.list("s3://bucket/x")                                       # ["a.safetensors"]
 
-An object store is no file system: nothing can be renamed or appended to, there are no folders but in the names of objects. So
-nothing here is built on names that change; what makes several objects one thing is the one that is put last.
+An object store is not a file system: objects cannot be renamed or appended to, and folders exist only as prefixes of names. The
+callers therefore never depend on a rename; several objects become one checkpoint when the last of them, the manifest, is put.
 """
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import os
+import threading
 import time
+import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from mindresume.errors import RemoteError
+from mindresume.errors import ConfigError, RemoteError
 
 Result = TypeVar("Result")
 
 TRIES = 4
-FIRST_PAUSE = 1.0               # seconds before the second try; each later one waits four times as long
+FIRST_PAUSE = 1.0               # seconds before the second try; each later pause is four times as long
+PACKAGES = {"s3": "mindresume[s3]", "s3a": "mindresume[s3]", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
+            "az": "adlfs", "oss": "ossfs"}          # object stores: scheme of the URL -> what pip installs for it
 
 
 class ObjectStore(Protocol):
-    """Seven operations on urls of objects, or of what their names begin with. Several threads and processes may call them at
-    once. RemoteError for whatever fails: it names the url; what was asked for may have happened all the same.
+    """Declares seven operations on the URLs of objects, or on prefixes of them. Several threads and processes may call them at
+    once. Each raises RemoteError, which names the URL, for whatever fails; what was asked for may have happened all the same.
 
-    A PUT (``put``, ``upload``) is atomic: a reader sees the object with all its bytes, or as it was before. What was put is
-    found by its url at once, and by ``list`` soon."""
+    A PUT (``put``, ``upload``) is atomic: a reader sees the whole new object, or what was there before. An object that was put
+    is found by its URL at once, and by ``list`` soon."""
 
     def list(self, prefix: str) -> list[str]:
-        """Names of all objects below ``prefix``/, relative to it, sorted; empty only if it is certain that there are none. A
-        folder that somebody created by hand may be among them, as its name. May lag behind what was put or deleted just now."""
+        """Returns the names of all objects below ``prefix``/, relative to it, sorted; empty only if certainly none exists. A
+        folder that somebody created by hand may be among them, as its name. May lag behind recent puts and deletes."""
 
     def size(self, url: str) -> int | None:
-        """Bytes of an object, None if there is none."""
+        """Returns the size of an object in bytes, None if it does not exist."""
 
     def read(self, url: str) -> bytes:
-        """The whole of a small object."""
+        """Returns the content of a small object."""
 
     def put(self, url: str, data: bytes) -> None:
-        """A small object; replaces one that is there."""
+        """Puts a small object; replaces an existing one."""
 
     def upload(self, path: str, url: str) -> None:
-        """A local file that does not change meanwhile; OSError if it cannot be looked at. Its size has been checked there when
-        this returns."""
+        """Puts a local file, which must not change meanwhile, and checks the size of the object. Raises OSError if the file
+        cannot be looked at."""
 
     def download(self, url: str, path: str) -> None:
-        """To a new local file, flushed to the device when this returns (its name is not). On an error it is removed if it
-        can be. Not atomic: a reader may see part of it, so ``path`` is a temporary name."""
+        """Writes an object to a new local file and flushes its content to the device (not its name). Removes the file on an error
+        if it can. Not atomic: a reader may see a part of the file, so ``path`` should be a temporary name."""
 
     def delete(self, url: str) -> None:
-        """No error if it is gone."""
+        """Deletes an object; does nothing if it does not exist."""
 
 
 class MoxingStore:
-    """Huawei's moxing, which only images of ModelArts have. Its errors are of many kinds, some of which pass: each operation is
-    tried ``TRIES`` times. ``file``: ``moxing.file``."""
+    """Implements ``ObjectStore`` with Huawei's moxing, which only images of ModelArts contain. Its errors do not tell whether
+    they are temporary: each operation is tried ``TRIES`` times. ``file``: ``moxing.file``."""
 
     def __init__(self, file: Any = None, sleep: Callable[[float], None] = time.sleep):
         self._file = importlib.import_module("moxing").file if file is None else file
@@ -70,72 +78,241 @@ class MoxingStore:
         def work() -> list[str]:
             nonlocal failed
             if failed:
-                # Of a folder that is not there moxing may have no listing, and nothing tells that error from another one. So the
-                # folder is made: what still cannot be listed then is an error, never a bucket without checkpoints.
+                # moxing may fail to list a folder that does not exist, and nothing tells this error from another one. So the
+                # folder is created: a listing that fails then is an error, never a bucket without checkpoints.
                 self._file.make_dirs(prefix)
             failed = True
             names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
             folders = {parent for name in names for parent in _parents(name)}
             return sorted(names - folders - {""})
-        return self._tried("listed", prefix, work)
+        return self._retry("listed", prefix, work)
 
     def size(self, url: str) -> int | None:
-        return self._tried("looked at", url, lambda: self._size(url))
+        return self._retry("looked at", url, lambda: self._size(url))
 
     def _size(self, url: str) -> int | None:
         return int(self._file.get_size(url)) if self._file.exists(url) else None
 
     def read(self, url: str) -> bytes:
-        return self._tried("read", url, lambda: bytes(self._file.read(url, binary=True)))
+        return self._retry("read", url, lambda: bytes(self._file.read(url, binary=True)))
 
     def put(self, url: str, data: bytes) -> None:
-        self._tried("written", url, lambda: self._file.write(url, data, binary=True))
+        self._retry("written", url, lambda: self._file.write(url, data, binary=True))
 
     def upload(self, path: str, url: str) -> None:
-        size = os.path.getsize(path)            # what is not there does not come by waiting
+        size = os.path.getsize(path)            # a missing file does not appear by waiting
 
         def work() -> None:
             self._file.copy(path, url)
-            self._expect(size, self._size(url), url)
-        self._tried("uploaded", url, work)
+            _check_size(size, self._size(url), url)
+        self._retry("uploaded", url, work)
+
+    def download(self, url: str, path: str) -> None:
+        self._retry("downloaded", url, lambda: _download(lambda: self._file.copy(url, path), self._size(url), url, path))
+
+    def delete(self, url: str) -> None:
+        self._retry("deleted", url, lambda: self._file.exists(url) and self._file.remove(url))
+
+    def _retry(self, what: str, url: str, work: Callable[[], Result]) -> Result:
+        return retry(what, url, work, self._sleep)
+
+
+class FsspecStore:
+    """Implements ``ObjectStore`` with the driver that fsspec has for the scheme of a URL. Endpoint and credentials come from the
+    driver's own configuration: files, environment, and fsspec's ``FSSPEC_S3_...`` variables.
+
+    Object stores (``PACKAGES``) put atomically. Any other URL (``file://``, ``memory://``, ``sftp://``) is taken for a file
+    system with folders: objects are written under a temporary name and moved.
+
+    Args:
+        url: any URL in the store; its scheme selects the driver, and user and host if the driver reads them from a URL.
+        sleep: waits a number of seconds between two tries.
+
+    Raises:
+        ConfigError: no driver for this scheme is known, or its package is not installed.
+    """
+
+    _lasting = (FileNotFoundError, PermissionError, NotImplementedError)      # not tried again
+
+    def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep):
+        self._scheme, self._url, self._sleep = url.partition("://")[0], url, sleep
+        self._is_object_store = self._scheme in PACKAGES
+        self._driver = _driver_class(url)
+        self._connected: tuple[int, Any] | None = None          # process id, file system of fsspec
+
+    def list(self, prefix: str) -> list[str]:
+        def work() -> list[str]:
+            fs, top = self._at(prefix)
+            if self._is_object_store:           # one flat listing; FileNotFoundError: the bucket does not exist
+                names = fs.find(top)
+            else:
+                fs.makedirs(top, exist_ok=True)
+                names = [f"{folder.rstrip('/')}/{name}" for folder, _, files in fs.walk(top, on_error="raise") for name in files]
+            return sorted(name[len(top) + 1:].rstrip("/") for name in names if name.startswith(f"{top}/") and name != f"{top}/")
+        return self._retry("listed", prefix, work)
+
+    def size(self, url: str) -> int | None:
+        return self._retry("looked at", url, lambda: self._size(url))
+
+    def _size(self, url: str) -> int | None:
+        fs, path = self._at(url)
+        try:
+            found = fs.info(path)
+        except FileNotFoundError:
+            return None
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def read(self, url: str) -> bytes:
+        def work() -> bytes:
+            fs, path = self._at(url)
+            return bytes(fs.cat_file(path))
+        return self._retry("read", url, work)
+
+    def put(self, url: str, data: bytes) -> None:
+        self._retry("written", url, lambda: self._put(url, lambda fs, path: fs.pipe_file(path, data)))
+
+    def upload(self, path: str, url: str) -> None:
+        size = os.path.getsize(path)
+
+        def work() -> None:
+            self._put(url, lambda fs, target: fs.put_file(path, target))        # large ones in parts, visible when complete
+            _check_size(size, self._size(url), url)
+        self._retry("uploaded", url, work)
+
+    def _put(self, url: str, write: Callable[[Any, str], object]) -> None:
+        fs, path = self._at(url)
+        if self._is_object_store:
+            write(fs, path)
+            return
+        folder, _, name = path.rpartition("/")
+        part = f"{folder}/.{name}-{uuid.uuid4().hex[:8]}.part"
+        fs.makedirs(folder, exist_ok=True)
+        try:
+            write(fs, part)
+            fs.mv(part, path)
+        except BaseException:
+            with suppress(Exception):           # the first error is the one to report
+                fs.rm_file(part)
+            raise
 
     def download(self, url: str, path: str) -> None:
         def work() -> None:
-            try:
-                size = self._size(url)
-                self._file.copy(url, path)
-                self._expect(size, os.path.getsize(path), url)
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            except BaseException:               # also KeyboardInterrupt: half of a file must not stay
-                with suppress(OSError):         # the first error is the one to report
-                    os.remove(path)
-                raise
-        self._tried("downloaded", url, work)
+            fs, source = self._at(url)
+            _download(lambda: fs.get_file(source, path), self._size(url), url, path)
+        self._retry("downloaded", url, work)
 
     def delete(self, url: str) -> None:
-        self._tried("deleted", url, lambda: self._file.exists(url) and self._file.remove(url))
+        def work() -> None:
+            fs, path = self._at(url)
+            with suppress(FileNotFoundError):
+                fs.rm_file(path)
+        self._retry("deleted", url, work)
 
-    @staticmethod
-    def _expect(expected: int | None, found: int | None, url: str) -> None:
-        if expected is None or found != expected:
-            raise OSError(f"{url}: expected {'an object' if expected is None else f'{expected} bytes'}, arrived: "
-                          f"{'nothing' if found is None else f'{found} bytes'}")
+    def _at(self, url: str) -> tuple[Any, str]:
+        """Returns the file system of this process, without remembered listings, and the path of ``url`` in it."""
+        connected = self._connected
+        if connected is None or connected[0] != os.getpid():    # after a fork its event loop would never run
+            # Two threads may both get here: each uses what it made, and one of them is kept.
+            options = self._driver._get_kwargs_from_urls(self._url)
+            if self._driver.async_impl:
+                options |= {"loop": _event_loop(os.getpid()), "use_listings_cache": False}
+            connected = self._connected = os.getpid(), self._driver(**options, skip_instance_cache=True)
+        connected[1].invalidate_cache()
+        return connected[1], connected[1]._strip_protocol(url).rstrip("/")
 
-    def _tried(self, what: str, url: str, work: Callable[[], Result]) -> Result:
-        pause = FIRST_PAUSE
-        for left in reversed(range(TRIES)):
+    def _retry(self, what: str, url: str, work: Callable[[], Result]) -> Result:
+        failed = 0
+
+        def attempt() -> Result:
+            nonlocal failed
             try:
                 return work()
-            except Exception as error:          # moxing's own are plain Exceptions, and not the same in all versions
-                if not left:
-                    raise RemoteError(f"{url} could not be {what}, tried {TRIES} times: {type(error).__name__}: {error}. Look "
-                                      f"whether the bucket is there, and whether this job may read and write it") from error
-            self._sleep(pause)
-            pause *= 4
-        raise AssertionError("unreachable")
+            except Exception:
+                failed += 1
+                if failed == TRIES - 1:
+                    self._connected = None      # the last try has new connections, and reads the credentials again
+                raise
+        return retry(what, url, attempt, self._sleep, self._lasting)
+
+
+class _ThreadPerCall(ThreadPoolExecutor):
+    """Runs each call in a thread of its own. Python's pools take no more work once the main thread has ended, but the last
+    checkpoint of a training that failed is uploaded after that, and an event loop resolves host names in its pool."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future:
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args, **options))
+            except BaseException as error:
+                future.set_exception(error)
+        threading.Thread(target=run, name="mindresume-resolve", daemon=True).start()
+        return future
+
+
+@functools.lru_cache(maxsize=1)
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Returns the event loop of this process (its id), which runs in a thread. fsspec's own loop is shared with other packages
+    and stops resolving names when the main thread ends."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_ThreadPerCall(1))
+    threading.Thread(target=loop.run_forever, name="mindresume-objects", daemon=True).start()
+    return loop
+
+
+def _driver_class(url: str) -> Any:
+    """Returns fsspec's class of file systems for ``url``. Raises ConfigError that names the package to install."""
+    scheme = url.partition("://")[0]
+    install = f'pip install "{PACKAGES[scheme]}"' if scheme in PACKAGES else ""
+    try:
+        return importlib.import_module("fsspec").get_filesystem_class(scheme)
+    except ImportError as error:
+        raise ConfigError(f"{url} needs a Python package that cannot be imported ({error.__cause__ or error}); install it: "
+                          f"{install or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{url} is not the URL of an object store; expected one that begins with "
+                          f"{', '.join(f'{name}://' for name in PACKAGES)}, or that fsspec has another driver for") from error
+
+
+def retry(what: str, url: str, work: Callable[[], Result], sleep: Callable[[float], None],
+          lasting: tuple[type[Exception], ...] = ()) -> Result:
+    """Calls ``work`` up to ``TRIES`` times, with growing pauses. Raises RemoteError after the last try, or at once after an error
+    of a kind in ``lasting``. ``what``: what would have been done with ``url``."""
+    pause = FIRST_PAUSE
+    for number in range(1, TRIES + 1):
+        try:
+            return work()
+        except Exception as error:              # drivers raise plain Exceptions too, and not the same in all versions
+            if number == TRIES or isinstance(error, lasting):
+                tried = f", tried {number} times" if number > 1 else ""
+                raise RemoteError(f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check that the bucket "
+                                  f"exists and that this job may read and write it") from error
+        sleep(pause)
+        pause *= 4
+    raise AssertionError("unreachable")
+
+
+def _download(copy: Callable[[], object], size: int | None, url: str, path: str) -> None:
+    """Calls ``copy``, which writes ``path``; checks that the file has ``size`` bytes, and flushes it. Removes it on an error."""
+    try:
+        copy()
+        _check_size(size, os.path.getsize(path), url)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    except BaseException:                       # also KeyboardInterrupt: half of a file must not stay
+        with suppress(OSError):                 # the first error is the one to report
+            os.remove(path)
+        raise
+
+
+def _check_size(expected: int | None, found: int | None, url: str) -> None:
+    """Raises OSError unless both are the same number of bytes. None: there is no object."""
+    if expected is None or found != expected:
+        raise OSError(f"{url}: expected {'an object' if expected is None else f'{expected} bytes'}, arrived: "
+                      f"{'nothing' if found is None else f'{found} bytes'}")
 
 
 def _parents(name: str) -> list[str]:
-    """"a/b" and "a" of "a/b/c"."""
+    """Returns the folders in a name: "a" and "a/b" for "a/b/c"."""
     return [name[:index] for index, letter in enumerate(name) if letter == "/"]

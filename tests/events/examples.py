@@ -43,6 +43,7 @@ EXAMPLES = (
                         "loading by process 7 on host node-0", 300),
     ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, 31.0),
     ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, is_whole=False),
+    ev.UploadFailed(600, "step 600 is not uploaded: s3://bucket/run/checkpoint/... could not be written: Connection reset", 1),
     ev.UploadsSkipped((600, 700), 2),
     ev.CheckpointFetched(400, "s3://bucket/run/checkpoint", 5 << 30, 40 << 30, 31.0),
     ev.WorkProgress("saving step 500", 12 << 30, 80 << 30, 6.0),

@@ -15,7 +15,8 @@ from mindresume.events import warning  # noqa: E402
 from mindresume.plugin import adapter, modelarts  # noqa: E402
 from mindresume.resume import restore  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
-from mindresume.store.remote import Remote  # noqa: E402
+from mindresume.store.objects import FsspecStore  # noqa: E402
+from mindresume.store.remote import RemoteCheckpoints  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 
@@ -45,6 +46,19 @@ def test_modelarts_is_where_mindformers_says_so(monkeypatch, name):
 def test_outside_the_url_is_ignored_with_one_warning(said):
     assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job")) is None
     assert len(said) == 1 and said[0][0] == "warning" and "obs://bucket/job is ignored" in said[0][1]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/job/", "memory://job"])
+def test_outside_any_object_store_that_fsspec_knows_is_used(said, url):
+    pytest.importorskip("s3fs")
+    remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url))
+    assert isinstance(remote.store, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and said == []
+
+
+@pytest.mark.parametrize("url", [5, "bucket/job"])
+def test_outside_what_is_no_url_is_an_error(url):
+    with pytest.raises(ConfigError, match=f"{url}.*expected .*s3://"):
+        modelarts.remote_of(MindFormerConfig(remote_save_url=url))
 
 
 @pytest.mark.parametrize("url", [None, ""])
@@ -84,7 +98,7 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     asked, events = [], []
     monkeypatch.setattr(restore.RemoteFetch, "select", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
-    source = restore.RemoteSource(Remote(None, "obs://b/c"), lambda: modelarts.saved_to(config))
+    source = restore.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.saved_to(config))
     picked = restore.select_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
                                         events.append)
     assert picked == "choice" and bool(asked) is looked_at
@@ -96,6 +110,6 @@ def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(tmp_path):
         def list(self, prefix):
             raise RemoteError("403")
     events = []
-    restore.number_runs(Remote(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
+    restore.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
     restore.number_runs(None, events.append, PosixStorage(), str(tmp_path))
     assert events == [warning("403")]

@@ -13,8 +13,8 @@ from mindresume.simulation.remote_scenarios import LATER
 from mindresume.simulation.scenarios import Play
 from mindresume.simulation.schedule import Schedule, Strike
 from mindresume.simulation.standins import here, standing_in
-from mindresume.store.mirror import Mirror
-from mindresume.store.remote import Remote
+from mindresume.store.mirror import Uploader
+from mindresume.store.remote import RemoteCheckpoints
 
 NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods", "bucket afresh")
 
@@ -140,7 +140,7 @@ def test_where_nothing_strikes_the_last_step_is_uploaded(name):
 @pytest.mark.parametrize("seed", range(len(LATER)))
 def test_of_two_pods_one_is_overtaken_and_both_end_well(seed):
     play = Play(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
-    stopped = [[process.own.mirror._stopped or "" for process in job.ranks] for job in play.jobs]
+    stopped = [[process.own.uploader._stopped or "" for process in job.ranks] for job in play.jobs]
     assert sorted("taken over" in rows[0] for rows in stopped) == [False, True]
     assert not play.findings() and not any(process.exit for job in play.jobs for process in job.ranks)
 
@@ -157,7 +157,7 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
     elif way == "changed":
         bucket.put(weights, bucket.objects[weights].data[:-1] + b"?")
     else:
-        monkeypatch.setattr(Remote, "prune", lambda *_: [])
+        monkeypatch.setattr(RemoteCheckpoints, "prune", lambda *_: [])
     kinds = {finding.kind for finding in judge_bucket(play.cluster.disks, play.history, play.training)}
     assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "debris": "untidy"}[way]}
 
@@ -172,14 +172,14 @@ def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
     at = next(number for number, process, name, path in rows if (process, name) == ("job1.0", "write") and "_4.ckpt" in path)
     schedule = Schedule(seed=2, strikes=(Strike(at, "kill host"),))
     assert findings(schedule)[1] == []
-    end = Mirror._end
+    end = Uploader._end
 
-    def silent(mirror):
-        if mirror.place.rank == 0 and mirror._stopped:
-            mirror._over = True
+    def silent(uploader):
+        if uploader.place.rank == 0 and uploader._stopped:
+            uploader._finished = True
             return None
-        return end(mirror)
-    monkeypatch.setattr(Mirror, "_end", silent)
+        return end(uploader)
+    monkeypatch.setattr(Uploader, "_end", silent)
     assert findings(schedule)[1] == ["told"]
 
 
@@ -192,13 +192,13 @@ def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeyp
 @pytest.mark.parametrize("way", ["", "thread"])
 def test_uploads_of_what_the_nodes_do_not_keep_are_found(way, monkeypatch):
     """As if none had been told what is uploaded next, and held it."""
-    start = Mirror.start
+    start = Uploader.start
 
-    def unbound(mirror):
-        mirror.pledged = False
-        return start(mirror)
-    monkeypatch.setattr(Mirror, "start", unbound)
-    monkeypatch.setattr(Mirror, "pledge", lambda mirror, name: None)
+    def unbound(uploader):
+        uploader.only_scheduled = False
+        return start(uploader)
+    monkeypatch.setattr(Uploader, "start", unbound)
+    monkeypatch.setattr(Uploader, "schedule", lambda uploader, name: None)
     assert "lost" in {finding.kind for finding in Play(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
 
 

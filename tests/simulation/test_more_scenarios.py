@@ -266,13 +266,13 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
 
 def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
     monkeypatch.setattr(RemoteFetch, "_refuse", lambda self, attempt, reason: self._tried.update(
-        self.remote.look().committed()))
+        self.remote.scan().committed()))
     assert found("bucket unreadable", 60)
 
 
 def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
-    saved = remote._Saved
-    monkeypatch.setattr(remote, "_Saved", lambda step, at, metrics, health: saved(step, at, metrics, 0))
+    saved = remote._RetentionRow
+    monkeypatch.setattr(remote, "_RetentionRow", lambda step, at, metrics, health: saved(step, at, metrics, 0))
     assert "lost" in kinds_of(played("bucket health"))
 
 

@@ -164,16 +164,17 @@ MUTANTS = [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {newest_healthy}:")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
     mutant("nodes that share no disk upload what each has", [
-        Edit(manager.CheckpointManager, "_start_mirror", "pledged=apart and self.settings.leave_check > 0", "pledged=False")],
+        Edit(manager.CheckpointManager, "_start_uploader", "only_scheduled=apart and self.settings.leave_check > 0",
+             "only_scheduled=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("a manifest in the bucket that cannot be read ends the start", [
         Edit(restore.RemoteFetch, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
     mutant("a manifest in the bucket that cannot be read ends all retention there", [
-        Edit(remote.Remote, "_known", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        Edit(remote.RemoteCheckpoints, "_known", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), UNTIDY, deaths=False),
     mutant("rank 0 is overtaken at the url and tells nobody", [
-        Edit(mirror.Mirror, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
+        Edit(mirror.Uploader, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
         ("two pods", "safetensors", ""), TOLD, deaths=False, draws=undisturbed(lag=30.0)),
     mutant("an attempt without inner folders is no attempt", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",

@@ -10,7 +10,6 @@ from mindresume import agree
 from mindresume.agree import Solo
 from mindresume.errors import FolderInUseError, RemoteError, SaveError
 from mindresume.events import (
-    Notice,
     PreemptionRequested,
     RunOpened,
     SaveBegun,
@@ -20,7 +19,6 @@ from mindresume.events import (
     SaveStaged,
     SaveWritten,
     ignore,
-    warning,
 )
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import FileName
@@ -288,10 +286,8 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
     assert [event.step for event in job.emitted(SaveFailed)] == [5]
 
 
-def test_a_failed_upload_is_a_warning_and_stops_only_who_asks_for_it(tmp_path):
-    job = Job(tmp_path / "1", settings=Settings(max_failed_saves=1))
-    job.manager._heed([RemoteError("one"), RemoteError("two")])
-    assert job.emitted(Notice) == [warning("one"), warning("two")]
+def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_path):
+    Job(tmp_path / "1", settings=Settings(max_failed_saves=1)).manager._heed([RemoteError("one"), RemoteError("two")])
     with pytest.raises(RemoteError, match="one"):
         Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager._heed([RemoteError("one")])
 
@@ -411,7 +407,7 @@ def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
 # ---- the end ---------------------------------------------------------------------------------------------------------------
 
 class Uploads:
-    """In the place of a Mirror."""
+    """In the place of an Uploader."""
 
     def __init__(self, work=lambda: []):
         self.work, self.done = work, []
@@ -419,7 +415,7 @@ class Uploads:
     def poll(self):
         return []
 
-    def saved(self, step):
+    def enqueue(self, step):
         self.done.append(step)
 
     def finish(self, deadline):
@@ -430,7 +426,7 @@ class Uploads:
 @pytest.mark.parametrize("error", [FolderInUseError("taken over"), SaveError("no room"), ValueError("a defect")])
 def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, error):
     job = Job(tmp_path).steps(5)
-    uploads = job.manager._mirror = Uploads(lambda: [RemoteError("no such bucket")])
+    uploads = job.manager._uploader = Uploads(lambda: [RemoteError("no such bucket")])
 
     def finish(deadline):
         raise error
@@ -444,7 +440,7 @@ def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
     """Only this rank has it, so the others go on with the end."""
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
     job.manager.group = Peer(SAVED)
-    uploads = job.manager._mirror = Uploads()
+    uploads = job.manager._uploader = Uploads()
     job.step += 1
     (tmp_path / "rank_0").rename(tmp_path / "aside")
     (tmp_path / "rank_0").write_text("in the way")
@@ -515,7 +511,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
     if part == "commits":
         job.manager._saver.finish = work
     else:
-        job.manager._mirror = Uploads(work)
+        job.manager._uploader = Uploads(work)
     job.end()
     assert job.manager.group.exchanges > 10
 
@@ -536,7 +532,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
         done.append("committed")
         return []
     job.manager._saver.finish = finish
-    job.manager._mirror = Uploads()
+    job.manager._uploader = Uploads()
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
     assert done == ["committed"] and list((tmp_path / FOLDER).glob("claim-*")) == []

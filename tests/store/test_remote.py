@@ -18,7 +18,15 @@ from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine
 from mindresume.drill.ranks import Turns
 from mindresume.errors import AgreementError, NoUsableCheckpointError, RemoteError
-from mindresume.events import WARNING, CandidateRefused, CheckpointFetched, Notice
+from mindresume.events import (
+    WARNING,
+    CandidateRefused,
+    CheckpointFetched,
+    CheckpointsRemoved,
+    Notice,
+    UploadFailed,
+    UploadsSkipped,
+)
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import restore
@@ -31,9 +39,9 @@ from mindresume.store.acquire import occupy, see_dead
 from mindresume.store.claim import next_run, owner_of_this_process
 from mindresume.store.commit import Committer
 from mindresume.store.holds import Holds
-from mindresume.store.mirror import AGAIN, Mirror
+from mindresume.store.mirror import AGAIN, Uploader
 from mindresume.store.objects import MoxingStore
-from mindresume.store.remote import Mark, Remote, records_of
+from mindresume.store.remote import RemoteCheckpoints, RunStatus, record_path
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.trials import Death
 
@@ -50,10 +58,10 @@ class World:
     """An object store, and jobs of two ranks on disks that come and go. Time passes when somebody sleeps."""
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
-        self.base, self.fmt, self.size, self.now, self.log = base, fmt, size, 0.0, []
+        self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
         self.events = []                                    # of all ranks
         self.disk, self.others = base / "disk", []
-        self.remote = Remote(MoxingStore(moxing.file, lambda seconds: None), URL)
+        self.remote = RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
 
     def empty_disk(self) -> None:
         shutil.rmtree(self.disk, ignore_errors=True)
@@ -80,29 +88,29 @@ class World:
         """At the end: the workers of all ranks get their turns."""
         self.now += min(seconds, 1.0)
         for one in (self.first, *self.others):
-            if not one._over:
-                one.turn()
+            if not one._finished:
+                one.run_once()
 
-    def mirrors(self, run=RUN, policy=KEEP_ALL, patience=60.0):
-        remotes = [Remote(self.remote.store, URL) for _ in range(self.size)]
-        self.others = [Mirror(remotes[rank], self.place(rank, run), None, patience, self.log.append, lambda: self.now,
-                              lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
-        self.first = Mirror(remotes[0], self.place(0, run), policy, patience, self.log.append, lambda: self.now, self.sleep,
-                            wait=self.wait)
+    def uploaders(self, run=RUN, policy=KEEP_ALL, patience=60.0):
+        remotes = [RemoteCheckpoints(self.remote.store, self.remote.url) for _ in range(self.size)]
+        self.others = [Uploader(remotes[rank], self.place(rank, run), None, patience, self.events.append, lambda: self.now,
+                                lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
+        self.first = Uploader(remotes[0], self.place(0, run), policy, patience, self.events.append, lambda: self.now, self.sleep,
+                              wait=self.wait)
         return [self.first, *self.others]
 
-    def mirror(self, *steps, run=RUN, policy=KEEP_ALL):
+    def upload(self, *steps, run=RUN, policy=KEEP_ALL):
         """Saved and uploaded, one after the other."""
-        mirrors = self.mirrors(run, policy)
+        uploaders = self.uploaders(run, policy)
         for step in steps:
             self.save(step, run)
-            for one in mirrors:
-                one.saved(step)
+            for one in uploaders:
+                one.enqueue(step)
             self.first.work()
-        return mirrors
+        return uploaders
 
     def committed(self):
-        return [int(name[5:15]) for name in self.remote.look().committed()]
+        return [int(name[5:15]) for name in self.remote.scan().committed()]
 
     def restore(self, group=None, converts=None, named=None, **judged):
         group = group or Solo()
@@ -151,7 +159,7 @@ def content(root):
 
 def unreadable(monkeypatch, *steps, run=RUN):
     """Archived, or access denied. Returns the urls of their manifests that were read."""
-    urls = {f"{URL}/{name}/{records_of(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
+    urls = {f"{URL}/{name}/{record_path(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
     asked = []
 
     def watch(moment, operation, url):
@@ -189,7 +197,7 @@ def strike(monkeypatch, at):
 # ---- there and back ----------------------------------------------------------------------------------------------------
 
 def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     assert world.committed() == [10, 5]
     before = content(world.disk)
     world.empty_disk()
@@ -206,7 +214,7 @@ def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
 
 def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
     """Copied from the store by any tool, it is one: in 1.0 a root, in 2.0 an iteration folder."""
-    world.mirror(10)
+    world.upload(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
     choice = select(STORAGE, str(copied), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank))
@@ -214,25 +222,25 @@ def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
 
 
 def test_what_is_newer_here_stays(world):
-    world.mirror(5)
+    world.upload(5)
     world.save(10)
     assert world.restore_all().chosen.step == 10 and kinds(world, CheckpointFetched) == []
 
 
 def test_a_fresh_start_where_nothing_was_ever_committed(world):
     assert world.restore_all().fresh
-    mirrors = world.mirrors(patience=3)
+    uploaders = world.uploaders(patience=3)
     world.save(5)
-    mirrors[0].saved(5)                             # rank 1 never does
-    mirrors[0].work()
-    assert world.remote.look().boxes and world.committed() == []
+    uploaders[0].enqueue(5)                             # rank 1 never does
+    uploaders[0].work()
+    assert world.remote.scan().objects and world.committed() == []
     world.empty_disk()
     assert world.restore_all().fresh
 
 
 def test_what_is_damaged_here_is_mended(world):
     """The same bytes lie there: refused here, fetched again, and only that file."""
-    world.mirror(5, 10)
+    world.upload(5, 10)
     path = folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iterations.weights_of(world.disk, 10, 1)
     whole = path.read_bytes()
     folders.flip_bit(path)
@@ -248,7 +256,7 @@ def test_what_is_damaged_here_is_mended(world):
 
 
 def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, tmp_path):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     box = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
     weights = next(path for path in sorted(box.rglob("*.safetensors")))
     folders.flip_bit(weights)
@@ -264,8 +272,8 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     folders.save(world.disk, 10, 2, LATER)
-    for one in reversed(world.mirrors(LATER)):
-        one.saved(10)
+    for one in reversed(world.uploaders(LATER)):
+        one.enqueue(10)
     world.first.work()
     world.empty_disk()
     folders.save(world.disk, 10, 2, RUN)
@@ -278,8 +286,8 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
 def unfinished_afresh(world, ranks):
     """A training that began afresh on an empty disk has died in its first save; ``ranks`` have written their part."""
     folders.save(world.disk, 5, 2)
-    for one in reversed(world.mirrors()):
-        one.saved(5)
+    for one in reversed(world.uploaders()):
+        one.enqueue(5)
     world.first.work()
     world.empty_disk()
     for rank in ranks:
@@ -328,7 +336,7 @@ def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
 
 
 def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path):
-    world.mirror(5)
+    world.upload(5)
     for path in (tmp_path / "objects").rglob("*.safetensors"):
         path.unlink()
     world.empty_disk()
@@ -338,7 +346,7 @@ def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path
 
 def test_a_store_that_cannot_be_asked(world, monkeypatch):
     """With nothing here nobody knows whether it would be a fresh start; with something here the job starts."""
-    world.mirror(5)
+    world.upload(5)
 
     def refuse(url, recursive=False):
         raise RuntimeError("403 Forbidden")
@@ -351,7 +359,7 @@ def test_a_store_that_cannot_be_asked(world, monkeypatch):
 
 
 def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world, monkeypatch):
-    world.mirror(5)
+    world.upload(5)
     world.empty_disk()
 
     def refuse(url, recursive=False):
@@ -363,7 +371,7 @@ def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world
 
 
 def test_no_room_is_said_before_the_download(world, monkeypatch):
-    world.mirror(5)
+    world.upload(5)
     world.empty_disk()
     monkeypatch.setattr(type(STORAGE), "room", lambda self, folder: 1 << 20)
     with pytest.raises(NoUsableCheckpointError, match="MiB are to be fetched, .* has room for 1.0 MiB"):
@@ -384,16 +392,16 @@ class OtherNode(type(STORAGE)):
         return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
 
 
-def restored_apart(tmp_path, monkeypatch, fetched=Remote):
+def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
     """What two nodes that share no disk choose, on empty disks. ``fetched``: the store of rank 0."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
-    world.mirror(5)
+    world.upload(5)
     world.empty_disk()
 
     def work(group):
         storage, store = STORAGE, MoxingStore(moxing.file, lambda seconds: None)
-        remote = fetched(store, URL) if group.rank == 0 else Remote(store, URL)
+        remote = fetched(store, URL) if group.rank == 0 else RemoteCheckpoints(store, URL)
         if group.rank == 1:
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
@@ -413,7 +421,7 @@ def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
 
 
 def test_records_of_other_nodes_that_do_not_come_are_no_fresh_start(tmp_path, monkeypatch):
-    class Failing(Remote):
+    class Failing(RemoteCheckpoints):
         def record(self, attempt, rank):
             if rank == 1:
                 raise RemoteError("Network is unreachable")
@@ -426,14 +434,14 @@ def test_records_of_other_nodes_that_do_not_come_are_no_fresh_start(tmp_path, mo
 def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path, size=1)
-    world.mirror(5)
+    world.upload(5)
     world.empty_disk()
     with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
         RemoteFetch(STORAGE, world.remote, str(world.disk), Solo()).select(lambda: Choice(None, (), (), True))
 
 
 def test_another_number_of_ranks(world):
-    world.mirror(5)
+    world.upload(5)
     world.empty_disk()
     if world.fmt == "1.0":
         with pytest.raises(NoUsableCheckpointError, match="saved by 2 ranks, this job has 3; .*auto_trans_ckpt"):
@@ -446,7 +454,7 @@ def test_another_number_of_ranks(world):
 
 
 def test_the_one_that_is_named(world):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     world.empty_disk()
     named = str(folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
     assert world.restore_all(named=named).chosen.step == 5
@@ -455,10 +463,10 @@ def test_the_one_that_is_named(world):
 def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path, "2.0")
-    mirrors = world.mirror(5)
+    uploaders = world.upload(5)
     iterations.save(world.disk, 10, health=1)
-    for one in mirrors:
-        one.saved(10)
+    for one in uploaders:
+        one.enqueue(10)
     world.first.work()
     world.empty_disk()
     found = RemoteFetch(STORAGE, world.remote, str(world.disk), Solo(), emit=world.events.append)
@@ -469,7 +477,7 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
 
 
 def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(world, monkeypatch):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     world.empty_disk()
     unreadable(monkeypatch, 10)
     assert world.restore_all().chosen.step == 5
@@ -477,7 +485,7 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_
 
 
 def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, monkeypatch):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     world.empty_disk()
     unreadable(monkeypatch, 5, 10)
     with pytest.raises(NoUsableCheckpointError, match="step 10: .*archived(.|\n)*step 5: .*archived"):
@@ -494,7 +502,7 @@ def sick_from(world, monkeypatch, first):
 
 def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
     heeds = sick_from(world, monkeypatch, 10)
-    world.mirror(5, 10, 15)
+    world.upload(5, 10, 15)
     world.empty_disk()
     fetched = downloads(monkeypatch)
     assert world.restore_all(**heeds).chosen.step == 5
@@ -504,7 +512,7 @@ def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world
 
 def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(world, monkeypatch):
     heeds = sick_from(world, monkeypatch, 10)
-    world.mirror(10, 15)
+    world.upload(10, 15)
     world.empty_disk()
     fetched = downloads(monkeypatch)
     with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
@@ -516,18 +524,18 @@ def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(w
 
 def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
     """As a person may have copied it there."""
-    world.mirror(5, 10)
+    world.upload(5, 10)
     name = attempt_name(10, RUN)
     manifest, _ = world.remote.manifest(name)
     part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], part=(1,), world=2)
-    world.remote.store.put(f"{URL}/{name}/{records_of(name, MANIFEST)}", part.encode())
+    world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", part.encode())
     world.empty_disk()
     fetched = downloads(monkeypatch)
     assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
 
 
 def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(world, monkeypatch):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     note = (FOLDER, f"trial-{attempt_name(10, RUN)}")
 
     def fetched_by(job):
@@ -540,14 +548,14 @@ def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(
         return set(fetched)
     assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(5, RUN)}
     assert fetched_by(lambda: world.restore_all(max_failed_loads=3)) == {attempt_name(10, RUN)}
-    world.remote._delete(attempt_name(5, RUN), world.remote.look(), [])
+    world.remote._delete(attempt_name(5, RUN), world.remote.scan(), [])
     assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(10, RUN)}
 
 
 # ---- numbers of runs ---------------------------------------------------------------------------------------------------
 
 def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
-    world.mirror(5, run=run_name(7, "00000007"))
+    world.upload(5, run=run_name(7, "00000007"))
     world.empty_disk()
     for _ in range(2):
         keep_run_marker(STORAGE, world.remote, str(world.disk))
@@ -557,17 +565,17 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
 
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
-    world.remote.announce(run_name(3, "00000003"), Mark())
+    world.remote.publish_status(run_name(3, "00000003"), RunStatus())
     keep_run_marker(STORAGE, world.remote, str(world.disk))
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
 
 def test_a_run_that_was_taken_for_dead_uploads_nothing_more(world):
-    old = world.mirror(5)
+    old = world.upload(5)
     world.save(10)
-    world.remote.announce(LATER, Mark())
+    world.remote.publish_status(LATER, RunStatus())
     for one in old:
-        one.saved(10)
+        one.enqueue(10)
     old[0].work()
     errors = old[0].poll()
     assert len(errors) == 1 and f"taken over by run {LATER}" in str(errors[0]) and world.committed() == [5]
@@ -575,8 +583,8 @@ def test_a_run_that_was_taken_for_dead_uploads_nothing_more(world):
 
 
 def test_of_two_runs_the_later_one_is_taken_whatever_its_step(world):
-    world.mirror(20)
-    world.mirror(15, run=LATER)
+    world.upload(20)
+    world.upload(15, run=LATER)
     world.empty_disk()
     choice = world.restore_all()
     assert (choice.chosen.step, choice.chosen.run) == (15, LATER)
@@ -585,28 +593,28 @@ def test_of_two_runs_the_later_one_is_taken_whatever_its_step(world):
 # ---- retention ---------------------------------------------------------------------------------------------------------
 
 def test_the_local_policy_holds_there_too_and_counts_earlier_runs(world):
-    world.mirror(5, 10)
-    world.mirror(15, 20, run=LATER, policy=KeepLast(2))
+    world.upload(5, 10)
+    world.upload(15, 20, run=LATER, policy=KeepLast(2))
     assert world.committed() == [20, 15]
-    assert set(world.remote.look().boxes) == {attempt_name(15, LATER), attempt_name(20, LATER)}
-    assert world.remote.look().marks == (LATER,)
-    assert any("removed step 5 from" in line for line in world.log)
+    assert set(world.remote.scan().objects) == {attempt_name(15, LATER), attempt_name(20, LATER)}
+    assert world.remote.scan().run_statuses == (LATER,)
+    assert (5,) in [event.steps for event in kinds(world, CheckpointsRemoved)]
 
 
 def test_the_manifest_goes_first(world, monkeypatch):
-    world.mirror(5)
+    world.upload(5)
     removed = strike(monkeypatch, 0)
-    world.mirror(10, policy=KeepLast(1))
+    world.upload(10, policy=KeepLast(1))
     gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
     assert gone[0].endswith(MANIFEST) and len(gone) > 3
 
 
 def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, monkeypatch):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     asked = unreadable(monkeypatch, 10)
-    mirrors = world.mirror(15, 20, 25, run=LATER, policy=KeepLast(2))
-    assert world.committed() == [25, 20, 10] and mirrors[0].poll() == []
-    assert sum("archived" in line for line in world.log) == 1 and len(set(asked)) == 1
+    uploaders = world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [25, 20, 10] and uploaders[0].poll() == []
+    assert sum("archived" in event.text for event in kinds(world, Notice)) == 1 and len(set(asked)) == 1
 
 
 def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
@@ -614,8 +622,8 @@ def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
     for module in (folders, iterations):
         monkeypatch.setattr(module, "place_of", lambda root, rank, size, run=RUN, *more, plain=module.place_of: replace(
             plain(root, rank, size, run, *more), lineage=run))
-    world.mirror(5, 10)
-    world.mirror(15, 20, 25, run=LATER, policy=KeepLast(2))
+    world.upload(5, 10)
+    world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
     assert world.committed() == [25, 20, 10, 5]
 
 
@@ -624,33 +632,34 @@ def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
     monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
     monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
         root, step, *more, **{**how, "health": int(step > 10)}))
-    world.mirror(5, 10, 15, 20, policy=KeepLast(1))
+    world.upload(5, 10, 15, 20, policy=KeepLast(1))
     assert world.committed() == [20, 10]
 
 
 def test_debris_goes_but_not_what_a_listing_shows_late(world):
-    world.mirror(5)
+    world.upload(5)
     world.remote.store.put(f"{URL}/{attempt_name(7, RUN)}/rank_0/torn.safetensors", b"of a rank that died")
-    moxing.file.hidden.add(f"{URL}/{attempt_name(5, RUN)}/{records_of(attempt_name(5, RUN), MANIFEST)}")
-    world.mirror(10, run=LATER, policy=KeepLast(9))
+    moxing.file.hidden.add(f"{URL}/{attempt_name(5, RUN)}/{record_path(attempt_name(5, RUN), MANIFEST)}")
+    world.upload(10, run=LATER, policy=KeepLast(9))
     moxing.file.hidden.clear()
-    assert world.committed() == [10, 5] and len(world.remote.look().boxes) == 2
+    assert world.committed() == [10, 5] and len(world.remote.scan().objects) == 2
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
 
 def test_a_failed_upload_is_said_counted_and_tried_again(world, monkeypatch):
-    mirrors, original = world.mirrors(), moxing.file.copy
+    uploaders, original = world.uploaders(), moxing.file.copy
 
     def refuse(source, target):
         raise RuntimeError("503 Service Unavailable")
     monkeypatch.setattr(moxing.file, "copy", refuse)
     world.save(5)
-    for one in mirrors:
-        one.saved(5)
+    for one in uploaders:
+        one.enqueue(5)
     assert world.first.work() is True
     errors = world.first.poll()
-    assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0]) and "(1 failed so far)" in str(errors[0])
+    assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0])
+    assert [(event.step, event.failed_in_total) for event in kinds(world, UploadFailed)] == [(5, 1)]
     assert world.first.poll() == [] and world.first.work() is False         # not at once
     monkeypatch.setattr(moxing.file, "copy", original)
     world.now += AGAIN
@@ -659,61 +668,61 @@ def test_a_failed_upload_is_said_counted_and_tried_again(world, monkeypatch):
 
 
 def test_uploads_slower_than_saves_leave_steps_out_and_say_so(world):
-    mirrors = world.mirrors()
+    uploaders = world.uploaders()
     for step in (5, 10, 15):
         world.save(step)
-        for one in mirrors:
-            one.saved(step)
+        for one in uploaders:
+            one.enqueue(step)
     world.first.work()
     assert world.committed() == [15]
-    assert any("step 5, 10 is not uploaded: uploads are slower than saves (2 left out so far)" in line for line in world.log)
-    assert all(one.work() is False for one in mirrors)                       # nothing is pending on any rank
+    assert kinds(world, UploadsSkipped) == [UploadsSkipped((5, 10), 2)]
+    assert all(one.work() is False for one in uploaders)                       # nothing is pending on any rank
 
 
 def test_what_is_not_committed_here_is_not_begun(world):
-    mirrors = world.mirrors()
+    uploaders = world.uploaders()
     for rank in range(2):
         FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
-    for one in mirrors:
-        one.saved(5)
-    assert world.first.work() is False and world.remote.look().boxes == {}
+    for one in uploaders:
+        one.enqueue(5)
+    assert world.first.work() is False and world.remote.scan().objects == {}
 
 
 def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(world):
     """There a folder gets its name on another host."""
-    mirrors = world.mirrors(patience=600.0)
-    saved(world, mirrors, 5)
+    uploaders = world.uploaders(patience=600.0)
+    saved(world, uploaders, 5)
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
-    record = base / records_of(attempt_name(5, RUN), "rank_00001.json")
+    record = base / record_path(attempt_name(5, RUN), "rank_00001.json")
     hidden = record.rename(record.with_suffix(".late"))
-    mirrors[0].sleep = lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record))
-    mirrors[0].work()
+    uploaders[0].sleep = lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record))
+    uploaders[0].work()
     assert world.committed() == [5] and 30 <= world.now < 60
-    saved(world, mirrors, 10)
+    saved(world, uploaders, 10)
     before = world.now
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000010"
-    (base / records_of(attempt_name(10, RUN), "rank_00001.json")).unlink()
-    mirrors[0].work()
+    (base / record_path(attempt_name(10, RUN), "rank_00001.json")).unlink()
+    uploaders[0].work()
     assert world.committed() == [5] and 60 <= world.now - before < 70
-    for one in mirrors:
+    for one in uploaders:
         assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.poll()[0])
 
 
 def test_a_rank_that_never_comes_is_named(world):
-    mirrors = world.mirrors()
+    uploaders = world.uploaders()
     world.others = []
     world.save(5)
-    mirrors[0].saved(5)
-    mirrors[0].work()
-    assert "objects of rank 1 did not come within 60 s" in str(mirrors[0].poll()[0]) and world.committed() == []
+    uploaders[0].enqueue(5)
+    uploaders[0].work()
+    assert "objects of rank 1 did not come within 60 s" in str(uploaders[0].poll()[0]) and world.committed() == []
 
 
 def test_what_is_being_uploaded_is_not_removed_here(world):
     """Retention of the job itself, while the other rank is slow."""
-    mirrors = world.mirrors()
+    uploaders = world.uploaders()
     world.save(5)
-    for one in mirrors:
-        one.saved(5)
+    for one in uploaders:
+        one.enqueue(5)
 
     def meanwhile(seconds):
         world.first.sleep = world.sleep
@@ -726,10 +735,10 @@ def test_what_is_being_uploaded_is_not_removed_here(world):
 
 
 def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypatch):
-    mirrors = world.mirrors()
+    uploaders = world.uploaders()
     world.save(5)
-    for one in mirrors:
-        one.saved(5)
+    for one in uploaders:
+        one.enqueue(5)
 
     def refuse(path):
         raise OSError("Input/output error")
@@ -743,44 +752,44 @@ def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypa
 
 
 def test_an_upload_that_hangs_is_said_once(world):
-    mirror = world.mirrors(patience=10)[0]
-    mirror._begin(5)
-    assert mirror.poll() == []
+    uploader = world.uploaders(patience=10)[0]
+    uploader._begin(5)
+    assert uploader.poll() == []
     world.now = 11
-    assert "step 5 is being uploaded" in str(mirror.poll()[0]) and mirror.poll() == []
+    assert "step 5 is being uploaded" in str(uploader.poll()[0]) and uploader.poll() == []
 
 
-def saved(world, mirrors, *steps, run=RUN):
+def saved(world, uploaders, *steps, run=RUN):
     for step in steps:
         world.save(step, run)
-        for one in mirrors:
-            one.saved(step)
+        for one in uploaders:
+            one.enqueue(step)
 
 
 def test_the_end_waits_for_the_last_upload(world):
-    mirrors = world.mirrors()
-    saved(world, mirrors, 5, 10)
-    assert [one.finish(20) for one in mirrors] == [[], []]
-    assert world.committed() == [10] and world.remote.announced(RUN).ended
+    uploaders = world.uploaders()
+    saved(world, uploaders, 5, 10)
+    assert [one.finish(20) for one in uploaders] == [[], []]
+    assert world.committed() == [10] and world.remote.read_status(RUN).ended
 
 
 def test_the_worker_is_a_thread_that_ends_with_the_training(world):
     def work():
-        mirrors = [Mirror(Remote(world.remote.store, URL), world.place(rank), KEEP_ALL if rank == 0 else None).start()
-                   for rank in range(2)]
-        saved(world, mirrors, 5)
+        uploaders = [Uploader(RemoteCheckpoints(world.remote.store, URL), world.place(rank), None if rank else KEEP_ALL).start()
+                     for rank in range(2)]
+        saved(world, uploaders, 5)
         here().scheduler.sleep(60.0)
         uploaded = world.committed()
-        saved(world, mirrors, 10)
-        return uploaded, [one.finish(60.0) for one in mirrors], here().scheduler.now
+        saved(world, uploaders, 10)
+        return uploaded, [one.finish(60.0) for one in uploaders], here().scheduler.now
     uploaded, errors, now = simulated(work)
     assert uploaded == [5] and errors == [[], []] and now < 90.0
-    assert world.committed() == [10, 5] and world.remote.announced(RUN).ended
+    assert world.committed() == [10, 5] and world.remote.read_status(RUN).ended
 
 
 def test_the_end_names_what_is_missing(world):
-    mirrors = world.mirrors()
-    saved(world, mirrors, 5)
+    uploaders = world.uploaders()
+    saved(world, uploaders, 5)
 
     def hang(_, seconds):
         world.first._begin(5)
@@ -792,94 +801,94 @@ def test_the_end_names_what_is_missing(world):
 
 def test_the_end_does_not_wait_longer_than_it_may(world):
     """Rank 0 has died."""
-    mirrors = world.mirrors()
-    saved(world, mirrors, 5)
-    mirrors[0]._over = True
-    error = str(mirrors[1].finish(600)[-1])
+    uploaders = world.uploaders()
+    saved(world, uploaders, 5)
+    uploaders[0]._finished = True
+    error = str(uploaders[1].finish(600)[-1])
     assert "within 600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
 
 
 # ---- a later run at the same url -----------------------------------------------------------------------------------------
 
 def test_who_is_overtaken_tells_the_others_and_they_stop_at_once(world):
-    mirrors = world.mirror(5)
-    saved(world, mirrors, 10)
-    world.remote.announce(LATER, Mark())
-    for one in mirrors:
+    uploaders = world.upload(5)
+    saved(world, uploaders, 10)
+    world.remote.publish_status(LATER, RunStatus())
+    for one in uploaders:
         assert f"taken over by run {LATER}" in str(one.finish(600)[0])
     assert world.now < 10 and world.committed() == [5]
 
 
 def test_during_the_training_they_hear_it_too(world):
-    mirrors = world.mirror(5)
-    world.remote.announce(LATER, Mark())
-    saved(world, mirrors, 10)
-    for one in mirrors * 2:
-        one.turn()
-    assert [len(one.poll()) for one in mirrors] == [1, 1] and all(one.turn() is None for one in mirrors)
+    uploaders = world.upload(5)
+    world.remote.publish_status(LATER, RunStatus())
+    saved(world, uploaders, 10)
+    for one in uploaders * 2:
+        one.run_once()
+    assert [len(one.poll()) for one in uploaders] == [1, 1] and all(one.run_once() is None for one in uploaders)
 
 
 def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_stopped(world):
-    mirrors = world.mirror(5)
-    world.remote.announce(LATER, Mark())
-    saved(world, mirrors, 10)
-    for one in mirrors * 2:
-        one.turn()
-    saved(world, mirrors, 15)
-    for rank, one in enumerate(mirrors):
+    uploaders = world.upload(5)
+    world.remote.publish_status(LATER, RunStatus())
+    saved(world, uploaders, 10)
+    for one in uploaders * 2:
+        one.run_once()
+    saved(world, uploaders, 15)
+    for rank, one in enumerate(uploaders):
         one.poll()
         assert f"step 15 is not in {URL}, not whole: rank {rank} " in str(one.finish(600)[-1])
 
 
 def test_overtaken_before_the_first_word(world):
-    mirrors = world.mirrors()
-    world.remote.announce(LATER, Mark())
-    saved(world, mirrors, 5)
-    assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in mirrors) and world.now < 10
+    uploaders = world.uploaders()
+    world.remote.publish_status(LATER, RunStatus())
+    saved(world, uploaders, 5)
+    assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in uploaders) and world.now < 10
 
 
 def test_the_word_of_the_one_that_was_overtaken_is_removed_by_the_later_run(world):
     """Then the others look for themselves."""
-    old = world.mirror(5)
+    old = world.upload(5)
     saved(world, old, 10)
-    world.mirror(15, run=LATER)
-    assert world.remote.announced(RUN) is None
+    world.upload(15, run=LATER)
+    assert world.remote.read_status(RUN) is None
     world.first, world.others = old[0], old[1:]
-    old[0]._over = True                             # and it has died
+    old[0]._finished = True                             # and it has died
     errors = old[1].finish(600)
     assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
 
 
 def test_the_word_is_tried_again(world, monkeypatch):
-    mirrors = world.mirror(5)
-    saved(world, mirrors, 10)
-    world.remote.announce(LATER, Mark())
+    uploaders = world.upload(5)
+    saved(world, uploaders, 10)
+    world.remote.publish_status(LATER, RunStatus())
     write = moxing.file.write
     monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
-    assert mirrors[0].turn() is False and mirrors[0].turn() is False and mirrors[0].turn() is False
+    assert uploaders[0].run_once() is False and uploaders[0].run_once() is False and uploaders[0].run_once() is False
     monkeypatch.setattr(moxing.file, "write", write)
     world.now += AGAIN
-    assert mirrors[0].turn() is None and LATER in world.remote.announced(RUN).reason
+    assert uploaders[0].run_once() is None and LATER in world.remote.read_status(RUN).reason
 
 
-def test_a_mark_of_an_older_version_has_no_reason(world):
+def test_a_run_status_of_an_older_version_has_no_reason(world):
     world.remote.store.put(f"{URL}/run-{RUN}.json", b'{"step": 5, "ended": true}')
-    assert world.remote.announced(RUN) == Mark(5, True)
+    assert world.remote.read_status(RUN) == RunStatus(5, True)
     for damaged in (b"", b"[]", b"{}", b"\xff", b'{"step": 5}'):
         world.remote.store.put(f"{URL}/run-{RUN}.json", damaged)
-        with pytest.raises(RemoteError, match="is not as mindresume writes it"):
-            world.remote.announced(RUN)
+        with pytest.raises(RemoteError, match=f"{URL}/run-{RUN}.json is not a run status"):
+            world.remote.read_status(RUN)
 
 
 def test_two_pods_with_one_url_at_the_same_moment(world):
     """Both found the bucket empty, so both are run 1. What one of them is uploading is no debris to the other."""
     twin = run_name(1, "0000cccc")
-    first, twins = world.mirrors(), world.mirrors(run=twin)
+    first, twins = world.uploaders(), world.uploaders(run=twin)
     world.others = first[1:]
     saved(world, first, 5)
     url = f"{URL}/{attempt_name(5, RUN)}"
     place = first[0].place
-    first[0].remote.put_share(place, 5, FORMATS[world.fmt].place_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
+    first[0].remote.put_shard(place, 5, FORMATS[world.fmt].place_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
                               os.path.join(place.root, "iteration_00000005"))
     before = world.remote.store.list(url)
     if world.fmt == "1.0":
@@ -889,7 +898,7 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     world.others = twins[1:]
     world.first = twins[0]
     for one in twins:
-        one.saved(10)
+        one.enqueue(10)
     twins[0].sleep = world.sleep
     twins[0].work()
     assert world.committed() == [10] and world.remote.store.list(url) == before != []
@@ -903,8 +912,8 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     ("write", "manifest.json"), ("write", "rank_00000.json"), ("write", "rank_00001.json"), ("write", f"run-{RUN}.json"),
     ("copy", "safetensors")])
 def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, operation, name):
-    mirrors = world.mirror(5, policy=KeepLast(2))
-    saved(world, mirrors, 10)
+    uploaders = world.upload(5, policy=KeepLast(2))
+    saved(world, uploaders, 10)
 
     def watch(moment, done, url):
         if (moment, done) == ("after", operation) and url.endswith(name):
@@ -922,8 +931,8 @@ def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, o
 
 def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkeypatch):
     """It took this run for dead, and saw no manifest a moment before."""
-    mirrors = world.mirror(5)
-    saved(world, mirrors, 10)
+    uploaders = world.upload(5)
+    saved(world, uploaders, 10)
     box = f"{URL}/{attempt_name(10, RUN)}"
 
     def watch(moment, operation, url):
@@ -937,20 +946,20 @@ def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkey
 
 
 def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monkeypatch):
-    world.mirror(5)
+    world.upload(5)
     name = attempt_name(10, RUN)
     world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
 
     def watch(moment, operation, url):
         if (moment, operation) == ("before", "remove") and url.endswith("torn.safetensors"):
-            world.remote.store.put(f"{URL}/{name}/{records_of(name, MANIFEST)}", b"of a run that was only slow")
+            world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", b"of a run that was only slow")
     monkeypatch.setattr(moxing.file, "watch", watch)
-    world.mirror(15, run=LATER)
-    assert world.committed() == [15, 5] and name not in world.remote.look().boxes
+    world.upload(15, run=LATER)
+    assert world.committed() == [15, 5] and name not in world.remote.scan().objects
 
 
 def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
-    world.mirror(5, 10)
+    world.upload(5, 10)
     remove = moxing.file.remove
 
     def refuse(url, recursive=False):
@@ -958,9 +967,9 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
             raise RuntimeError("403 Forbidden")
         remove(url, recursive)
     monkeypatch.setattr(moxing.file, "remove", refuse)
-    mirrors = world.mirror(15, 20, run=LATER, policy=KeepLast(1))
+    uploaders = world.upload(15, 20, run=LATER, policy=KeepLast(1))
     assert world.committed() == [20, 5]
-    assert all("could not be cleared" in str(error) for error in mirrors[0].poll())
+    assert all("could not be cleared" in str(error) for error in uploaders[0].poll())
 
 
 # ---- death after every operation ---------------------------------------------------------------------------------------
@@ -971,7 +980,7 @@ def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_pat
         base = tmp_path / fmt
         monkeypatch.setenv("FAKE_MOXING_ROOT", str(base / "objects"))
         world = World(base, fmt)
-        world.mirror(5, 10)
+        world.upload(5, 10)
         while not over:
             at += 1
             world.empty_disk()
@@ -993,7 +1002,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
     """Every operation on the disk fails once, with death: nothing half-fetched is ever taken."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world, at, seen = World(tmp_path, fmt), 0, SimpleNamespace(fresh=0, taken=0)
-    world.mirror(10)
+    world.upload(10)
     while True:
         at += 1
         world.empty_disk()

@@ -15,14 +15,14 @@ from mindresume.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume.apart import select_node_local
 from mindresume.resume.restore import RemoteFetch
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.store import mirror as mirrors
+from mindresume.store import mirror as uploaders
 from mindresume.store.common import committed
 from mindresume.store.exchange import Exchange
 from mindresume.store.islands import Islands
 from mindresume.store.kept import KeptFiles
-from mindresume.store.mirror import Mirror
+from mindresume.store.mirror import Uploader
 from mindresume.store.objects import MoxingStore
-from mindresume.store.remote import Mark, Remote
+from mindresume.store.remote import RemoteCheckpoints, RunStatus
 from mindresume.store.retention import KeepLast
 from mindresume.store.shard import Place
 
@@ -37,7 +37,7 @@ def bucket(tmp_path, monkeypatch):
 
 
 def remote():
-    return Remote(MoxingStore(moxing.file, lambda seconds: None), URL)
+    return RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
 
 
 def save(tmp_path, *steps, late=()):
@@ -46,19 +46,19 @@ def save(tmp_path, *steps, late=()):
 
     def sleep(seconds):
         now[0] += seconds
-        for other in mirrors[1:]:
+        for other in uploaders[1:]:
             if other.place.rank not in late:
                 other.work()
     places = [Place(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
-    mirrors = [Mirror(remote(), place, None, 60.0, clock=lambda: now[0], sleep=sleep if place.rank == 0 else lambda seconds: None)
-               for place in places]
+    uploaders = [Uploader(remote(), place, None, 60.0, clock=lambda: now[0],
+                          sleep=sleep if place.rank == 0 else lambda seconds: None) for place in places]
     for step in steps:
         for node, ranks in PARTS.items():
             save_part(tmp_path / node, step, ranks)
-        for mirror in mirrors:
-            mirror.saved(step)
-        mirrors[0].work()
-    return mirrors
+        for uploader in uploaders:
+            uploader.enqueue(step)
+        uploaders[0].work()
+    return uploaders
 
 
 def resume(tmp_path, storage=lambda: STORAGE):
@@ -75,13 +75,13 @@ def resume(tmp_path, storage=lambda: STORAGE):
 
 def test_the_store_holds_the_parts_of_all_nodes_as_one(tmp_path):
     save(tmp_path, 5)
-    manifest, _ = remote().manifest(remote().look().committed()[0])
+    manifest, _ = remote().manifest(remote().scan().committed()[0])
     assert (manifest.step, manifest.world_size, manifest.part, len(manifest.files)) == (5, 4, (), 4)
 
 
 def test_without_the_part_of_one_rank_nothing_is_committed_there(tmp_path):
     first = save(tmp_path, 5, late=(3,))[0]
-    assert remote().look().committed() == []
+    assert remote().scan().committed() == []
     assert "rank 3" in str(first.poll()[0])
 
 
@@ -137,12 +137,12 @@ class Training:
     and then the training goes on: ``slow`` saves until the other ranks have uploaded something."""
 
     def __init__(self, tmp_path, slow=5):
-        self.base, self.slow, self.now, self.step, self.log = tmp_path, slow, 0.0, 0, []
+        self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
         self.places = [Place(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
-        self.mirrors = [Mirror(remote(), place, None, 60.0, self.log.append, lambda: self.now, self.sleep, pledged=True,
+        self.uploaders = [Uploader(remote(), place, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
                                wait=self.wait) for place in self.places]
-        self.exchanges = [Exchange(STORAGE, place.root, RUN, ISLANDS, place.rank, mirror)
-                          for place, mirror in zip(self.places, self.mirrors, strict=True)]
+        self.exchanges = [Exchange(STORAGE, place.root, RUN, ISLANDS, place.rank, uploader)
+                          for place, uploader in zip(self.places, self.uploaders, strict=True)]
         for exchange in self.exchanges:
             STORAGE.make_folder(os.path.join(exchange.root, FOLDER))
             exchange.note("")
@@ -152,7 +152,7 @@ class Training:
         for node in nodes or PARTS:
             save_part(self.base / node, self.step, PARTS[node], policy=KeepLast(1))
             for rank in PARTS[node]:
-                self.mirrors[rank].saved(self.step)
+                self.uploaders[rank].enqueue(self.step)
 
     def exchange(self):
         rows = [exchange.news() for exchange in self.exchanges]
@@ -172,7 +172,7 @@ class Training:
         def sleep(seconds):
             self.now += seconds
             self.turns(1, 2, 3)
-        self.mirrors[0].sleep = sleep
+        self.uploaders[0].sleep = sleep
 
     def wait(self, _, seconds):
         self.now += 1
@@ -181,24 +181,24 @@ class Training:
 
     def turns(self, *ranks):
         for rank in ranks:
-            if not self.mirrors[rank]._over:
-                self.mirrors[rank].turn()
+            if not self.uploaders[rank]._finished:
+                self.uploaders[rank].run_once()
 
     def on_disk(self, node):
         return steps_of(committed(STORAGE, str(self.base / node)))
 
     def finish(self):
         """By all ranks. What went wrong."""
-        for mirror in self.mirrors:
-            mirror._closing = True
-        return [str(error) for mirror in self.mirrors for error in mirror.finish(600)]
+        for uploader in self.uploaders:
+            uploader._closing = True
+        return [str(error) for uploader in self.uploaders for error in uploader.finish(600)]
 
     def errors(self):
-        return [str(error) for mirror in self.mirrors for error in mirror.poll()]
+        return [str(error) for uploader in self.uploaders for error in uploader.poll()]
 
 
 def in_bucket():
-    return steps_of(remote().look().committed())
+    return steps_of(remote().scan().committed())
 
 
 @pytest.mark.parametrize("slow", [1, 3, 8])
@@ -221,11 +221,11 @@ def test_only_what_all_nodes_have_is_announced(tmp_path):
     job.save()
     job.save("a")
     job.turns(0)
-    assert in_bucket() == [] and job.mirrors[0].remote.announced(RUN) == Mark()      # nobody has said what all have
+    assert in_bucket() == [] and job.uploaders[0].remote.read_status(RUN) == RunStatus()      # nobody has said what all have
     job.exchange()
     job.stop()
     job.turns(0)
-    assert in_bucket() == [5] and job.mirrors[0].ready()
+    assert in_bucket() == [5] and job.uploaders[0].ready()
     job.exchange()
     job.turns(0)
     assert in_bucket() == [5] and job.errors() == []
@@ -244,7 +244,7 @@ def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_p
     job.save()
     job.exchange()
     job.turns(0)
-    assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().look().boxes
+    assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().scan().objects
 
 
 def test_weights_that_are_lost_during_the_upload(tmp_path, monkeypatch):
@@ -276,8 +276,8 @@ def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypat
     with monkeypatch.context() as broken:
         broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
         job.turns(0)
-    assert in_bucket() == [] and len(job.errors()) == 1 and job.mirrors[0].ready()
-    job.now += mirrors.AGAIN
+    assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].ready()
+    job.now += uploaders.AGAIN
     job.exchange()
     job.stop()
     job.turns(0)
@@ -290,8 +290,8 @@ def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
 
     def refuse(*args):
         raise OSError(30, "Read-only file system")
-    monkeypatch.setattr(mirrors, "hold", refuse)
-    job.mirrors[2].pledge(attempt_name(5, RUN))
+    monkeypatch.setattr(uploaders, "hold", refuse)
+    job.uploaders[2].schedule(attempt_name(5, RUN))
     assert "step 5 is not held on the disk of rank 2 while it is uploaded" in job.errors()[0]
 
 
