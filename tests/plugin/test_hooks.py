@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -282,6 +283,7 @@ def test_the_event_file_says_how_a_training_ended(output, outcome, reason, step)
         hooks._training(ends(outcome))(FakeTrainer())
     first, last = recorded(output)
     assert (first["event"], first["world_size"]) == ("training_started", 1)
+    assert first["utc_offset_seconds"] == time.localtime().tm_gmtoff
     assert (last["event"], last["outcome"], last["reason"], last.get("step")) == ("training_ended", outcome, reason, step)
     assert session.current().task == "" and session.current().progress.step is None
 
