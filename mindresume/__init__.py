@@ -1,6 +1,71 @@
 """Checkpoint and resume for MindSpore Transformers (``mindformers``).
 
 A training takes it in with ``import mindresume.plugin`` (or the repository's ``run_mindformer.py``); the command line is
-``mindresume``. Importing this package, like the command line, imports neither mindspore nor mindformers.
+``mindresume``. Its Python API, described in docs/api.md:
+
+    catalog = mindresume.open("output/checkpoint")
+    catalog.steps(), catalog.latest(), catalog.select(world_size=8).chosen, catalog.verify().damaged
+    catalog[500].tensors["embedding.weight"].shape, catalog[500].read("embedding.weight")
+    mindresume.convert("output/checkpoint", "new", to="dp=4,tp=2")
+
+Importing this package, like the command line, imports neither mindspore nor mindformers; what a name of the API needs is imported
+when the name is used for the first time.
 """
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindresume.api.catalog import Catalog, Selection, open
+    from mindresume.api.checkpoint import Checkpoint
+    from mindresume.api.comparison import Comparison, TensorDifference, compare
+    from mindresume.api.conversion import ConversionResult, convert, export_hf, merge
+    from mindresume.api.inspection import Inspection, inspect
+    from mindresume.api.pruning import PruneResult, prune
+    from mindresume.api.results import (
+        CheckpointInfo,
+        CheckpointVerification,
+        DirectoryUser,
+        Listing,
+        Problem,
+        VerificationReport,
+    )
+    from mindresume.api.tensors import TensorInfo, TensorSlice
+    from mindresume.errors import MindResumeError
+    from mindresume.store.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes
+
 __version__ = "0.1.0"
+
+_MODULES = {                    # of each name of the API: the module that it is imported from when it is used
+    "api.catalog": ("Catalog", "Selection", "open"),
+    "api.checkpoint": ("Checkpoint",),
+    "api.comparison": ("Comparison", "TensorDifference", "compare"),
+    "api.conversion": ("ConversionResult", "convert", "export_hf", "merge"),
+    "api.inspection": ("Inspection", "inspect"),
+    "api.pruning": ("PruneResult", "prune"),
+    "api.results": ("CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "VerificationReport"),
+    "api.tensors": ("TensorInfo", "TensorSlice"),
+    "errors": ("MindResumeError",),
+    "store.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
+}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Catalog", "Checkpoint", "CheckpointInfo", "CheckpointVerification", "Comparison", "ConversionResult", "DirectoryUser",
+    "Inspection", "KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes", "Listing", "MindResumeError", "Problem",
+    "PruneResult", "Selection", "TensorDifference", "TensorInfo", "TensorSlice", "VerificationReport", "compare", "convert",
+    "export_hf", "inspect", "merge", "open", "prune"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

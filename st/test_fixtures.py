@@ -69,7 +69,7 @@ def test_ls_lists_every_step_newest_first(name):
     assert status == 0 and answer["notes"] == []
     assert [row["step"] for row in answer["checkpoints"]] == sorted(steps, reverse=True)
     for row in answer["checkpoints"]:
-        assert (row["ranks"], row["origin"]) == (len(steps[row["step"]]), "mindformers")
+        assert (row["world_size"], row["origin"]) == (len(steps[row["step"]]), "mindformers")
         assert (row["usable"], row["problem"]) == (True, None)
 
 
@@ -130,12 +130,12 @@ def test_one_bad_file_of_the_newest_step_makes_all_ranks_take_the_one_before(fol
 def test_a_missing_file_that_held_something_of_its_own(folder):
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
-    assert status == 0 and (answer["chosen"]["step"], answer["chosen"]["absent"]) == (10, [])
+    assert status == 0 and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (10, [])
     refusal, = answer["refused"]
     assert (refusal["step"], refusal["rank"]) == (15, 2) and "was held by rank 2 alone" in refusal["reason"]
     _, listed = call("ls", folder)
     assert [row["usable"] for row in listed["checkpoints"]] == [False, True]
-    assert listed["checkpoints"][0]["problem"] == refusal["reason"]
+    assert listed["checkpoints"][0]["problem"]["reason"] == refusal["reason"]
     status, report = call("verify", folder)
     assert status == 1 and [row["state"] for row in report["checkpoints"]] == ["damaged", "unverifiable"]
 
@@ -144,11 +144,11 @@ def test_a_missing_file_whose_contents_others_hold(folder):
     """As MindIO TTP leaves it: by the strategy files rank 0 has all that rank 2 had."""
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
-    assert status == 0 and answer["refused"] == [] and (answer["chosen"]["step"], answer["chosen"]["absent"]) == (15, [2])
+    assert status == 0 and answer["refused"] == [] and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (15, [2])
     _, listed = call("ls", folder)
-    assert [(row["usable"], row["absent"]) for row in listed["checkpoints"]] == [(True, [2]), (True, [])]
+    assert [(row["usable"], row["missing_ranks"]) for row in listed["checkpoints"]] == [(True, [2]), (True, [])]
     status, report = call("verify", folder)
-    assert status == 0 and [(row["state"], row["absent"]) for row in report["checkpoints"]] == [
+    assert status == 0 and [(row["state"], row["missing_ranks"]) for row in report["checkpoints"]] == [
         ("unverifiable", [2]), ("unverifiable", [])]
 
 

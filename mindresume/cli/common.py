@@ -7,19 +7,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mindresume.api.progress import SILENT, Progress
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal
-from mindresume.formats.location import locate as locate_below
 from mindresume.formatting import shown
 from mindresume.layout import MAX_RANKS
-from mindresume.store.storage import PosixStorage
+
+if TYPE_CHECKING:
+    from mindresume.api.results import CheckpointInfo
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
@@ -31,12 +32,14 @@ WorldSize = Annotated[int | None, typer.Option(
                                                             "folders.")]
 
 
-def locate(folder: str, must_exist: bool = True) -> str:
-    """``folder``, or the one folder of checkpoints below it. FileNotFoundError if there is nothing and there must be;
+def locate(folder: str) -> str:
+    """Returns ``folder``, or the one folder of checkpoints below it. FileNotFoundError if there is nothing;
     MissingCheckpointError if there are several."""
-    if must_exist and not os.path.exists(folder):
+    from mindresume.formats import location
+    from mindresume.store.storage import PosixStorage
+    if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist")
-    return locate_below(PosixStorage(), folder)
+    return location.locate(PosixStorage(), folder)
 
 
 def say(text: object = "", error: bool = False) -> None:
@@ -46,6 +49,7 @@ def say(text: object = "", error: bool = False) -> None:
     print(line.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"), file=stream)
 
 
+WIDE = 1000                     # columns of a table that goes into a file or a pipe: nothing is wrapped
 NOTHING = 3                     # exit status: there is no checkpoint, or none that can be used
 
 
@@ -70,29 +74,22 @@ def time_text(seconds: float | None) -> str:
     return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def origin_text(candidate: Candidate) -> str:
-    return {MINDFORMERS: "mindformers", MERGED: "mindresume, complete weights"}.get(candidate.origin, f"run {candidate.run}")
+def step_text(step: int | None) -> str:
+    """Returns a step, an epoch, or "?" where it is unknown."""
+    return "?" if step is None else str(step)
 
 
-def refusal_json(root: str, refusal: Refusal) -> dict[str, Any]:
-    value = refusal.to_json()
-    return {**value, "file": os.path.join(root, value["file"]) if value["file"] else None}
+def origin_text(origin: str | None, run_id: str | None) -> str:
+    """Returns who wrote a checkpoint, as a phrase."""
+    from mindresume.formats import MERGED, MINDFORMERS
+    return {MINDFORMERS: "mindformers", MERGED: "mindresume, complete weights"}.get(origin or "", f"run {run_id}")
 
 
-class Meter(Protocol):
-    """A progress bar: first what is to come, in bytes, then what was read."""
-
-    def expect(self, count: int) -> None: ...
-
-    def advance(self, count: int) -> None: ...
-
-
-class _NoMeter:
-    def expect(self, count: int) -> None:
-        pass
-
-    def advance(self, count: int) -> None:
-        pass
+def run_text(info: CheckpointInfo) -> str:
+    """Returns the number of the run that wrote a checkpoint, as a cell of a table."""
+    from mindresume.formats import MERGED
+    from mindresume.manifest import run_sequence
+    return str(run_sequence(info.run_id)) if info.run_id else MERGED if info.origin == MERGED else "-"
 
 
 class Stopped(BaseException):
@@ -117,10 +114,10 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Meter]:
+def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progress]:
     """Shows progress on stderr: a bar on a terminal, elsewhere a line every ten seconds; nothing if ``quiet``."""
     if quiet:
-        yield _NoMeter()
+        yield SILENT
         return
     if not sys.stderr.isatty():
         yield ProgressReporter(what, lambda event: print(progress_text(event), file=sys.stderr, flush=True), unit=unit)
@@ -148,3 +145,15 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Meter]
             def advance(self, count: int) -> None:
                 progress.advance(task, count)
         yield Bar()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    visible = [index for index, name in enumerate(columns) if name not in hidden]
+    for index in visible:
+        table.add_column(columns[index], overflow="fold")
+    for row in rows:
+        table.add_row(*(shown(row[index]) for index in visible))
+    Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)

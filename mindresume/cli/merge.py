@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson
-from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, Step, Workers, bytes_of, opened, run
-from mindresume.formats.complete import HUGGINGFACE, MINDSPORE
-from mindresume.reshard.conversion import to_complete
+from mindresume.cli.common import AsJson, progress_bar
+from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, Step, Workers, bytes_of, memory_of, show
 
 
 @app.command()
@@ -31,6 +29,9 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
     Files: part0.safetensors ..., hyper_param.safetensors with the counters, param_name_map.json. A training resumes from them
     with load_checkpoint: DST, resume_training: True, auto_trans_ckpt: True.
     """
-    with opened(src, step, strategy, dry_run) as source:
-        job = to_complete(source, HUGGINGFACE if hf else MINDSPORE, bytes_of(part, "--part-size"), tuple(drop or ()))
-        run(job, dst, source.weights.format, engine, workers, memory, dry_run, json)
+    from mindresume.api import conversion
+    with progress_bar("converting", json or dry_run) as progress:
+        result = conversion.merge(src, dst, step=step, strategy=strategy, hf_index=hf, drop=drop or (),
+                                  part_size_bytes=bytes_of(part, "--part-size"), engine=engine, workers=workers,
+                                  memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress)
+    show(result, json)

@@ -5,7 +5,7 @@ Candidate: something that looks like one saved step, of one run. Whether it can 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,19 @@ FIRST = (float("inf"),)                 # order of what may be newer than everyt
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why one candidate is not used. ``file`` and ``rank`` where they are known; ``file`` relative to the root."""
+    """Why one candidate is not used. ``file`` and ``rank`` where they are known; ``file`` relative to the root. ``tensors``:
+    names of those in ``file`` whose checksums differ."""
     step: int | None
     reason: str
     file: str | None = None
     rank: int | None = None
+    tensors: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))        # JSON has lists
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank}
+        return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank, "tensors": list(self.tensors)}
 
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file and self.file not in self.reason else ""
@@ -107,8 +112,8 @@ class Candidate:
         """What was measured when it was saved; empty where no record says so."""
         return dict(self.state.metrics) if self.state else {}
 
-    def refuse(self, reason: str, file: str | None = None, rank: int | None = None) -> Refusal:
-        return Refusal(self.step, reason, file, rank)
+    def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = ()) -> Refusal:
+        return Refusal(self.step, reason, file, rank, tuple(tensors))
 
 
 def unseen(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:

@@ -104,7 +104,7 @@ def _file_problem(storage: Storage, folder: str, made: Made, file: FileRecord, p
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
     return Refusal(None, f"{file.path} is not what was written; damaged: {damaged} (checksum {checksum}, recorded "
-                         f"{file.checksum})", file.path)
+                         f"{file.checksum})", file.path, tensors=tuple(wrong))
 
 
 def _folder(path: str) -> str:
@@ -113,7 +113,8 @@ def _folder(path: str) -> str:
 
 def _refusal(path: str, error: Exception) -> Refusal:
     if isinstance(error, DamagedFileError):
-        return Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)))
+        return Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)),
+                       tensors=(error.tensor,) if error.tensor else ())
     return Refusal(None, str(error))
 
 

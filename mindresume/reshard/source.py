@@ -86,21 +86,30 @@ def reading(storage: Storage, path: str, step: int | None = None, strategy: str 
 
     def keep(root: str, candidate: Candidate) -> None:
         leave()
-        if candidate.origin != OURS or not candidate.box:       # mindresume removes nothing else
-            return
-        try:
-            claim = hold(storage, root, candidate.name, candidate.box)
-        except OSError as error:
-            log(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}")
-            return
-        if claim is None:
-            raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
-        held.append(claim)
+        claim = hold_candidate(storage, root, candidate, log)
+        if claim is not None:
+            held.append(claim)
 
     try:
         yield open_source(storage, path, step, strategy, keep)
     finally:
         leave()
+
+
+def hold_candidate(storage: Storage, root: str, candidate: Candidate, log: Callable[[str], None] = lambda text: None
+                   ) -> Claim | None:
+    """Returns what keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``; None where nobody removes it, and
+    where nothing can be written: then ``log`` says so. MissingCheckpointError if it is gone already."""
+    if candidate.origin != OURS or not candidate.box:           # mindresume removes nothing else
+        return None
+    try:
+        claim = hold(storage, root, candidate.name, candidate.box)
+    except OSError as error:
+        log(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}")
+        return None
+    if claim is None:
+        raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
+    return claim
 
 
 def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,

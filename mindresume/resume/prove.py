@@ -175,7 +175,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
             return candidate.refuse(unlike, file.path, rank)
     except DamagedFileError as error:
         path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
-        return candidate.refuse(f"rank {rank}: {error.reason}", path, rank)
+        return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else ())
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank}: {error}", file.path, rank)
     written = parse_label(header)
@@ -266,7 +266,7 @@ def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, f
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
     return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
-                            f"recorded {file.checksum})", file.path, rank)
+                            f"recorded {file.checksum})", file.path, rank, wrong)
 
 
 def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
@@ -339,7 +339,7 @@ def _verify_replicas(storage: Storage, root: str, candidate: Candidate, rank: in
                 known = recorded[name].checksum             # empty where none was recorded
                 if name not in header.tensors or known and tensor_checksum(opened, header.tensors[name]) != known:
                     return candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
-                                            source.file.path, rank)
+                                            source.file.path, rank, [name])
                 if progress:
                     progress(header.tensors[name].nbytes)
     return sources

@@ -44,12 +44,15 @@ def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world
     Raises: MissingCheckpointError, ConfigError.
     """
     found, _ = candidates_for(storage, path)
-    seen = []
-    for candidate in found.candidates:
-        candidate, ranks = complete_missing_ranks(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
-        problem = check_files(storage, found.root, candidate, ranks)
-        seen.append(CheckpointStatus(candidate, problem, _remarks(storage, found.root, candidate) if problem is None else ()))
-    return found, tuple(seen)
+    return found, tuple(status_of_candidate(storage, found, candidate, strategy_of, world_size) for candidate in found.candidates)
+
+
+def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, strategy_of: StrategyOf,
+                        world_size: int | None = None) -> CheckpointStatus:
+    """Returns the row of ``list_checkpoints`` for one candidate of the scan ``found``."""
+    candidate, ranks = complete_missing_ranks(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
+    problem = check_files(storage, found.root, candidate, ranks)
+    return CheckpointStatus(candidate, problem, _remarks(storage, found.root, candidate) if problem is None else ())
 
 
 def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from mindresume import cli
 from mindresume.files import read_header
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, attempt_name
+from mindresume.resume import survey as surveys
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import SAVING, owner_of_this_process
 
@@ -63,7 +64,7 @@ def test_a_copy_of_an_iteration_is_listed_as_one(tmp_path, read):
     iterations.save(tmp_path, 10, 20)
     shutil.copytree(iterations.folder_of(tmp_path, 10), iterations.folder_of(tmp_path, 11))
     _, found = read("ls", tmp_path)
-    assert {row["iteration"]: row["usable"] for row in found["checkpoints"]} == {
+    assert {row["iteration_dir"]: row["usable"] for row in found["checkpoints"]} == {
         "iteration_00000020": True, "iteration_00000010": True, "iteration_00000011": False}
     status, found = read("which", tmp_path)
     assert status == 0 and found["chosen"]["step"] == 20 and found["refused"] == []
@@ -88,20 +89,24 @@ def cut(root, step, rank):
 
 # ---- which -----------------------------------------------------------------------------------------------------------
 
+def facts(row):
+    return row["step"], row["epoch"], row["format"], row["missing_ranks"], row["files"], row["warnings"]
+
+
 def test_which_prints_the_newest_one(saved, read):
-    assert read("which", saved) == (0, {"chosen": {"step": 15, "epoch": 2, "format": "safetensors", "absent": [],
-                                                   "files": paths(saved, 15), "remarks": []},
-                                        "refused": []})
+    status, found = read("which", saved)
+    assert (status, facts(found["chosen"]), found["refused"]) == (0, (15, 2, "safetensors", [], paths(saved, 15), []), [])
+    assert (found["root"], found["fresh"], found["verified"], found["local"], found["error"]) == (
+        str(saved), False, True, None, "")
 
 
 def test_which_says_why_a_newer_one_is_not_taken(saved, read):
     path = cut(saved, 15, 2)
     status, found = read("which", saved)
-    assert status == 0 and set(found) == {"chosen", "refused"}
-    assert found["chosen"] == {"step": 10, "epoch": 1, "format": "safetensors", "absent": [], "files": paths(saved, 10),
-                               "remarks": []}
+    assert (status, facts(found["chosen"])) == (0, (10, 1, "safetensors", [], paths(saved, 10), []))
+    assert set(found) == {"root", "chosen", "refused", "notes", "fresh", "verified", "description", "local", "error"}
     refusal, = found["refused"]
-    assert set(refusal) == {"step", "reason", "file", "rank"}
+    assert set(refusal) == {"step", "reason", "file", "rank", "tensors"}
     assert (refusal["step"], refusal["file"], refusal["rank"]) == (15, path, 2)
 
 
@@ -124,7 +129,8 @@ def test_which_finds_none(saved, read):
 
 
 def test_which_in_an_empty_folder(tmp_path, read):
-    assert read("which", tmp_path) == (3, {"chosen": None, "refused": []})
+    status, found = read("which", tmp_path)
+    assert (status, found["chosen"], found["refused"], found["fresh"]) == (3, None, [], True)
 
 
 def test_which_by_name(saved, read):
@@ -173,21 +179,22 @@ def test_torn_metadata_of_mindformers_is_what_all_commands_say(tmp_path, read, c
     status, found = read("which", tmp_path)
     reason = found["refused"][0]["reason"]
     assert (status, found["chosen"]["step"]) == (0, 10) and reason.startswith("metadata.json: ")
-    assert [row["problem"] for row in read("ls", tmp_path)[1]["checkpoints"]] == [reason, None]
+    rows = read("ls", tmp_path)[1]["checkpoints"]
+    assert rows[0]["problem"]["reason"] == reason and rows[1]["problem"] is None
     status, found = read("verify", tmp_path)
     assert status == 1 and [[problem["reason"] for problem in row["problems"]] for row in found["checkpoints"]] == [[reason], []]
     assert reason in call("inspect", tmp_path)[1]
 
 
 def said_of(step, read, call, root):
-    """What `ls`, `which` and `verify` say of it: (remarks, remarks of what is chosen, problems); and all that is printed."""
-    listed, = [row["remarks"] for row in read("ls", root)[1]["checkpoints"] if row["step"] == step]
+    """What `ls`, `which` and `verify` say of it: (warnings, warnings of what is chosen, problems); and all that is printed."""
+    listed, = [row["warnings"] for row in read("ls", root)[1]["checkpoints"] if row["step"] == step]
     chosen = read("which", root)[1]["chosen"]
     status, found = read("verify", root)
     problems, = [[problem["reason"] for problem in row["problems"]] for row in found["checkpoints"] if row["step"] == step]
     assert chosen["step"] == step and (status, found["damaged"]) == ((1, True) if problems else (0, False))
     printed = [call(command, root)[1].replace("\n", "") for command in ("ls", "which", "verify")]
-    return (listed, chosen["remarks"], problems), printed
+    return (listed, chosen["warnings"], problems), printed
 
 
 @pytest.mark.parametrize("ranks", [(2,), (0, 3)])
@@ -282,7 +289,7 @@ def test_verify_of_whole_checkpoints(saved, read, origin):
         (15, origin, []), (10, origin, []), (5, origin, [])]
     assert {row["state"] for row in found["checkpoints"]} == {"verified" if origin == "mindresume" else "unverifiable"}
     if origin == "mindresume":
-        assert found["bytes"] == sum(os.path.getsize(path) for step in (5, 10, 15) for path in paths(saved, step))
+        assert found["bytes_read"] == sum(os.path.getsize(path) for step in (5, 10, 15) for path in paths(saved, step))
 
 
 def test_verify_names_every_damaged_file_and_tensor(tmp_path, read, call):
@@ -323,21 +330,20 @@ def test_verify_of_a_deleted_file_without_replicas(tmp_path, read):
 def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step)
-    verify_module = sys.modules["mindresume.cli.verify"]            # the name is that of the command
-    look = verify_module.list_checkpoints
+    look = surveys.list_checkpoints
 
     def late(*values):
-        monkeypatch.setattr(verify_module, "list_checkpoints", look)
+        monkeypatch.setattr(surveys, "list_checkpoints", look)
         found = look(*values)
         for path in paths(tmp_path, 5):
             os.remove(path)
         shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
         return found
-    monkeypatch.setattr(verify_module, "list_checkpoints", late)
+    monkeypatch.setattr(surveys, "list_checkpoints", late)
     status, found = read("verify", tmp_path)
-    assert status == 0 and found["removed"] == [5] and [row["step"] for row in found["checkpoints"]] == [10]
+    assert status == 0 and found["removed_steps"] == [5] and [row["step"] for row in found["checkpoints"]] == [10]
     save(tmp_path, 5)
-    monkeypatch.setattr(verify_module, "list_checkpoints", late)
+    monkeypatch.setattr(surveys, "list_checkpoints", late)
     assert "step 5: removed by a job or by hand while it was read" in call("verify", tmp_path)[1]
 
 
@@ -364,11 +370,12 @@ def test_ls(saved, read, origin):
     status, found = read("ls", saved)
     assert status == 0 and found["root"] == str(saved)
     rows = found["checkpoints"]
-    assert [(row["step"], row["epoch"], row["ranks"], row["origin"]) for row in rows] == [
+    assert [(row["step"], row["epoch"], row["world_size"], row["origin"]) for row in rows] == [
         (15, 2, 4, origin), (10, 1, 4, origin), (5, 1, 4, origin)]
     assert [row["usable"] for row in rows] == ([False, True, True] if origin == "mindresume" else [True, True, True])
-    assert set(rows[0]) == {"step", "epoch", "format", "ranks", "absent", "iteration", "origin", "run", "committed", "usable",
-                            "problem", "remarks", "saved_at", "files"}
+    assert set(rows[0]) == {"step", "epoch", "state", "problem", "warnings", "format", "iteration_dir", "origin", "run_id",
+                            "committed", "world_size", "missing_ranks", "local_ranks", "saved_at", "size_bytes", "files",
+                            "usable"}
     assert rows[1]["files"] == paths(saved, 10) and rows[1]["committed"] is (origin == "mindresume")
 
 
@@ -391,7 +398,8 @@ def test_a_folder_that_does_not_exist(tmp_path, call, command):
 
 
 def test_which_of_a_folder_that_does_not_exist_is_the_fresh_start_of_a_first_run(tmp_path, call, read):
-    assert read("which", tmp_path / "missing") == (3, {"chosen": None, "refused": []})
+    status, found = read("which", tmp_path / "missing")
+    assert (status, found["chosen"], found["refused"], found["fresh"]) == (3, None, [], True)
     assert "a resume starts afresh" in call("which", tmp_path / "missing")[1]
 
 
@@ -472,7 +480,7 @@ def test_what_one_of_several_nodes_has(tmp_path, call):
     status, out, _ = call("which", tmp_path)
     assert status == 0 and out.startswith("part     step 10, epoch 1: rank 2, 3 of 4") and "refused" not in out
     status, out, _ = call("which", tmp_path, "--json")
-    assert json.loads(out)["part"]["ranks"] == [2, 3] and json.loads(out)["chosen"] is None and "error" not in json.loads(out)
+    assert json.loads(out)["local"]["local_ranks"] == [2, 3] and json.loads(out)["chosen"] is None
     assert call("ls", tmp_path)[1].count("of this node") == 2
     status, out, _ = call("verify", tmp_path)
     assert status == 0 and out.count("every byte of rank 2, 3 of 4") == 2

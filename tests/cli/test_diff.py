@@ -44,8 +44,8 @@ def test_other_layouts_and_formats_are_equal(tmp_path, call, read):
     assert out.count("\n") == 1
     status, found = read(tmp_path / "a", tmp_path / "b")
     assert status == 0 and found["equal"] and found["within_tolerance"] and found["differences"] == []
-    assert found["bytes"] == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
-    assert (found["a"]["ranks"], found["b"]["ranks"], found["a"]["step"], found["b"]["step"]) == (8, None, 15, 15)
+    assert found["size_bytes"] == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
+    assert (found["a"]["world_size"], found["b"]["world_size"], found["a"]["step"], found["b"]["step"]) == (8, None, 15, 15)
 
 
 def test_layouts_from_strategies(tmp_path, call):
@@ -91,7 +91,8 @@ def test_what_is_only_on_one_side(two, call, read):
     status, found = read(a, b, "--tolerance", "inf")
     assert status == 1 and {row["name"]: row["kind"] for row in found["differences"]} == {
         "gone": "only in A", "w": "dtype", "step_num": "shape"}
-    assert found["differences"][0] == {"name": "gone", "kind": "only in A", "a": {"dtype": "int8", "shape": [2]}, "b": None}
+    first = found["differences"][0]
+    assert (first["name"], first["a"], first["b"], first["elements"]) == ("gone", {"dtype": "int8", "shape": [2]}, None, None)
     out = call(a, b)[1]
     assert all(text in out for text in ("only in A: int8 (2,)", "dtype: float32 (2, 3) -> float64 (2, 3)",
                                         "shape: int64 () -> int64 (1,)"))

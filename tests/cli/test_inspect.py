@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, save
+from folders import RUN, save
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
 
-from mindresume.cli.inspect import Row, cut_text, folded, is_strategy, ranges_text
+from mindresume.api.tensors import TensorInfo, cut_text
+from mindresume.cli.inspect import folded, ranges_text
 from mindresume.layout import TensorLayout
 from mindresume.strategy import write_strategy
 
@@ -64,14 +65,15 @@ def listed(regions):
 def test_what_a_checkpoint_is(saved, read, origin):
     found = read(saved[origin])
     whole = {**TENSORS, **COUNTERS}
-    assert {key: found[key] for key in ("kind", "origin", "run", "step", "ranks", "stages", "stage_size", "files", "bytes")} == {
-        "kind": "checkpoint", "origin": origin, "run": RUN if origin == "mindresume" else None, "step": STEP, "ranks": 8,
-        "stages": 2, "stage_size": 4, "files": 8, "bytes": sum(array.nbytes for array in whole.values())}
+    keys = ("kind", "origin", "run_id", "step", "world_size", "stages", "stage_size", "files", "size_bytes")
+    assert {key: found[key] for key in keys} == {
+        "kind": "checkpoint", "origin": origin, "run_id": RUN if origin == "mindresume" else None, "step": STEP, "world_size": 8,
+        "stages": 2, "stage_size": 4, "files": 8, "size_bytes": sum(array.nbytes for array in whole.values())}
     root = saved[origin] / "output" / "checkpoint"
     assert found["path"] == str(root) and found["bytes_on_disk"] == sum(
         path.stat().st_size for path in root.glob("rank_*/*.safetensors"))
-    assert found["dtypes"]["bfloat16"] == {"tensors": 5, "bytes": 2 * (16 * 8 + 4 * 8 * 8)}
-    assert "slices" not in found and "rank" not in found
+    assert found["dtypes"]["bfloat16"] == {"tensors": 5, "size_bytes": 2 * (16 * 8 + 4 * 8 * 8)}
+    assert found["slices"] is found["rank"] is None
 
 
 def test_every_tensor_and_its_layout(saved, read, origin):
@@ -95,17 +97,17 @@ def test_what_a_rank_holds(saved, read, rank):
     found = read(saved["mindresume"], "--rank", rank)
     parts = {part["name"]: part for part in found["slices"]}
     assert found["rank"] == rank and parts.keys() == {*PLAN.regions(rank), *COUNTERS}
-    assert {name: parts[name]["slice"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
-    assert all((part["ranks"], part["absent"]) == ([rank], []) for part in parts.values())
+    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
+    assert all((part["ranks"], part["missing_ranks"]) == ([rank], []) for part in parts.values())
 
 
 @pytest.mark.parametrize("rank", [1, 4, 7])
 def test_copies_that_were_left_away(saved, read, call, rank):
     parts = {part["name"]: part for part in read(saved["mindformers"], "--rank", rank)["slices"]}
     assert {name for name, part in parts.items() if part["ranks"]} == {*PLAN.keeps(rank), *COUNTERS}
-    assert {name: parts[name]["slice"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
-    assert all(part["absent"] == ([] if part["ranks"] else [rank]) for part in parts.values())
-    absent = any(part["absent"] for part in parts.values())
+    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
+    assert all(part["missing_ranks"] == ([] if part["ranks"] else [rank]) for part in parts.values())
+    absent = any(part["missing_ranks"] for part in parts.values())
     assert absent is (rank > 4) and ("not in the file of" in call(saved["mindformers"], "--rank", rank)[1]) is absent
 
 
@@ -119,10 +121,10 @@ def test_who_holds_which_slice(saved, read, origin, pattern):
         for rank in range(8):
             if name in PLAN.regions(rank) and TENSORS[name].size:
                 expected.setdefault(PLAN.regions(rank)[name], []).append(rank)
-        parts = {tuple(map(tuple, part["slice"])): part for part in found["slices"] if part["name"] == name}
+        parts = {tuple(map(tuple, part["region"])): part for part in found["slices"] if part["name"] == name}
         for region, ranks in expected.items():
             assert parts[region]["ranks"] == [rank for rank in ranks if rank in kept]
-            assert parts[region]["absent"] == [rank for rank in ranks if rank not in kept]
+            assert parts[region]["missing_ranks"] == [rank for rank in ranks if rank not in kept]
         assert len(parts) == len(expected) or not TENSORS[name].size
 
 
@@ -155,9 +157,9 @@ def test_a_lost_file(tmp_path, read):
     write_strategy(Plan.parse("dp2tp2", MODEL).strategy(), str(tmp_path / "strategy"))
     lose(tmp_path, candidate, [3])
     found = read(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
-    assert [(part["slice"][0], part["ranks"], part["absent"]) for part in found["slices"]] == [
+    assert [(part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]] == [
         ([0, 8], [0, 2], []), ([8, 16], [1], [3])]
-    assert found["files"] == 3 and found["ranks"] == 4
+    assert found["files"] == 3 and found["world_size"] == 4
 
 
 def test_steps_of_a_folder(tmp_path, read, call):
@@ -174,12 +176,12 @@ def test_steps_of_a_folder(tmp_path, read, call):
 def test_complete_weights_and_single_files(tmp_path, read, call):
     complete(tmp_path / "merged", TENSORS)
     found = read(tmp_path / "merged", "--tensor", "*qkv*")
-    assert (found["kind"], found["ranks"], found["step"]) == ("complete weights", None, STEP)
+    assert (found["kind"], found["world_size"], found["step"]) == ("complete weights", None, STEP)
     assert all(row["file"].startswith("part") and row["layout"] is None for row in found["tensors"])
     assert found["tensors"][0]["file"] in call(tmp_path / "merged", "--tensor", "*qkv*")[1]
     put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
     found = read(tmp_path / "one.ckpt")
-    assert (found["step"], found["bytes"], found["files"]) == (None, 12, 1)
+    assert (found["step"], found["size_bytes"], found["files"]) == (None, 12, 1)
     assert [(row["name"], row["dtype"], row["shape"]) for row in found["tensors"]] == [("w", "float16", [2, 3])]
 
 
@@ -189,13 +191,14 @@ def test_complete_weights_and_single_files(tmp_path, read, call):
 def test_a_strategy(tmp_path, read, call, fmt):
     write_strategy(PLAN.strategy(), str(tmp_path), fmt)
     found = read(tmp_path)
-    assert (found["kind"], found["ranks"], found["stages"], found["stage_size"], found["bytes"]) == ("strategy", 8, 2, 4, None)
+    assert (found["kind"], found["world_size"], found["stages"], found["stage_size"]) == ("strategy", 8, 2, 4)
+    assert found["size_bytes"] is found["files"] is None
     rows = {row["name"]: row for row in found["tensors"]}
     assert rows.keys() == set(TENSORS)
     assert all(row["shape"] is row["dtype"] is row["local_shape"] is None for row in rows.values())
     assert TensorLayout.from_json(rows["layers.0.qkv.weight"]["layout"]) == PLAN.stages[0]["layers.0.qkv.weight"]
     found = read(tmp_path, "--tensor", "layers.3.qkv.weight")
-    assert [(part["pieces"], part["of"], part["ranks"]) for part in found["slices"]] == [
+    assert [(part["region"], part["of"], part["ranks"]) for part in found["slices"]] == [
         ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))]
     assert {part["name"] for part in read(tmp_path, "--rank", 5)["slices"]} == set(PLAN.layouts(5))
     out = call(tmp_path)[1]
@@ -203,33 +206,7 @@ def test_a_strategy(tmp_path, read, call, fmt):
     assert "piece (3, 0) of (4, 1)" in call(tmp_path, "--rank", 7)[1]
 
 
-def test_what_is_a_strategy(tmp_path, saved):
-    for fmt in ("ckpt", "json"):
-        write_strategy(PLAN.strategy(), str(tmp_path / fmt), fmt)
-        assert is_strategy(STORAGE, str(tmp_path / fmt))
-        assert all(is_strategy(STORAGE, str(path)) for path in (tmp_path / fmt).iterdir())
-    put(tmp_path / "weights" / "strategy.ckpt", {"w": np.zeros(3, np.float32)})
-    complete(tmp_path / "merged", TENSORS)
-    (tmp_path / "merged" / "config.json").write_text("{}")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "failed_strategy.ckpt").write_bytes(b"")
-    assert is_strategy(STORAGE, str(tmp_path / "failed_strategy.ckpt"))
-    for path in (tmp_path / "weights", tmp_path / "weights" / "strategy.ckpt", tmp_path / "merged", tmp_path / "empty",
-                 saved["mindresume"], saved["mindresume"] / "output" / "checkpoint"):
-        assert not is_strategy(STORAGE, str(path)), path
-
-
 # ---- words -----------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("layout, text", [
-    (None, "not cut"), (TensorLayout((2, 2), (-1, -1)), "not cut"), (TensorLayout((1, 4), (1, -1)), "not cut"),
-    (TensorLayout((2, 2), (0, -1)), "dim 0 / 2 over axis 0 of [2, 2]"),
-    (TensorLayout((2, 2), (0, -1), -1), "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2"),
-    (TensorLayout((4, 2), (-1, -1), 4), "optimizer shard 4 of [4, 2]"),
-    (TensorLayout((2, 3, 4), (1, (2, 0))), "dim 0 / 3 over axis 1, dim 1 / 2 x 4 over axes 2, 0 of [2, 3, 4]")])
-def test_cut_text(layout, text):
-    assert cut_text(layout) == text
-
 
 @pytest.mark.parametrize("numbers, text", [([], ""), ([3], "3"), ([0, 1], "0,1"), ([0, 1, 2], "0-2"), (range(1024), "0-1023"),
                                            ([7, 4, 0, 2, 5, 6], "0,2,4-7"), ([1, 2, 4, 5, 6, 9, 10], "1,2,4-6,9,10")])
@@ -239,7 +216,7 @@ def test_ranges_text(numbers, text):
 
 def test_folding():
     def row(name, shape=(2,), stage=0, layout=None):
-        return Row(name, "float32", shape, layout, (stage,), 1)
+        return TensorInfo(name, "float32", shape, layout, (stage,), 1)
     rows = [row("embedding"), row("layers.0.experts.0.w"), row("layers.0.experts.1.w"), row("layers.1.experts.0.w", stage=1),
             row("layers.0.b2"), row("layers.10.b2"), row("layers.0.c", (3,)), row("layers.1.c"), row("2.x"), row("3.x"),
             row("layers.1.d", layout=TensorLayout((2,), (0,))), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
@@ -264,7 +241,7 @@ def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
                             ((ours, "--rank", 8), "there is no rank 8, it is of 8 ranks"),
                             ((ours, "--tensor", "x*"), "tensors is called like 'x*'"),
                             ((tmp_path / "strategy", "--rank", 9), "there is no rank 9"),
-                            ((tmp_path / "strategy", "--step", 3), "is a strategy; --from and --step belong to a checkpoint"),
+                            ((tmp_path / "strategy", "--step", 3), "is a strategy; a strategy and a step belong to a checkpoint"),
                             ((tmp_path / "merged", "--rank", 0), "which belong to no rank")]:
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and err.startswith("mindresume: ") and said in err and err.count("\n") == 1, (said, err)

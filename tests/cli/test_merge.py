@@ -92,7 +92,8 @@ def test_weights_of_mindspore(source, tmp_path, read, part):
     seconds = found.pop("seconds")
     assert found == {
         "source": f"{source}, step 15, 8 ranks", "target": str(tmp_path / "new"), "engine": "direct", "files": len(parts) + 1,
-        "tensors": len(EVERYTHING), "bytes_needed": total, "bytes_to_read": total, "bytes_to_write": total, "over_read": 1.0,
+        "tensors": len(EVERYTHING), "dtypes": found["dtypes"], "model_type": None,
+        "bytes_needed": total, "bytes_to_read": total, "bytes_to_write": total, "over_read": 1.0,
         "memory_bytes": found["memory_bytes"], "dry_run": False, "finished": True, "bytes_read": total, "bytes_written": total,
         "bytes_verified": total, "notes": [], "refused": []}
     assert 0 <= seconds < 60
@@ -162,7 +163,7 @@ def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call,
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != FOLDER}
     before = times()
     status, found = read(source, tmp_path / "new")
-    assert status == 0 and found["finished"] and "seconds" not in found
+    assert status == 0 and found["finished"] and found["seconds"] is None
     assert times() == before
 
 
@@ -271,7 +272,7 @@ def test_what_was_merged_is_listed_verified_and_chosen(source, tmp_path, call, o
     assert sorted(row["files"]) == sorted(map(str, folder.glob("*.safetensors")))
     status, found = ask("verify")
     assert (status, found["damaged"], found["checkpoints"][0]["state"]) == (0, False, "verified")
-    assert found["bytes"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert found["bytes_read"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     status, found = ask("which")
     assert (status, found["chosen"] and found["chosen"]["step"]) == ((0, step) if step else (3, None))
     path = next(iter(sorted(folder.glob("*.safetensors"))))

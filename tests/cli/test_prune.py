@@ -66,16 +66,16 @@ def size_of(root, *wanted):
 def test_what_stays_goes_and_why(saved, read):
     going = size_of(saved, (5, 0), (5, 1), (25, 0), (25, 1), (35, 0))
     found = read(saved, "--keep-last", 1, "--keep-every-steps", 10, "--keep-best", 2, "--mode", "min")
-    assert set(found) == {"root", "dry_run", "kept", "removed", "held", "freed_bytes"}
+    assert set(found) == {"root", "dry_run", "kept", "removed", "held", "resumed_removals", "freed_bytes"}
     assert (found["root"], found["dry_run"], found["held"]) == (str(saved), False, [])
-    assert {row["step"]: row["why"] for row in found["kept"]} == {
+    assert {row["step"]: row["reason"] for row in found["kept"]} == {
         30: "the newest one that is whole, the last one, one every 10 steps",
         20: "one every 10 steps, the best 2 by loss (smallest)",           # as far from 15 as step 10, and newer
         15: "the best 2 by loss (smallest)", 10: "one every 10 steps"}
-    assert steps(found["removed"]) == [25, 5, 35] and committed(saved) == [30, 20, 15, 10]
-    assert set(found["removed"][0]) == {"step", "run", "saved_at", "size", "committed", "why"}
-    assert [row["committed"] for row in found["removed"]] == [True, True, False]
-    assert found["freed_bytes"] == sum(row["size"] for row in found["removed"]) == going
+    assert steps(found["removed"]) == [35, 25, 5] and committed(saved) == [30, 20, 15, 10]
+    assert set(found["removed"][0]) == {"step", "run_id", "saved_at", "size_bytes", "committed", "reason"}
+    assert [row["committed"] for row in found["removed"]] == [False, True, True]
+    assert found["freed_bytes"] == sum(row["size_bytes"] for row in found["removed"]) == going
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing(saved, read, call):
@@ -110,8 +110,8 @@ def test_what_a_job_reads_stays(saved, read, call):
     held = hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read(saved, "--keep-last", 1)
-        assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["why"]
-        assert steps(found["removed"]) == [25, 20, 15, 5, 35] and committed(saved) == [30, 10]
+        assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["reason"]
+        assert steps(found["removed"]) == [35, 25, 20, 15, 5] and committed(saved) == [30, 10]
         assert "held" in call(saved, "--keep-last", 1)[1]
     finally:
         held.leave()
@@ -123,7 +123,7 @@ def test_an_incomplete_save_of_a_living_job_stays(saved, read):
     job.publish()
     found = read(saved, "--keep-last", 6)
     assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
-    assert "may still go on" in found["kept"][0]["why"] and path_of(saved, 35, 0).exists()
+    assert "may still go on" in found["kept"][0]["reason"] and path_of(saved, 35, 0).exists()
     job.leave()
     assert steps(read(saved, "--keep-last", 6)["removed"]) == [35] and not path_of(saved, 35, 0).exists()
 
@@ -134,8 +134,8 @@ def test_a_dry_run_leaves_the_claim_of_a_dead_reader(saved, read):
     owner = replace(claim.owner_of_this_process(claim.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead", pid=dead.pid)
     claim.Claim(STORAGE, str(saved), owner).publish()
     before = contents(saved)
-    assert steps(read(saved, "--keep-last", 5, "--dry-run")["removed"]) == [5, 35] and contents(saved) == before
-    assert steps(read(saved, "--keep-last", 5)["removed"]) == [5, 35]
+    assert steps(read(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
+    assert steps(read(saved, "--keep-last", 5)["removed"]) == [35, 5]
 
 
 def test_removals_cut_short_are_finished_and_counted(saved, read, call):
@@ -158,7 +158,7 @@ def test_another_training_in_the_same_folder(tmp_path, read, monkeypatch):
         for step in steps_of:
             save(tmp_path, step, world=1, run=run, suffix=int(run[:4]))
     found = read(tmp_path, "--keep-last", 1, "--dry-run")
-    assert {row["step"]: row["why"] for row in found["kept"]} == {
+    assert {row["step"]: row["reason"] for row in found["kept"]} == {
         15: "the newest one that is whole, the last one", 110: "of another training", 100: "of another training"}
     assert steps(found["removed"]) == [10, 5]
     assert steps(read(tmp_path, "--keep-last", 1, "--all-trainings")["removed"]) == [10, 5, 110, 100]

@@ -1,0 +1,202 @@
+"""One saved step: its state, its tensors in global shape, and the bytes of any region of them.
+
+    with mindresume.open("output/checkpoint")[500] as checkpoint:       # held until the end of the block
+        checkpoint.state.epoch, checkpoint.tensors["embedding.weight"].shape
+        checkpoint.read("embedding.weight", region=(slice(0, 8), slice(None)))
+"""
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mindresume.api.results import CheckpointInfo
+from mindresume.api.tensors import TensorInfo, tensors_of
+from mindresume.errors import DamagedFileError, MissingCheckpointError
+from mindresume.formats import Candidate, Refusal
+from mindresume.formats.names import parse_name
+from mindresume.reshard.geometry import Region, whole
+from mindresume.reshard.source import Source, hold_candidate, open_candidate, open_complete, state_of
+from mindresume.resume.prove import verify_rank
+from mindresume.state import TrainingState
+from mindresume.store.claim import Claim
+from mindresume.store.storage import Storage
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Checkpoint:
+    """One saved step of a catalog. Made by ``Catalog``; nothing but its listing is read until it is asked for.
+
+    A job that saves into the same folder removes old checkpoints. So a checkpoint is *held* (a small file in the folder of
+    records, as the command line and a loading job write it) from the first time that its tensors are asked for, or from the
+    beginning of a ``with`` block, until ``release()``, the end of the block, or until Python no longer uses this object. Where
+    nothing can be written, and after ``mindresume.open(..., hold=False)``, it is read without; ``notes`` says so in the first
+    case.
+
+    Attributes:
+        info: The listing: step, ranks, files, size, what is wrong with it.
+    """
+
+    def __init__(self, storage: Storage, root: str, info: CheckpointInfo, candidate: Candidate, strategy: str | None = None,
+                 hold: bool = True, complete_path: str = ""):
+        self.info, self._complete_path = info, complete_path
+        self._storage, self._root, self._candidate, self._strategy, self._holds = storage, root, candidate, strategy, hold
+        self._notes: list[str] = []
+        self._claims: list[Claim] = []
+        self._finalizer = weakref.finalize(self, _leave, self._claims)
+
+    def __repr__(self) -> str:
+        return f"<mindresume.Checkpoint step {self.step} in {self._root}, {self.info.state}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the listing: see ``CheckpointInfo``."""
+        return self.info.to_json()
+
+    @property
+    def step(self) -> int | None:
+        """Absolute optimizer step; None for weights without a step."""
+        return self.info.step
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed or ignored when its tensors were opened, as sentences."""
+        return tuple(self._notes)
+
+    @cached_property
+    def state(self) -> TrainingState | None:
+        """Where the training stood: step, steps per epoch, samples consumed, loss scale, position in the data, metrics.
+
+        From the records of mindresume, or the counters in the files of mindformers (MindSpore's ``step_num``, ``epoch_num``,
+        ``global_step``, ``loss_scale``, ``global_batch_size``; ``common.json`` in Checkpoint 2.0). None for weights alone.
+
+        Raises:
+            DamagedFileError: The file with the counters is missing or damaged.
+            MindResumeError: As for ``tensors``, of complete weights.
+        """
+        if self._candidate.state is not None:
+            return self._candidate.state
+        if self._complete_path or self._candidate.first is None:
+            return self.source().state
+        proof = verify_rank(self._storage, self._root, self._candidate, min(self._candidate.files), full=False)
+        if isinstance(proof, Refusal):
+            raise DamagedFileError(os.path.join(self._root, proof.file or ""), str(proof))
+        return state_of(proof.scalars, parse_name(os.path.basename(self._candidate.first.path)))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """{name: TensorInfo} of every tensor, also of the optimizer's state and the counters; shapes are global, in elements.
+
+        Headers and records of all ranks are read and checked, contents are not.
+
+        Raises:
+            MissingCheckpointError: It was removed meanwhile.
+            NoUsableCheckpointError: Its save never completed, or its records contradict each other.
+            DamagedFileError: A file is missing, cut short, or not what its record says.
+            StrategyError: Nothing says how the ranks cut its tensors: mindformers wrote it on several ranks, and there is no
+                folder ``strategy`` beside it. Give ``strategy`` to ``mindresume.open``.
+            LoadError: A part of a tensor is in no file.
+        """
+        return tensors_of(self.source().weights)
+
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Reads a tensor, or a region of it, from whatever files hold its parts; no other bytes are read.
+
+        Args:
+            name: Name of the tensor, one of ``tensors``.
+            region: A slice of each dimension, in elements of the global shape, with step 1; dimensions left out at the end are
+                whole. None: the whole tensor.
+
+        Returns:
+            An array of the global shape, or the shape of the region. Its dtype is that of the file; bfloat16 is
+            ``ml_dtypes.bfloat16``. What is read of a piece that lies whole in the region is compared with its recorded checksum.
+
+        Raises:
+            KeyError: There is no such tensor.
+            ValueError: ``region`` has too many dimensions, or a step.
+            DamagedFileError: A byte is not what was written, or a file is cut short.
+            MindResumeError: As for ``tensors``.
+        """
+        from mindresume.reshard.load import read_regions
+        weights = self.source().weights
+        if name not in weights.tensors:
+            raise KeyError(f"{weights.name}, step {self.step}: there is no tensor {name!r}; it has {len(weights.tensors)}, see "
+                           f"Checkpoint.tensors")
+        wanted = region_of(weights.tensors[name].shape, region)
+        return read_regions(weights, {name: wanted})[name]
+
+    # ---- the hold ----------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keeps jobs and ``prune`` from removing it until ``release()``. Does nothing if it is held, or if nobody removes it
+        (what mindformers wrote, complete weights).
+
+        Raises:
+            MissingCheckpointError: It was removed already.
+        """
+        if self._holds and not self._claims:
+            claim = hold_candidate(self._storage, self._root, self._candidate, self._notes.append)
+            if claim is not None:
+                self._claims.append(claim)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds it now."""
+        return bool(self._claims)
+
+    def release(self) -> None:
+        """Lets it go: whoever removes old checkpoints may remove it from now on. The next read holds it again."""
+        _leave(self._claims)
+
+    def __enter__(self) -> Checkpoint:
+        self.hold()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    # ---- for the other modules of this room --------------------------------------------------------------------------
+
+    def source(self) -> Source:
+        """Returns it as the functions of ``mindresume.reshard`` take it, opened once, and held."""
+        self.hold()
+        return self._source
+
+    @cached_property
+    def _source(self) -> Source:
+        if self._complete_path:
+            source = open_complete(self._storage, self._complete_path)
+        else:
+            try:
+                source = open_candidate(self._storage, self._root, self._candidate, self._strategy)
+            except Exception as error:
+                if self._candidate.box and self._storage.status(self._candidate.box) is None:
+                    raise MissingCheckpointError(f"step {self.step} of {self._root} was removed before it was read") from error
+                raise
+        self._notes += source.notes
+        return source
+
+
+def _leave(claims: list[Claim]) -> None:
+    while claims:
+        claims.pop().leave()
+
+
+def region_of(shape: tuple[int, ...], region: tuple[slice, ...] | None) -> Region:
+    """Returns ``region`` of a tensor of ``shape`` as (start, stop) of each dimension. ValueError if it is none."""
+    if region is None:
+        return whole(shape)
+    parts = region if isinstance(region, tuple) else (region,)
+    if len(parts) > len(shape) or any(not isinstance(part, slice) for part in parts):
+        raise ValueError(f"region {region!r} of a tensor of shape {shape}: expected a tuple of at most {len(shape)} slices")
+    found = []
+    for size, part in zip(shape, (*parts, *[slice(None)] * (len(shape) - len(parts))), strict=True):
+        start, stop, step = part.indices(size)
+        if step != 1:
+            raise ValueError(f"region {region!r}: {part} has a step; expected slices of neighbouring elements")
+        found.append((start, max(start, stop)))
+    return tuple(found)

@@ -1,0 +1,301 @@
+"""Checkpoints in another layout or format: cut for another parallel strategy, merged, or in the naming of Hugging Face.
+
+    mindresume.convert("output/checkpoint", "new", to="dp=4,tp=2")
+    mindresume.merge("output/checkpoint", "merged", drop=["adam_*"])
+    mindresume.export_hf("output/checkpoint", "hf", config="Qwen3-8B/config.json", dtype="bfloat16")
+
+The source is only read, and held meanwhile; the target appears whole or not at all. Whatever fails, Ctrl-C included, leaves
+nothing; after a kill the same call goes on with what is missing.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mindresume.api.progress import SILENT, Progress
+from mindresume.api.results import Problem, Result, problem_of
+from mindresume.api.sources import CheckpointLike, opened
+from mindresume.errors import ConfigError, EngineError
+from mindresume.files import FORMATS
+from mindresume.formats.complete import HUGGINGFACE, MINDSPORE
+from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
+from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
+from mindresume.reshard.conversion import Conversion, Job, to_complete, to_iteration, to_ranks
+from mindresume.reshard.copies import check_copies
+from mindresume.reshard.direct import BUFFERS, Traffic
+from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
+from mindresume.reshard.huggingface import KEEP, Export, read_config, to_huggingface, verify_woven
+from mindresume.reshard.reading import WOVEN
+from mindresume.reshard.source import Source
+from mindresume.reshard.strategies import own_strategy
+from mindresume.reshard.target import PART_BYTES, is_counter
+from mindresume.store.storage import PosixStorage
+from mindresume.strategy import Strategy, read_strategy
+
+SAME, ITERATION = "same", "iteration"
+TARGET_FORMATS = (*FORMATS, ITERATION)
+MAX_SHARD_BYTES = 5 << 30           # as transformers' save_pretrained cuts
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class ConversionResult(Result):
+    """What was converted, or would be.
+
+    Attributes:
+        source: What was read: path, step, number of ranks.
+        target: Path of the new folder.
+        engine: "direct" or "mindspore".
+        files: Number of files of tensors in the target.
+        tensors: Number of tensors in the target.
+        dtypes: Their dtypes, sorted.
+        model_type: "qwen3" and so on, of an export to Hugging Face; None otherwise.
+        bytes_needed: Bytes of the source's tensors that are needed, each counted once.
+        bytes_to_read: The same, counted once for each group of files that needs them.
+        bytes_to_write: Bytes of the target's tensors.
+        over_read: ``bytes_to_read / bytes_needed``.
+        memory_bytes: Most memory for buffers.
+        dry_run: Whether nothing was written because that was asked for.
+        finished: Whether the target is there, whole; it may have been there before.
+        bytes_read: Bytes of tensors that this call read; 0 if the target was there already.
+        bytes_written: Bytes of tensors that this call wrote.
+        bytes_verified: How many of ``bytes_read`` were compared with recorded checksums.
+        seconds: How long it took; None if nothing was done.
+        refused: Newer checkpoints of the source that could not be taken.
+        notes: What was assumed, ignored or done, as sentences.
+    """
+    source: str
+    target: str
+    engine: str
+    files: int
+    tensors: int
+    dtypes: tuple[str, ...]
+    model_type: str | None
+    bytes_needed: int
+    bytes_to_read: int
+    bytes_to_write: int
+    over_read: float
+    memory_bytes: int
+    dry_run: bool
+    finished: bool
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_verified: int = 0
+    seconds: float | None = None
+    refused: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None = None, strategy: Path | None = None,
+            format: str | None = None, engine: str = "auto", workers: int = 2, memory_limit_bytes: int | None = None,
+            dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
+    """Cuts a checkpoint for another parallel strategy, or turns it into another format, or both. Tensors are copied bit for bit.
+
+    Args:
+        src: Path of a checkpoint, or a Checkpoint of a catalog.
+        dst: The folder to make; it must not exist, or be empty.
+        to: How the new one is cut: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as replicas), the path of a
+            strategy file or folder (mindformers with ``only_save_strategy: True`` writes one), or "same". A plan takes from
+            ``src`` which dimension of each tensor tensor parallelism cuts, and spreads layers evenly over pp.
+        step: The step of ``src``; None: the newest that can be opened.
+        strategy: Strategy file or folder that ``src`` was saved with, for what mindformers wrote on several ranks.
+        format: "safetensors" or "ckpt": rank folders (Checkpoint 1.0) with such files; "iteration": an iteration folder
+            (Checkpoint 2.0). None: as ``src``.
+        engine: "direct" reads only the bytes that are needed and compares them with recorded checksums; "mindspore" goes through
+            ``mindspore.transform_checkpoints``; "auto": mindspore for ckpt sources, where it can.
+        workers: Threads of the direct engine, processes of the other one.
+        memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB a worker.
+        dry_run: Whether to write nothing, and only return what would be done.
+        progress: Receives how many bytes are to be written, and were written.
+
+    Returns:
+        A ConversionResult. If the target is this very conversion already, nothing is done.
+
+    Raises:
+        ConfigError: An argument is wrong, ``to`` does not fit, or ``dst`` holds something else.
+        StrategyError: Nothing says how ``src`` is cut, or ``to`` does not fit its tensors.
+        DamagedFileError: A byte of ``src`` is not what was written.
+        NoRoomError: The disk has too little room for ``dst``.
+        SaveError: ``dst`` could not be written, or the same conversion is running.
+        EngineError: MindSpore's transform failed, and was asked for by name.
+        MindResumeError: As for ``Checkpoint.tensors``.
+    """
+    with opened(src, step, strategy, hold=not dry_run) as source:
+        format = format or (ITERATION if source.is_iteration else source.weights.format)
+        if format not in TARGET_FORMATS:
+            raise ConfigError(f"format is {format!r}; choose one of {', '.join(TARGET_FORMATS)}")
+        target = _target(os.fspath(to), source)
+        job = to_iteration(source, target) if format == ITERATION else to_ranks(source, target, format)
+        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress)
+
+
+def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: Path | None = None, hf_index: bool = False,
+          drop: Sequence[str] = (), part_size_bytes: int = PART_BYTES, engine: str = "auto", workers: int = 2,
+          memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
+    """Puts the slices of all ranks together: complete weights, as MindSpore's ``unified_safetensors`` makes them.
+
+    Args:
+        src: As for ``convert``.
+        dst: As for ``convert``. Files: part0.safetensors ..., hyper_param.safetensors with the counters, param_name_map.json.
+        step: As for ``convert``.
+        strategy: As for ``convert``.
+        hf_index: Whether to write model-00001-of-0000N.safetensors and model.safetensors.index.json, without counters. Names and
+            shapes stay those of MindSpore.
+        drop: Patterns (as of ``fnmatch``) of tensors that are left away, such as "adam_*".
+        part_size_bytes: Most bytes of tensors in one file.
+        engine: As for ``convert``.
+        workers: As for ``convert``.
+        memory_limit_bytes: As for ``convert``.
+        dry_run: As for ``convert``.
+        progress: As for ``convert``.
+
+    Returns:
+        A ConversionResult.
+
+    Raises:
+        MindResumeError: As for ``convert``.
+    """
+    with opened(src, step, strategy, hold=not dry_run) as source:
+        job = to_complete(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
+        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress)
+
+
+def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP, max_shard_size_bytes: int = MAX_SHARD_BYTES,
+              contiguous_attention: bool = False, contiguous_mlp: bool = False, step: int | None = None,
+              strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
+              progress: Progress = SILENT) -> ConversionResult:
+    """Writes the weights of a checkpoint as a Hugging Face folder, which ``transformers`` loads: Qwen3 and Qwen3-MoE.
+
+    Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
+    the state of the optimizer are left away. The tokenizer is not part of a checkpoint.
+
+    Args:
+        src: As for ``convert``.
+        dst: As for ``convert``.
+        config: The config.json of the Hugging Face model, or a folder with it: how many heads, layers and experts there are. It
+            is copied into ``dst``, with the dtype of the weights there.
+        dtype: "bfloat16", "float32" or "keep". float32 becomes bfloat16 by rounding to the nearest, ties to even.
+        max_shard_size_bytes: Most bytes of tensors in one file.
+        contiguous_attention: Whether it was trained with ``use_contiguous_weight_layout_attention: True``.
+        contiguous_mlp: Whether it was trained with ``use_interleaved_weight_layout_mlp: False``.
+        step: As for ``convert``.
+        strategy: As for ``convert``.
+        workers: Threads.
+        memory_limit_bytes: Most memory for buffers; None: about 56 MiB a worker.
+        dry_run: As for ``convert``.
+        progress: As for ``convert``.
+
+    Returns:
+        A ConversionResult with ``model_type``.
+
+    Raises:
+        LoadError: A tensor that the model needs is missing or has another shape, or one belongs to no rule.
+        ConfigError: ``config`` is missing, or of a model without rules.
+        MindResumeError: As for ``convert``.
+    """
+    storage = PosixStorage()
+    document, path = read_config(storage, os.fspath(config))
+    model = model_of(document, path, *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
+    limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + WOVEN)
+    tile = tile_for(limit, workers)
+    with opened(src, step, strategy, hold=not dry_run) as source:
+        job = to_huggingface(source, model, dtype, max_shard_size_bytes, document)
+        notes, traffic = [*source.notes], Traffic()
+        conversion = Export(storage, job, os.fspath(dst), notes.append, config=document)
+        planned = _planned(job, os.fspath(dst), "direct", (BUFFERS + WOVEN) * workers * tile, dry_run, conversion.finished(),
+                           model.kind)
+        if dry_run or planned.finished:
+            return replace(planned, notes=tuple(notes))
+
+        def check() -> None:
+            check_copies(source.weights, read=True)
+            verify_woven(job, traffic)
+
+        def write() -> None:
+            conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+        seconds = _carry_out(conversion, check, write, traffic, progress)
+        return _done(planned, traffic, seconds, notes)
+
+
+def _target(to: str, source: Source) -> Strategy | None:
+    """Returns the strategy that ``to`` names; None for one rank."""
+    if to == SAME:
+        return own_strategy(source.weights)
+    if not is_plan(to):
+        return read_strategy(to)
+    tensors = {name: (tensor.shape, tensor.layout, tensor.stages) for name, tensor in source.weights.tensors.items()
+               if not is_counter(tensor)}
+    sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
+    return strategy_of(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))
+
+
+def _run(job: Job, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None, dry_run: bool,
+         progress: Progress) -> ConversionResult:
+    """Carries out a conversion, unless it is a dry run or the target is there already."""
+    if engine not in ENGINES:
+        raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
+    notes, traffic = [*job.source.notes], Traffic()
+    conversion = Conversion(PosixStorage(), job, os.fspath(target), notes.append)
+    tile, chosen = tile_for(memory_limit_bytes, workers), engine_for(engine, source_format)
+    planned = _planned(job, os.fspath(target), chosen, BUFFERS * workers * tile, dry_run, conversion.finished())
+    if dry_run or planned.finished:
+        return replace(planned, notes=tuple(notes))
+
+    def write() -> None:
+        nonlocal planned
+        check_copies(job.source.weights, read=True)
+        try:
+            conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
+        except EngineError as error:
+            if engine != "auto":
+                raise
+            notes.append(f"MindSpore's engine cannot do this, the direct one did: {error}")
+            planned = replace(planned, engine="direct")
+            conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+    seconds = _carry_out(conversion, lambda: None, write, traffic, progress)
+    return _done(planned, traffic, seconds, notes)
+
+
+def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callable[[], None], traffic: Traffic, progress: Progress
+               ) -> float:
+    """Prepares, checks, writes and commits; whatever fails, nothing is left. Returns how many seconds it took."""
+    started = time.monotonic()
+    try:
+        conversion.prepare()
+        check()
+        progress.expect(_bytes_to_write(conversion.job))
+        traffic.progress = progress.advance            # of what is written, not of what ``check`` reads
+        write()
+        conversion.commit()
+    except BaseException:
+        conversion.abandon()
+        raise
+    return round(time.monotonic() - started, 3)
+
+
+def _planned(job: Job, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool, model_type: str | None = None
+             ) -> ConversionResult:
+    """Returns the result of a conversion before anything was done."""
+    source, tensors = job.source, job.source.weights.tensors
+    groups = [{name for number in group for name in job.files[number].holds} for group in job.groups]
+    names = set[str]().union(*groups)
+    needed = sum(tensors[name].nbytes for name in names)
+    read = sum(tensors[name].nbytes for group in groups for name in group)
+    return ConversionResult(
+        source.what, os.path.abspath(target), engine, len(job.files), len(names),
+        tuple(sorted({tensors[name].dtype for name in names})), model_type, needed, read, _bytes_to_write(job),
+        round(read / needed, 4) if needed else 1.0, memory_bytes, dry_run, finished,
+        refused=tuple(problem_of(source.folder or "", refusal) for refusal in source.refused))
+
+
+def _bytes_to_write(job: Job) -> int:
+    tensors = job.source.weights.tensors
+    return sum(sum(count for rows in file.blueprint(tensors).tensors.values() for _, _, count in rows) for file in job.files)
+
+
+def _done(planned: ConversionResult, traffic: Traffic, seconds: float, notes: Sequence[str]) -> ConversionResult:
+    return replace(planned, finished=True, bytes_read=traffic.read, bytes_written=traffic.written,
+                   bytes_verified=traffic.verified, seconds=seconds, notes=tuple(notes))

@@ -1,0 +1,147 @@
+"""What a checkpoint or a strategy holds: every tensor in its global shape, how it is cut, and which rank stores what.
+
+    found = mindresume.inspect("output/checkpoint", tensors="layers.0.*")
+    [(tensor.name, tensor.shape, tensor.cut) for tensor in found.tensors]
+"""
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from mindresume.api.checkpoint import Checkpoint
+from mindresume.api.results import Problem, Result, problem_of
+from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
+from mindresume.api.tensors import TensorInfo, TensorSlice, slices_in, slices_of_strategy, tensors_of, tensors_of_strategy
+from mindresume.errors import ConfigError
+from mindresume.formats.records import ranks_count
+from mindresume.reshard.source import Source
+from mindresume.store.storage import PosixStorage, parallel
+from mindresume.strategy import read_strategy
+
+CHECKPOINT, COMPLETE_WEIGHTS, STRATEGY = "checkpoint", "complete weights", "strategy"
+
+Slices = Callable[[TensorInfo, Sequence[int]], list[TensorSlice]]
+
+
+@dataclass(frozen=True)
+class DtypeTotal(Result):
+    """How many tensors have a dtype, and their bytes, each tensor counted once."""
+    tensors: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection(Result):
+    """What a checkpoint or a strategy holds.
+
+    Attributes:
+        path: Where it lies.
+        kind: "checkpoint", "complete weights" or "strategy".
+        source: What was read, as a phrase: path, step, number of ranks.
+        origin: "mindresume" or "mindformers"; None for complete weights and strategies.
+        run_id: The run that saved it; None unless mindresume did.
+        step: None for weights without a step, and for strategies.
+        format: "safetensors" or "ckpt"; None for strategies.
+        world_size: Number of ranks of the job; None for complete weights.
+        stages: Number of pipeline stages; None if no tensor has a layout.
+        stage_size: Ranks of a stage; None if no tensor has a layout.
+        tensor_count: Number of all its tensors.
+        dtypes: {dtype: how many tensors have it, and their bytes}; empty for strategies.
+        size_bytes: Bytes of all its tensors, each counted once; None for strategies.
+        bytes_on_disk: Bytes of its files of weights; None for strategies.
+        files: Number of its files of weights; None for strategies.
+        notes: What was assumed or ignored, as sentences.
+        refused: Newer checkpoints that could not be taken.
+        tensors: Those that were asked for; all without a pattern.
+        rank: The rank that was asked for.
+        slices: Which ranks store which slice of them; None unless a pattern, or a rank, was asked for.
+    """
+    path: str
+    kind: str
+    source: str
+    origin: str | None
+    run_id: str | None
+    step: int | None
+    format: str | None
+    world_size: int | None
+    stages: int | None
+    stage_size: int | None
+    tensor_count: int
+    dtypes: Mapping[str, DtypeTotal]
+    size_bytes: int | None
+    bytes_on_disk: int | None
+    files: int | None
+    notes: tuple[str, ...]
+    refused: tuple[Problem, ...]
+    tensors: tuple[TensorInfo, ...]
+    rank: int | None = None
+    slices: tuple[TensorSlice, ...] | None = None
+
+
+def inspect(subject: CheckpointLike, *, step: int | None = None, strategy: str | os.PathLike[str] | None = None,
+            tensors: str | None = None, rank: int | None = None) -> Inspection:
+    """Shows what a checkpoint or a strategy holds. Only headers and records are read; nothing is held.
+
+    Args:
+        subject: Path of a checkpoint, or of a strategy file or folder; or a Checkpoint of a catalog.
+        step: The step of a checkpoint; None: the newest that can be opened.
+        strategy: Strategy file or folder the checkpoint was saved with, for what mindformers wrote on several ranks.
+        tensors: Only tensors whose names match this pattern (as of ``fnmatch``), and which ranks store which slice of them.
+        rank: What this rank stores: the slice of each tensor.
+
+    Returns:
+        An Inspection.
+
+    Raises:
+        ConfigError: No tensor matches, there is no such rank, or an argument does not belong to a strategy.
+        MindResumeError: As for ``Checkpoint.tensors``.
+    """
+    storage = PosixStorage()
+    if not isinstance(subject, Checkpoint) and is_strategy(storage, path := existing(subject)):
+        if strategy is not None or step is not None:
+            raise ConfigError(f"{path} is a strategy; a strategy and a step belong to a checkpoint")
+        given = read_strategy(path, storage)
+        rows = tensors_of_strategy(given)
+        found = Inspection(given.source, STRATEGY, given.source, None, None, None, None, given.world_size, len(given.stages),
+                           given.stage_size, len(rows), {}, None, None, None, (), (), tuple(rows))
+        return _asked(found, tensors, rank, given.world_size, lambda row, ranks: slices_of_strategy(given, row, ranks))
+    with opened(subject, step, strategy, hold=False) as source:
+        return _asked(_of_checkpoint(source), tensors, rank, source.weights.world_size,
+                      lambda row, ranks: slices_in(source.weights, storage, row, ranks))
+
+
+def _of_checkpoint(source: Source) -> Inspection:
+    weights, candidate, storage = source.weights, source.candidate, source.weights.storage
+    rows = tuple(tensors_of(weights).values())
+    stage_sizes = {row.layout.stage_size for row in rows if row.layout}
+    stage_size = stage_sizes.pop() if len(stage_sizes) == 1 else None
+    paths = [*weights.headers] if candidate is None else [path for rank in candidate.files for path in weights.paths(rank)]
+    on_disk = [status.size for status in parallel(storage, storage.status, paths) if status is not None]
+    counts, total = Counter(row.dtype for row in rows), Counter[str]()
+    for row in rows:
+        total[row.dtype or ""] += row.size_bytes or 0
+    return Inspection(
+        weights.name, CHECKPOINT if candidate else COMPLETE_WEIGHTS, source.what, candidate.origin if candidate else None,
+        candidate.run if candidate else None, candidate.step if candidate else source.state.step if source.state else None,
+        candidate.format if candidate else weights.format if weights.headers else None, weights.world_size if candidate else None,
+        weights.world_size // stage_size if stage_size else None, stage_size, len(rows),
+        {dtype: DtypeTotal(count, total[dtype]) for dtype, count in counts.most_common() if dtype}, total.total(), sum(on_disk),
+        len(on_disk), source.notes, tuple(problem_of(source.folder or "", refusal) for refusal in source.refused), rows)
+
+
+def _asked(found: Inspection, pattern: str | None, rank: int | None, world_size: int, slices: Slices) -> Inspection:
+    """Returns ``found`` with the tensors, and the slices, that were asked for."""
+    rows = tuple(row for row in found.tensors if pattern is None or fnmatchcase(row.name, pattern))
+    if not rows:
+        raise ConfigError(f"{found.path}: none of its {found.tensor_count} tensors is called like {pattern!r}")
+    if rank is None and pattern is None:
+        return found
+    if rank is not None and not 0 <= rank < world_size:
+        raise ConfigError(f"{found.path}: there is no rank {rank}, it is of {ranks_count(world_size)}")
+    if rank is not None and rows[0].file is not None:
+        raise ConfigError(f"{found.path} holds complete weights, which belong to no rank; leave the rank away")
+    ranks = range(world_size) if rank is None else range(rank, rank + 1)
+    return replace(found, tensors=rows, rank=rank, slices=tuple(part for row in rows for part in slices(row, ranks)))

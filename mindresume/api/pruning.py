@@ -1,0 +1,145 @@
+"""Removing old checkpoints by a policy, and what such a removal did.
+
+    mindresume.prune("output/checkpoint", policy=mindresume.KeepLast(3), dry_run=True).removed
+"""
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mindresume.api.results import Result
+from mindresume.errors import ConfigError
+from mindresume.events import Event, RemovalPostponed
+from mindresume.formats import Candidate
+from mindresume.formats.iteration_files import parse_weight_file
+from mindresume.formats.location import locate
+from mindresume.formats.names import folder_rank
+from mindresume.formats.records import scan_records, sizes
+from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, untrashed
+from mindresume.store.claim import ended
+from mindresume.store.holds import Holds, holds
+from mindresume.store.lineage import newest_lineage
+from mindresume.store.removal import carry_out, holds_weights, plan, weights_of
+from mindresume.store.retention import Policy
+from mindresume.store.storage import PosixStorage, Storage
+
+
+@dataclass(frozen=True)
+class PrunedCheckpoint(Result):
+    """What was decided about one saved step.
+
+    Attributes:
+        step: Absolute optimizer step; None if it is unknown.
+        run_id: The run that saved it.
+        saved_at: Seconds since 1970; None if it is unknown.
+        size_bytes: Bytes of its weights.
+        committed: Whether it was a committed checkpoint, and not an incomplete save.
+        reason: Which rules keep it, why it goes, or who holds it.
+    """
+    step: int | None
+    run_id: str | None
+    saved_at: float | None
+    size_bytes: int
+    committed: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class PruneResult(Result):
+    """What stays, what went (of a dry run: what would go), and why. Each group is newest first.
+
+    Attributes:
+        root: The folder of checkpoints.
+        dry_run: Whether nothing was removed.
+        kept: Checkpoints that stay, and incomplete saves of a job that may still run.
+        removed: What went.
+        held: What was to go and stays for now, because somebody reads it, or because it could not be removed.
+        resumed_removals: Names of removals that an earlier process had begun, and that were finished too.
+        freed_bytes: Bytes of weights that were removed.
+    """
+    root: str
+    dry_run: bool
+    kept: tuple[PrunedCheckpoint, ...]
+    removed: tuple[PrunedCheckpoint, ...]
+    held: tuple[PrunedCheckpoint, ...]
+    resumed_removals: tuple[str, ...]
+    freed_bytes: int
+
+
+def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool = False, dry_run: bool = False) -> PruneResult:
+    """Removes the checkpoints that ``policy`` does not keep, and saves that never completed.
+
+    Always stay: the newest checkpoint whose files are whole, what a job is reading now, incomplete saves of a job that may still
+    run, and everything that mindformers wrote alone (rules: ``mindresume/store/protection.py``).
+
+    Args:
+        path: The checkpoint folder, or the output folder or the folder of the run above it.
+        policy: Which ones stay: ``KeepLast``, ``KeepEverySteps``, ``KeepBest``, ``KeepPerMinutes``, or ``KeepAny`` of several.
+        all_trainings: Whether the checkpoints of all trainings in the folder are counted and removed. False: those of the
+            training that saved last; where one began afresh in the folder of another, the latter's stay.
+        dry_run: Whether to change nothing, and only return what would be done.
+
+    Returns:
+        A PruneResult. What could not be removed is in ``held``, with the reason.
+
+    Raises:
+        FileNotFoundError: ``path`` does not exist.
+        ConfigError: It is not a folder of checkpoints.
+        MissingCheckpointError: Several folders below it hold checkpoints.
+    """
+    path = os.fspath(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path} does not exist")
+    storage = _ReadOnly() if dry_run else PosixStorage()
+    root = locate(storage, path)
+    if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
+        raise ConfigError(f"{root} is not a checkpoint folder; give the folder of the rank folders")
+    held, records = holds(storage, root), os.path.join(root, FOLDER)
+    lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
+    made = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
+    begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
+    going = [*made.victims, *made.debris]
+    sized = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
+    left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
+    events: list[Event] = []
+    removed = going if dry_run else carry_out(storage, root, made, Holds(storage, root), events.append)
+    left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
+
+    def rows(candidates: list[Candidate]) -> tuple[PrunedCheckpoint, ...]:
+        candidates.sort(key=lambda c: c.order, reverse=True)
+        return tuple(PrunedCheckpoint(c.step, c.run, c.saved_at, sized[c.box], c.committed, reasons[c.box]) for c in candidates)
+    stayed = [c for c in going if c not in removed]         # held, removed by somebody else, or not removable, meanwhile
+    postponed = {event.path: event.reason for event in events if isinstance(event, RemovalPostponed)}
+    reasons = {**made.reasons, **{c.box: postponed.get(c.box, "held since a moment ago, or removed by somebody else")
+                                  for c in stayed}}
+    return PruneResult(root, dry_run, rows([*made.kept, *made.unfinished]), rows([*removed]), rows([*made.spared, *stayed]),
+                       tuple(map(_removal_text, left)), sum(sized[c.box] for c in removed) + sum(left.values()))
+
+
+class _ReadOnly(PosixStorage):
+    """For a dry run: whatever is called, nothing can change."""
+
+    def _refuse(self, *paths: Any) -> NoReturn:
+        raise OSError(errno.EROFS, "a dry run changes nothing", *paths[:1])
+
+    write = rename = sync = remove = make_folder = _refuse          # type: ignore[assignment]
+
+
+def _size(storage: Storage, root: str, box: str) -> int:
+    """Returns the bytes of the weights of a save, recorded or not, that are there now and can be looked at. ``box``: its
+    iteration folder, or its records."""
+    try:
+        if holds_weights(storage, box):
+            paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
+        else:
+            paths = weights_of(storage, root, box)
+    except OSError:
+        return 0
+    return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
+
+
+def _removal_text(trash: str) -> str:
+    found = parse_attempt(untrashed(trash))
+    return f"step {found[0]}" if found else trash

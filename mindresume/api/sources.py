@@ -1,0 +1,75 @@
+"""How a caller names a checkpoint to read: a path, or a ``Checkpoint`` of a catalog."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeAlias
+
+from mindresume.api.checkpoint import Checkpoint
+from mindresume.errors import ConfigError
+from mindresume.formats.location import locate
+from mindresume.formats.scan import is_root
+from mindresume.reshard.source import Source, open_source, reading
+from mindresume.store.storage import PosixStorage, Storage
+
+CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
+
+
+@contextmanager
+def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.PathLike[str] | None = None, hold: bool = True
+           ) -> Iterator[Source]:
+    """Opens what a caller named, and holds it until the end of the block.
+
+    Args:
+        subject: A path as for ``mindresume.open``, or a Checkpoint, which knows its step and strategy.
+        step: The step to take; None: the newest that can be opened.
+        strategy: Strategy file or folder that mindformers saved with.
+        hold: False: it is not held (nothing is written anywhere).
+
+    Raises:
+        ConfigError: ``step`` or ``strategy`` is given beside a Checkpoint.
+        FileNotFoundError: The path does not exist.
+        MindResumeError: As for ``Checkpoint.tensors``.
+    """
+    if isinstance(subject, Checkpoint):
+        if step is not None or strategy is not None:
+            raise ConfigError(f"{subject!r} knows its step and its strategy; leave step and strategy away")
+        yield subject.source()
+        return
+    storage, path = PosixStorage(), existing(subject)
+    path, given = locate(storage, path), None if strategy is None else os.fspath(strategy)
+    if not hold:
+        yield open_source(storage, path, step, given)
+        return
+    notes: list[str] = []
+    with reading(storage, path, step, given, notes.append) as source:
+        yield replace(source, notes=(*source.notes, *notes))
+
+
+def existing(path: str | os.PathLike[str]) -> str:
+    """Returns ``path`` as text. FileNotFoundError if it does not exist."""
+    path = os.fspath(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path} does not exist")
+    return path
+
+
+def is_strategy(storage: Storage, path: str) -> bool:
+    """Whether ``path`` is a strategy, or a folder of them. Files of weights have the extension .ckpt too, but begin otherwise."""
+    status = storage.status(path)
+    names = [path]
+    if status is not None and status.is_folder:
+        names = sorted(storage.list(path))
+        if is_root(storage, path) or any(name.endswith(".safetensors") for name in names):
+            return False
+        names = [os.path.join(path, name) for name in names if not name.startswith(".")]
+    for name in sorted(names, key=lambda name: name.endswith(".json")):
+        if name.endswith(".ckpt"):
+            with storage.open(name) as file:
+                first = file.read(1)
+            return first in (b"\x08", b"\x12") or first != b"\n" and "strategy" in os.path.basename(name)
+        if name.endswith(".json"):
+            return True
+    return False

@@ -1,0 +1,156 @@
+"""What is known of a tensor without reading it: dtype, shape, layout, and which ranks store which part."""
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindresume.api.results import Result, json_value
+from mindresume.files.model import DTYPES
+from mindresume.layout import TensorLayout
+from mindresume.reshard.geometry import Region, held, shape_of, whole
+from mindresume.reshard.weights import Tensor, Weights
+from mindresume.store.storage import Storage, parallel
+from mindresume.strategy import Strategy
+
+ELEMENTS, PIECES = "elements", "pieces"
+
+
+@dataclass(frozen=True)
+class TensorInfo(Result):
+    """One tensor of a checkpoint, or of a strategy.
+
+    ``to_json()`` has these fields and ``cut`` (the layout in words), ``local_shape`` and ``size_bytes``.
+
+    Attributes:
+        name: MindSpore's name of the parameter.
+        dtype: Such as "bfloat16"; None in a strategy, which does not know it.
+        shape: Global shape in elements; None in a strategy.
+        layout: How the ranks of a pipeline stage cut it; None: each has all of it.
+        stages: Pipeline stages that hold it, from 0; empty: all of them, or complete weights.
+        copies: Number of ranks of a stage that hold each element.
+        file: Name of its file in complete weights; None otherwise.
+    """
+    name: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    layout: TensorLayout | None
+    stages: tuple[int, ...]
+    copies: int
+    file: str | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...] | None:
+        """Shape in elements of the part that one rank holds; None in a strategy."""
+        return self.shape if self.shape is None or self.layout is None else self.layout.local_shape(self.shape)
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes of the whole tensor, once; None in a strategy."""
+        return None if self.shape is None or self.dtype is None else math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def cut(self) -> str:
+        """The layout in words: "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2", or "not cut"."""
+        return cut_text(self.layout)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "cut": self.cut, "local_shape": json_value(self.local_shape), "size_bytes": self.size_bytes}
+
+
+@dataclass(frozen=True)
+class TensorSlice(Result):
+    """A part of a tensor, and the ranks whose files store it.
+
+    Attributes:
+        name: Name of the tensor.
+        region: (start, stop) of each dimension, in ``unit``; None: the file of these ranks holds another shape than it should.
+        of: The whole shape, in ``unit``.
+        ranks: Ranks whose files store it; none for complete weights.
+        missing_ranks: Ranks that hold it by the layout, and whose files lack it: a redundant copy that was not written, or a lost
+            file.
+        unit: "elements"; "pieces" in a strategy, which knows no shapes: into how many pieces a dimension is cut.
+    """
+    name: str
+    region: Region | None
+    of: tuple[int, ...]
+    ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...] = ()
+    unit: str = ELEMENTS
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.region == whole(self.of)
+
+
+def cut_text(layout: TensorLayout | None) -> str:
+    """Returns a layout in words: "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2"."""
+    if layout is None:
+        return "not cut"
+    matrix, words = layout.device_matrix, []
+    for dim, axes in enumerate(layout.axes()):
+        axes = tuple(axis for axis in axes if matrix[len(matrix) - 1 - axis] > 1)
+        if axes:
+            lengths = " x ".join(str(matrix[len(matrix) - 1 - axis]) for axis in axes)
+            words.append(f"dim {dim} / {lengths} over {'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))}")
+    shards = f"optimizer shard {layout.optimizer_pieces}" if layout.optimizer_pieces > 1 else ""
+    if not words:
+        return f"{shards} of {list(matrix)}" if shards else "not cut"
+    return f"{', '.join(words)} of {list(matrix)}" + (f"; {shards}" if shards else "")
+
+
+# ---- of weights ------------------------------------------------------------------------------------------------------
+
+def tensors_of(weights: Weights) -> dict[str, TensorInfo]:
+    """Returns every tensor of ``weights`` by name, in their order."""
+    return {name: _info(weights, tensor) for name, tensor in weights.tensors.items()}
+
+
+def _info(weights: Weights, tensor: Tensor) -> TensorInfo:
+    if tensor.layout is None:
+        file = os.path.basename(weights.found_in[tensor.name]) if weights.found_in is not None else None
+        return TensorInfo(tensor.name, tensor.dtype, tensor.shape, None, (), weights.world_size, file)
+    return TensorInfo(tensor.name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies)
+
+
+def slices_in(weights: Weights, storage: Storage, tensor: TensorInfo, ranks: Sequence[int]) -> list[TensorSlice]:
+    """Returns which slice of ``tensor`` each of ``ranks`` stores, as the headers of their files say."""
+    assert tensor.shape is not None
+    if tensor.file is not None:
+        return [TensorSlice(tensor.name, whole(tensor.shape), tensor.shape, ())]
+    found: dict[Region | None, tuple[list[int], list[int]]] = {}
+    for rank, entries in zip(ranks, parallel(storage, weights.entries, ranks), strict=True):
+        region, entry = whole(tensor.shape), entries.get(tensor.name) if entries else None
+        if tensor.layout is not None:
+            region = held(tensor.layout, rank % tensor.layout.stage_size, tensor.shape)
+        if entry is not None:
+            found.setdefault(region if shape_of(region) == entry.shape else None, ([], []))[0].append(rank)
+        elif tensor.layout is not None and rank // tensor.layout.stage_size in tensor.stages:
+            found.setdefault(region, ([], []))[1].append(rank)
+    return sorted((TensorSlice(tensor.name, region, tensor.shape, tuple(there), tuple(missing))
+                   for region, (there, missing) in found.items()), key=lambda part: (part.region is None, part.region or ()))
+
+
+# ---- of a strategy ---------------------------------------------------------------------------------------------------
+
+def tensors_of_strategy(strategy: Strategy) -> list[TensorInfo]:
+    """Returns every parameter of ``strategy``; one that stages cut differently has a row for each layout."""
+    stages: dict[tuple[str, TensorLayout], list[int]] = {}
+    for number, stage in enumerate(strategy.stages):
+        for item in stage.items():
+            stages.setdefault(item, []).append(number)
+    return [TensorInfo(name, None, None, layout, tuple(numbers), layout.copies) for (name, layout), numbers in stages.items()]
+
+
+def slices_of_strategy(strategy: Strategy, tensor: TensorInfo, ranks: Iterable[int]) -> list[TensorSlice]:
+    """Returns which piece of ``tensor`` each of ``ranks`` holds."""
+    assert tensor.layout is not None
+    found: dict[Region, list[int]] = {}
+    counts, size = tensor.layout.pieces((0,) * len(tensor.layout.tensor_map)), strategy.stage_size
+    for rank in ranks:
+        if rank // size in tensor.stages:
+            found.setdefault(held(tensor.layout, rank % size, counts), []).append(rank)
+    return [TensorSlice(tensor.name, region, counts, tuple(holders), unit=PIECES) for region, holders in sorted(found.items())]

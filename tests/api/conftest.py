@@ -1,0 +1,59 @@
+"""A training folder as docs/api.md shows it: steps 100 to 500 of a small Qwen3 on 4 ranks (dp=2, tp=2), and its config.json."""
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from folders import STORAGE, place_of, state_of
+from formats.test_huggingface import GROUPED
+from reshard.test_huggingface import document
+
+import mindresume
+from mindresume.formats.names import FileName
+from mindresume.store.commit import Committer
+from mindresume.store.shard import rank_shard, write_shard
+from mindresume.strategy import read_strategy
+
+FIXTURE = Path(__file__).resolve().parents[2] / "st" / "fixtures" / "mf190_10_safetensors_dp2tp2" / "output"
+CONFIG = {**document(GROUPED), "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+          "num_key_value_heads": 4, "head_dim": 8, "rope_theta": 10000.0}
+WORLD, STEPS = 4, (100, 200, 300, 400, 500)
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(scope="session")
+def small_model():
+    """({name: array}, {name: layout}) of weights, optimizer and counters that mindformers saved."""
+    with mindresume.open(FIXTURE, hold=False)[15] as checkpoint:
+        return ({name: checkpoint.read(name) for name in checkpoint.tensors},
+                {name: row.layout for name, row in checkpoint.tensors.items() if row.layout})
+
+
+@pytest.fixture
+def training(tmp_path, small_model):
+    """The folder in which the training ran: output/checkpoint, strategy/ and Qwen3/config.json."""
+    arrays, layouts = small_model
+    root = tmp_path / "output" / "checkpoint"
+    for step in STEPS:
+        state = replace(state_of(step), metrics=(("loss", 5.0 - step / 200),))
+        for rank in range(WORLD):
+            held = {name: array[layouts[name].slices(rank, array.shape)].copy() if name in layouts else array
+                    for name, array in arrays.items()}
+            held["step_num"] = held["step_num"] * 0 + step
+            known = {name: (layout, arrays[name].shape) for name, layout in layouts.items()}
+            name = FileName("qwen3", rank, 0, state.epoch, state.step_in_epoch, "safetensors")
+            metadata = {"format": "ms", "remove_redundancy": "False"}
+            write_shard(place_of(root, rank, WORLD), rank_shard(name, state, held, known, metadata=metadata),
+                        clock=lambda step=step: 1.7e9 + step)
+        committer = Committer(place_of(root, 0, WORLD))
+        committer.saved(step)
+        assert not committer.pending
+    (tmp_path / "Qwen3").mkdir()
+    (tmp_path / "Qwen3" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    assert read_strategy(str(FIXTURE / "strategy"), STORAGE).world_size == WORLD
+    return tmp_path

@@ -1,0 +1,287 @@
+"""A folder of checkpoints through the API: what is there, what a resume would take, whether every byte is as written."""
+import json
+import os
+import shutil
+
+import iterations
+import pytest
+from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
+from store.test_islands import save_part
+
+import mindresume
+from mindresume.errors import AgreementError, MissingCheckpointError
+from mindresume.files import read_header
+from mindresume.manifest import FOLDER, attempt_name
+from mindresume.store.acquire import occupy
+from mindresume.store.claim import SAVING, owner_of_this_process
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(params=["mindresume", "mindformers", "iterations", "iterations of mindformers"])
+def saved(request, tmp_path):
+    """Steps 10 and 15 below ``run/output/checkpoint``."""
+    root = tmp_path / "run" / "output" / "checkpoint"
+    if request.param == "iterations":
+        iterations.save(root, 10, 15)
+    elif request.param == "iterations of mindformers":
+        iterations.foreign(root)
+    else:
+        for step in (10, 15):
+            save(root, step, world=2) if request.param == "mindresume" else write_foreign(root, step, world=2)
+    return root
+
+
+def damage(root, step, rank, tensor):
+    path = path_of(root, step, rank)
+    with open(path, "rb") as file:
+        flip_bit(path, read_header(file, str(path)).tensors[tensor].ranges[0][0])
+    return str(path)
+
+
+def plain(result):
+    """The result as JSON, which must survive a journey through text."""
+    value = result.to_json()
+    assert json.loads(json.dumps(value, allow_nan=False)) == value
+    return value
+
+
+# ---- what is there ---------------------------------------------------------------------------------------------------
+
+def test_steps(saved):
+    catalog = mindresume.open(saved)
+    assert catalog.steps() == (10, 15) == tuple(catalog) and len(catalog) == 2
+    assert 10 in catalog and 11 not in catalog and "10" not in catalog
+    assert catalog.latest().step == 15 and catalog[10].step == 10 == catalog[10].state.step
+
+
+@pytest.mark.parametrize("above", [1, 2])
+def test_the_folders_above_will_do(saved, above):
+    catalog = mindresume.open(saved.parents[above - 1])
+    assert catalog.steps() == (10, 15) and catalog.list().root == str(saved)
+
+
+def test_a_step_that_is_not_there(saved):
+    with pytest.raises(MissingCheckpointError) as raised:
+        mindresume.open(saved)[500]
+    assert "500" in str(raised.value) and "10, 15" in str(raised.value)
+
+
+def test_the_listing(saved):
+    listing = mindresume.open(saved).list()
+    newest, older = listing
+    assert len(listing) == 2 and (newest.step, older.step) == (15, 10) and newest.usable and newest.state == "complete"
+    assert newest.size_bytes == sum(os.path.getsize(path) for path in newest.files) > 0
+    row = plain(listing)["checkpoints"][0]
+    assert set(row) == {"step", "epoch", "state", "problem", "warnings", "format", "iteration_dir", "origin", "run_id",
+                        "committed", "world_size", "missing_ranks", "local_ranks", "saved_at", "size_bytes", "files", "usable"}
+
+
+def test_what_is_incomplete_or_damaged_is_listed_and_no_step(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    write_rank(tmp_path, 15, 0, 4)
+    os.truncate(path_of(tmp_path, 10, 1), 7)
+    catalog = mindresume.open(tmp_path)
+    assert [row.state for row in catalog.list()] == ["incomplete", "unusable", "complete"]
+    assert catalog.steps() == (5,) and catalog.latest().step == 5
+    problem = catalog.list().checkpoints[1].problem
+    assert (problem.step, problem.file, problem.rank) == (10, str(path_of(tmp_path, 10, 1)), 1)
+    assert catalog[10].info.problem == problem                           # it can be looked at all the same
+
+
+def test_of_two_saves_of_a_step_the_complete_one_is_meant(tmp_path):
+    save(tmp_path, 5, world=2)
+    write_rank(tmp_path, 5, 0, 2, run="0002-0000bbbb", suffix=1)
+    assert mindresume.open(tmp_path)[5].info.run_id == RUN
+
+
+def test_who_saves_there(tmp_path):
+    save(tmp_path, 5, 1)
+    claim = occupy(STORAGE, str(tmp_path), owner_of_this_process(SAVING, 8))
+    (user,) = mindresume.open(tmp_path).list().in_use_by
+    assert user.owner.run == claim.run and user.alive is True and user.to_json()["pid"] == os.getpid()
+    claim.leave()
+    assert mindresume.open(tmp_path).list().in_use_by == ()
+
+
+def test_merged_weights(tmp_path):
+    tensors = random_tensors(MODEL)
+    complete(tmp_path / "merged", tensors)
+    catalog = mindresume.open(tmp_path / "merged")
+    assert catalog.steps() == (STEP,) and catalog.latest().tensors.keys() == {*tensors, *COUNTERS}
+    assert catalog.select().chosen.step == STEP
+    with pytest.raises(MissingCheckpointError):
+        catalog[STEP + 1]
+
+
+def test_one_file(tmp_path):
+    import numpy as np
+    path = put(tmp_path / "one.safetensors", {"w": np.zeros((2, 3), np.float16), "step_num": np.array(7, np.int64)})
+    catalog = mindresume.open(path)
+    assert catalog.steps() == (7,) and catalog[7].read("w").shape == (2, 3) and catalog.select().chosen.step == 7
+
+
+# ---- paths that are none ---------------------------------------------------------------------------------------------
+
+def test_a_path_that_does_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        mindresume.open(tmp_path / "missing")
+    catalog = mindresume.open(tmp_path / "missing", missing_ok=True)
+    assert catalog.steps() == () and catalog.latest() is None and list(catalog.list()) == [] and catalog.select().fresh
+    save(tmp_path / "missing", 5)
+    assert catalog.steps() == (5,)                                      # it looks anew each time
+
+
+def test_a_folder_of_something_else(tmp_path):
+    (tmp_path / "data.bin").write_bytes(b"x")
+    catalog = mindresume.open(tmp_path)
+    for call in (catalog.steps, catalog.list, catalog.latest, catalog.verify):
+        with pytest.raises(MissingCheckpointError):
+            call()
+    found = catalog.select()
+    assert found.chosen is None and not found.fresh and str(tmp_path) in found.error
+
+
+def test_several_folders_below(tmp_path):
+    for name in "ab":
+        save(tmp_path / name, 5)
+    with pytest.raises(MissingCheckpointError):
+        mindresume.open(tmp_path).steps()
+    assert "/a" in mindresume.open(tmp_path).select().error
+
+
+def test_a_file_of_another_kind(tmp_path):
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(AgreementError, match="notes.txt"):
+        mindresume.open(tmp_path / "notes.txt").select()
+
+
+# ---- select ----------------------------------------------------------------------------------------------------------
+
+def test_select_takes_the_newest(saved):
+    found = mindresume.open(saved).select()
+    assert found.chosen.step == 15 and found.refused == () and found.error == "" and not found.fresh
+    assert plain(found)["chosen"] == found.chosen.to_json() and found.chosen.state.step == 15
+
+
+def test_select_says_why_a_newer_one_is_refused(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    path = damage(tmp_path, 10, 1, "layer.bias")
+    found = mindresume.open(tmp_path).select()
+    (refused,) = found.refused
+    assert found.chosen.step == 5 and (refused.step, refused.file, refused.tensors) == (10, path, ("layer.bias",))
+    assert found.verified and not mindresume.open(tmp_path).select(verify=False).verified
+    assert mindresume.open(tmp_path).select(verify=False).chosen.step == 10
+
+
+def test_files_that_are_refused_are_named_by_their_path(tmp_path):
+    """Also where the path is the folder of the run, and nothing can be used."""
+    save(tmp_path / "output" / "checkpoint", 5, world=2)
+    os.truncate(path_of(tmp_path / "output" / "checkpoint", 5, 1), 7)
+    found = mindresume.open(tmp_path).select()
+    assert found.error and os.path.exists(found.refused[0].file) and found.root == str(tmp_path / "output" / "checkpoint")
+
+
+def test_select_for_another_number_of_ranks(tmp_path):
+    save(tmp_path, 5, world=4)
+    found = mindresume.open(tmp_path).select(world_size=8)
+    assert found.chosen is None and [refused.step for refused in found.refused] == [5] and found.error
+    assert mindresume.open(tmp_path, world_size=8).select().chosen is None
+    assert mindresume.open(tmp_path, world_size=8).select(world_size=4).chosen.step == 5
+
+
+def test_select_by_name(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    assert mindresume.open(tmp_path).select(name=path_of(tmp_path, 5, 3).name).chosen.step == 5
+    assert "net_rank_0-9_9" in mindresume.open(tmp_path).select(name="net_rank_0-9_9").error
+
+
+def test_select_of_an_empty_folder(tmp_path):
+    found = mindresume.open(tmp_path).select()
+    assert found.fresh and found.chosen is None and found.refused == () and found.error == ""
+
+
+def test_select_of_damaged_merged_weights(tmp_path):
+    from mindresume.api.conversion import merge
+    save(tmp_path / "run", 5, world=1)
+    merge(tmp_path / "run", tmp_path / "merged")
+    flip_bit(tmp_path / "merged" / "part0.safetensors")
+    found = mindresume.open(tmp_path / "merged").select()
+    assert found.chosen is None and "part0.safetensors" in found.error
+    report = mindresume.open(tmp_path / "merged").verify()
+    assert report.damaged and report.problems[0].tensors
+
+
+def test_where_nodes_share_no_disk(tmp_path):
+    for step in (5, 10):
+        save_part(tmp_path, step, (2, 3))
+    found = mindresume.open(tmp_path).select()
+    assert found.chosen is None and (found.local.step, found.local.local_ranks, found.local.world_size) == (10, (2, 3), 4)
+    assert plain(found)["local"]["state"] == "of this node"
+    report = mindresume.open(tmp_path).verify()
+    assert not report.damaged and [row.local_ranks for row in report.checkpoints] == [(2, 3), (2, 3)]
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+def test_verify_names_files_and_tensors(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    paths = [damage(tmp_path, 10, 1, "layer.bias"), damage(tmp_path, 10, 3, "embedding.weight")]
+    report = mindresume.open(tmp_path).verify()
+    assert report.damaged and [row.state for row in report.checkpoints] == ["damaged", "verified"]
+    assert [(problem.file, problem.tensors) for problem in report.problems] == [
+        (paths[0], ("layer.bias",)), (paths[1], ("embedding.weight",))]
+    assert report.bytes_read >= sum(path_of(tmp_path, step, rank).stat().st_size for step in (5, 10) for rank in range(4))
+    assert set(plain(report)) == {"root", "damaged", "checkpoints", "removed_steps", "bytes_read", "seconds", "notes"}
+    assert not mindresume.open(tmp_path).verify(step=5).damaged
+    with pytest.raises(MissingCheckpointError):
+        mindresume.open(tmp_path).verify(step=6)
+
+
+def test_what_has_no_checksums_is_not_verified(tmp_path):
+    write_foreign(tmp_path, 5)
+    write_rank(tmp_path, 10, 0, 4)
+    assert [row.state for row in mindresume.open(tmp_path).verify().checkpoints] == ["incomplete", "unverifiable"]
+
+
+def test_what_is_removed_while_it_is_read_is_no_damage(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=2)
+
+    class Remover:
+        """Removes a step as soon as it is known which ones are read."""
+
+        def expect(self, count):
+            for rank in range(2):
+                path_of(tmp_path, 5, rank).unlink()
+            shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
+
+        def advance(self, count):
+            pass
+    report = mindresume.open(tmp_path).verify(progress=Remover())
+    assert not report.damaged and report.removed_steps == (5,) and [row.step for row in report.checkpoints] == [10]
+
+
+def test_progress_is_reported(tmp_path):
+    save(tmp_path, 5)
+    expected, done = [], []
+
+    class Progress:
+        expect, advance = staticmethod(expected.append), staticmethod(done.append)
+    mindresume.open(tmp_path).verify(progress=Progress())
+    assert sum(expected) == sum(done) > 0
+
+
+@pytest.mark.parametrize("call", ["list", "steps", "latest", "select", "verify"])
+def test_nothing_is_changed(saved, call):
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    getattr(mindresume.open(saved), call)()
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before

@@ -1,0 +1,226 @@
+"""One saved step through the API: its state, its tensors, regions of them, and how long it is held."""
+import gc
+import os
+import shutil
+import subprocess
+import sys
+
+import iterations
+import numpy as np
+import pytest
+from folders import path_of, save, tensors_of, write_foreign
+from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded
+
+import mindresume
+from mindresume.errors import DamagedFileError, MissingCheckpointError, StrategyError
+from mindresume.manifest import FOLDER
+from mindresume.strategy import write_strategy
+
+MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "layers.0.weight": Spec((8, 12), 1, 0),
+         "layers.1.weight": Spec((8, 12), 1, 1), "norm.weight": Spec((8,), None, "last"), "layers.1.none": Spec((8, 0), 0, 1)}
+TENSORS = random_tensors(MODEL)
+PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(params=["mindresume", "mindformers", "merged"])
+def saved(request, tmp_path):
+    """A checkpoint of 8 ranks, or the same tensors as complete weights."""
+    root = tmp_path / "output" / "checkpoint"
+    if request.param == "mindresume":
+        recorded(root, PLAN, TENSORS)
+    elif request.param == "mindformers":
+        foreign(root, PLAN, TENSORS)
+        write_strategy(PLAN.strategy(), str(tmp_path / "output" / "strategy"))
+    else:
+        complete(root, TENSORS)
+    return root
+
+
+def claims(root):
+    return [path.name for path in (root / FOLDER).glob("claim-*")] if (root / FOLDER).exists() else []
+
+
+def same(found, wanted):
+    return (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+
+
+def test_every_tensor_in_its_global_shape(saved):
+    with mindresume.open(saved)[STEP] as checkpoint:
+        assert {name: (row.shape, row.dtype) for name, row in checkpoint.tensors.items()} == {
+            name: (array.shape, array.dtype.name) for name, array in {**TENSORS, **COUNTERS}.items()}
+        assert all(same(checkpoint.read(name), array) for name, array in {**TENSORS, **COUNTERS}.items())
+        assert checkpoint.tensors["layers.0.weight"].size_bytes == TENSORS["layers.0.weight"].nbytes
+
+
+@pytest.mark.parametrize("region", [
+    (slice(0, 8), slice(None)), (slice(3, 5), slice(1, 11)), (slice(-2, None),), (), (slice(4, 4), slice(None)),
+    (slice(None), slice(5, 6)), (slice(5, 2),), (slice(0, 100),)])
+def test_a_region_is_what_indexing_gives(saved, region):
+    checkpoint = mindresume.open(saved)[STEP]
+    assert same(checkpoint.read("layers.1.weight", region), TENSORS["layers.1.weight"][region])
+    checkpoint.release()
+
+
+def test_only_the_region_is_read(tmp_path, monkeypatch):
+    from mindresume.reshard.reading import OpenFiles
+    recorded(tmp_path, PLAN, TENSORS)
+    read, plain = [], OpenFiles.read
+    monkeypatch.setattr(OpenFiles, "read", lambda self, path, position, out: read.append(len(out)) or plain(
+        self, path, position, out))
+    with mindresume.open(tmp_path)[STEP] as checkpoint:
+        checkpoint.read("layers.0.weight", (slice(0, 2), slice(0, 12)))
+    assert sum(read) == 2 * 12 * 4
+
+
+@pytest.mark.parametrize("region", [(slice(0, 8, 2),), (slice(0, 1),) * 3, (3, slice(None))])
+def test_what_is_no_region_is_an_error(saved, region):
+    with mindresume.open(saved)[STEP] as checkpoint, pytest.raises(ValueError, match="region"):
+        checkpoint.read("layers.1.weight", region)
+
+
+def test_a_tensor_that_is_not_there(saved):
+    with mindresume.open(saved)[STEP] as checkpoint, pytest.raises(KeyError, match="layers.9.weight"):
+        checkpoint.read("layers.9.weight")
+
+
+def test_the_state(saved):
+    state = mindresume.open(saved)[STEP].state
+    assert (state.step, state.global_batch_size) == (STEP, int(COUNTERS["global_batch_size"]))
+
+
+def test_the_state_of_iteration_folders(tmp_path):
+    iterations.foreign(tmp_path / "theirs")
+    iterations.save(tmp_path / "ours", 10)
+    assert mindresume.open(tmp_path / "theirs")[15].state.step == 15
+    checkpoint = mindresume.open(tmp_path / "ours")[10]
+    assert checkpoint.state.step == 10 and checkpoint.info.iteration_dir == "iteration_00000010"
+    assert checkpoint.tensors["embedding.weight"].shape == (8, 4)
+    wanted = np.concatenate([iterations.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)])
+    assert same(checkpoint.read("embedding.weight"), wanted)
+    checkpoint.release()
+
+
+def test_weights_alone_have_no_state(tmp_path):
+    put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
+    checkpoint = mindresume.open(tmp_path / "one.ckpt").latest()
+    assert checkpoint.step is None and checkpoint.state is None and checkpoint.read("w").dtype == np.float16
+
+
+def test_a_damaged_byte_is_found_while_it_is_read(tmp_path):
+    from mindresume.files import read_header
+    save(tmp_path, 5, world=1)
+    path = path_of(tmp_path, 5, 0)
+    with open(path, "rb") as file:
+        at = read_header(file, str(path)).tensors["layer.bias"].ranges[0][0]
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with mindresume.open(tmp_path)[5] as checkpoint:
+        assert same(checkpoint.read("embedding.weight"), tensors_of(0, 5)["embedding.weight"])
+        with pytest.raises(DamagedFileError) as raised:
+            checkpoint.read("layer.bias")
+    assert raised.value.path == str(path) and raised.value.tensor == "layer.bias"
+
+
+def test_layouts_come_from_a_strategy(tmp_path):
+    foreign(tmp_path / "other" / "checkpoint", PLAN, TENSORS)
+    with pytest.raises(StrategyError):
+        mindresume.open(tmp_path / "other" / "checkpoint")[STEP].read("norm.weight")
+    write_strategy(PLAN.strategy(), str(tmp_path / "given"))
+    found = mindresume.open(tmp_path / "other" / "checkpoint", strategy=tmp_path / "given")[STEP]
+    assert found.tensors["layers.0.weight"].layout == PLAN.stages[0]["layers.0.weight"]
+
+
+# ---- the hold --------------------------------------------------------------------------------------------------------
+
+def prune_all_but_the_newest(root):
+    return [row.step for row in mindresume.prune(root, policy=mindresume.KeepLast(1)).removed]
+
+
+def test_it_is_held_within_the_block(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=2, replicas=1)
+    with mindresume.open(tmp_path)[5] as checkpoint:
+        assert checkpoint.is_held and len(claims(tmp_path)) == 1
+        assert prune_all_but_the_newest(tmp_path) == []
+        checkpoint.read("layer.bias")
+    assert not checkpoint.is_held and claims(tmp_path) == []
+    assert prune_all_but_the_newest(tmp_path) == [5]
+
+
+def test_it_is_held_from_the_first_read_until_nobody_uses_it(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=2, replicas=1)
+    checkpoint = mindresume.open(tmp_path)[5]
+    assert checkpoint.state.step == 5 and claims(tmp_path) == []                # nothing but its listing was read
+    checkpoint.read("layer.bias")
+    assert len(claims(tmp_path)) == 1
+    del checkpoint
+    gc.collect()
+    assert claims(tmp_path) == []
+
+
+def test_it_is_released_when_the_process_ends(tmp_path):
+    save(tmp_path, 5, world=2, replicas=1)
+    code = ("import mindresume, pathlib, sys; checkpoint = mindresume.open(sys.argv[1])[5]; checkpoint.read('layer.bias'); "
+            "print(len(list(pathlib.Path(sys.argv[1]).glob('*/claim-*'))))")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n" and claims(tmp_path) == []
+
+
+def test_a_catalog_lets_go_of_all(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=2, replicas=1)
+    with mindresume.open(tmp_path) as catalog:
+        found = [catalog[5], catalog[10]]
+        assert all(checkpoint.tensors for checkpoint in found) and len(claims(tmp_path)) == 2
+    assert claims(tmp_path) == [] and not any(checkpoint.is_held for checkpoint in found)
+    assert found[0].read("layer.bias").shape == (5,) and found[0].is_held       # held again
+    found[0].release()
+
+
+def test_without_a_hold_nothing_is_written(tmp_path):
+    save(tmp_path, 5, world=2, replicas=1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with mindresume.open(tmp_path, hold=False)[5] as checkpoint:
+        checkpoint.read("layer.bias")
+        assert not checkpoint.is_held
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_what_mindformers_wrote_is_not_held(tmp_path):
+    write_foreign(tmp_path, 5, world=1)
+    with mindresume.open(tmp_path)[5] as checkpoint:
+        assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held and not (tmp_path / FOLDER).exists()
+
+
+def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypatch):
+    from mindresume.store import claim
+    save(tmp_path, 5, world=2, replicas=1)
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+    monkeypatch.setattr(claim, "publish", refuse)
+    with mindresume.open(tmp_path)[5] as checkpoint:
+        assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held
+        assert any("Read-only file system" in note for note in checkpoint.notes)
+
+
+def test_one_that_was_removed_meanwhile(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=2, replicas=1)
+    checkpoint = mindresume.open(tmp_path)[5]
+    assert prune_all_but_the_newest(tmp_path) == [5]
+    with pytest.raises(MissingCheckpointError, match="step 5"):
+        checkpoint.read("layer.bias")
+    with pytest.raises(MissingCheckpointError), checkpoint:
+        pass
+    unheld = mindresume.open(tmp_path, hold=False)[10]
+    shutil.rmtree(tmp_path / FOLDER)
+    with pytest.raises(MissingCheckpointError, match="step 10"):
+        unheld.read("layer.bias")

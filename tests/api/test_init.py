@@ -1,0 +1,72 @@
+"""``import mindresume``: light, and every name of the API is found when it is used."""
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import mindresume
+
+PACKAGE = Path(mindresume.__file__).parent
+FRAMEWORKS = "mindspore", "mindformers", "torch", "transformers"
+
+
+def loaded(code):
+    """Names of the modules that a new process has after ``code``."""
+    code += "\nimport sys; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+def test_the_import_is_light():
+    found = loaded("import mindresume")
+    assert {name for name in found if name.startswith("mindresume.")} == set()
+    assert not found & {*FRAMEWORKS, "numpy", "yaml", "typer", "rich", "ml_dtypes", "safetensors"}
+
+
+def test_the_help_is_light():
+    code = "import sys; sys.argv = ['mindresume', '--help']; from mindresume import cli\ntry: cli.main()\nexcept SystemExit: pass"
+    found = loaded(code)
+    assert "mindresume.cli.ls" in found and not found & {*FRAMEWORKS, "numpy", "ml_dtypes", "safetensors"}
+    assert not {name for name in found if name.startswith(("mindresume.reshard", "mindresume.resume", "mindresume.formats"))}
+
+
+def test_the_api_needs_no_framework():
+    code = "import mindresume\nfor name in mindresume.__all__: getattr(mindresume, name)"
+    found = loaded(code)
+    assert "mindresume.api.catalog" in found and not found & {*FRAMEWORKS, "safetensors", "typer"}
+
+
+def test_names():
+    assert all(getattr(mindresume, name) is not None for name in mindresume.__all__)
+    assert set(mindresume.__all__) <= set(dir(mindresume)) and mindresume.open is mindresume.open
+    with pytest.raises(AttributeError, match="nothing"):
+        mindresume.nothing                                                      # noqa: B018
+
+
+def test_the_table_is_what_type_checkers_see():
+    """The names are written three times: for type checkers, for the first use, for ``import *``."""
+    import ast
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {alias.name: node.module.removeprefix("mindresume.") for node in block.body for alias in node.names}
+    assert typed == mindresume._WHERE and sorted(typed) == sorted(mindresume.__all__)
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_who_may_import_the_api():
+    """It is above all rooms but the command line."""
+    found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")
+             if "mindresume.api" in path.read_text(encoding="utf-8")}
+    assert found == {"api", "cli", "__init__.py"}
+
+
+def test_choices_in_the_help_are_those_of_the_api():
+    """The command line names them without importing what knows them."""
+    from mindresume.api.conversion import TARGET_FORMATS
+    from mindresume.reshard.engine import ENGINES
+    from mindresume.reshard.huggingface import DTYPES
+    for module, name, choices in (("conversions", "ENGINES", ENGINES), ("convert", "CHOICES", TARGET_FORMATS),
+                                  ("export_hf", "DTYPES", DTYPES)):
+        assert getattr(import_module(f"mindresume.cli.{module}"), name) == choices
