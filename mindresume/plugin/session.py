@@ -243,7 +243,8 @@ def training(config: Any) -> Iterator[TrainingContext]:
         end.callback(context.resources.release)
         begin(context)
         try:
-            emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__))
+            emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
+                                 time.localtime().tm_gmtoff))
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config)
             context.requests = preemption.requests(config)

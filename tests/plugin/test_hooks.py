@@ -281,7 +281,7 @@ def test_the_event_file_says_how_a_training_ended(output, outcome, reason, step)
     with contextlib.suppress(ValueError):
         hooks._training(ends(outcome))(FakeTrainer())
     first, last = recorded(output)
-    assert (first["event"], first["world_size"]) == ("training_started", 1)
+    assert (first["event"], first["world_size"]) == ("training_started", 1) and "utc_offset_seconds" in first
     assert (last["event"], last["outcome"], last["reason"], last.get("step")) == ("training_ended", outcome, reason, step)
     assert session.current().task == "" and session.current().progress.step is None
 
