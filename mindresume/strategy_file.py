@@ -12,6 +12,7 @@ from typing import Any
 
 from mindresume.documents import encodable, parse_json
 from mindresume.errors import StrategyError
+from mindresume.files.protobuf import decode_varint, encode_varint, signed
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.state import is_count
 
@@ -172,15 +173,12 @@ def _message(data: Any, wanted: set[int]) -> dict[int, list[Any]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """(signed number of 64 bits, position behind it)."""
-    value = shift = 0
-    for position in range(position, min(position + 10, len(data))):            # noqa: B020
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return (value if value < 1 << 63 else (value & (1 << 64) - 1) - (1 << 64)), position + 1
-        shift += 7
-    raise ValueError(f"damaged or cut short: a number has no end at byte {position} of a message of {len(data)} bytes")
+    """Returns the signed number of 64 bits at ``position``, and the position behind it."""
+    try:
+        value, position = decode_varint(data, position)
+    except ValueError as error:
+        raise ValueError(f"damaged or cut short: {error} of a message of {len(data)} bytes") from None
+    return signed(value), position
 
 
 def _one(message: Mapping[int, list[Any]], number: int, kind: type = bytes) -> Any:
@@ -208,16 +206,11 @@ def _numbers(data: Any) -> list[int]:
 def _field(number: int, value: int | str | bytes | Iterable[int]) -> bytes:
     """One field: a number, a text, an encoded message, or numbers (a message ``repeated dim = 1``)."""
     if isinstance(value, int):
-        return _number(number << 3) + _number(value)
+        return encode_varint(number << 3) + encode_varint(value)
     data = value.encode() if isinstance(value, str) else value
     if not isinstance(data, bytes):
         data = b"".join(_field(1, item) for item in data)
-    return _number(number << 3 | 2) + _number(len(data)) + data
-
-
-def _number(value: int) -> bytes:
-    value &= (1 << 64) - 1                      # a negative number takes ten bytes
-    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _number(value >> 7)
+    return encode_varint(number << 3 | 2) + encode_varint(len(data)) + data
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from mindresume import strategy as module
 from mindresume import strategy_file
 from mindresume.errors import StrategyError
+from mindresume.files.protobuf import encode_varint
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.store.storage import PosixStorage
 from mindresume.strategy import Strategy, read_strategy, write_strategy
-from mindresume.strategy_file import _field, _number, decode_strategy, encode_strategy
+from mindresume.strategy_file import _field, decode_strategy, encode_strategy
 
 few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
@@ -106,9 +107,10 @@ def test_ranks_stages_and_names():
 
 
 def test_packed_numbers_and_unknown_fields_are_read():
-    packed = _field(1, b"".join(map(_number, (2, 2))))
-    body = _field(1, packed) + _field(2, _field(1, _number(0) + _number(-1))) + _field(5, 0) + _field(6, 0) + _field(7, 0)
-    body += _field(900, "of a later version") + _number(11 << 3 | 1) + bytes(8) + _number(12 << 3 | 5) + bytes(4)
+    packed = _field(1, b"".join(map(encode_varint, (2, 2))))
+    body = _field(1, packed) + _field(2, _field(1, encode_varint(0) + encode_varint(-1)))
+    body += _field(5, 0) + _field(6, 0) + _field(7, 0)
+    body += _field(900, "of a later version") + encode_varint(11 << 3 | 1) + bytes(8) + encode_varint(12 << 3 | 5) + bytes(4)
     content = encode_strategy({3: {"b": B}}) + _field(3, _field(1, "w") + _field(2, body)) + _field(9, 7)
     assert decode_strategy(content, "s.ckpt") == {3: {"b": B, "w": W}}
 
@@ -244,7 +246,7 @@ UNEVEN = "parameter 'layers.0.w': .*cut unevenly"
     (parameter(body() + body()), "there 2 times, expected one"),
     (parameter(body())[:-1], "cut short"),
     (parameter(body()) + b"\x0b", "wire type 3"), (parameter(body()) + b"\x00\x00", "field 0"),
-    (parameter(body()) + _number(3 << 3 | 2) + _number(-5), "field 3 has -5 bytes"),
+    (parameter(body()) + encode_varint(3 << 3 | 2) + encode_varint(-5), "field 3 has -5 bytes"),
     (parameter(body()) + b"\x08" + b"\xff" * 12, "has no end"),
     (parameter(body()) + _field(3, _field(1, b"\xff") + _field(2, body())), "utf-8"),
     (parameter(body()) + _field(3, _field(1, "layers.0.w") + _field(2, body(maps=((-1, 0),)))), "'layers.0.w' is in it twice"),

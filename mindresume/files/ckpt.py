@@ -34,6 +34,7 @@ from mindresume.files.model import (
     parse_metadata,
     parse_object,
 )
+from mindresume.files.protobuf import MAX_VARINT, decode_varint, encode_varint
 
 SLICE_BYTES = 512 << 20     # mindspore/train/serialization.py: SLICE_SIZE, in KiB there
 METADATA_FIELD = 1000
@@ -175,13 +176,12 @@ class _Scanner:
 
     def varint(self, position: int, limit: int) -> tuple[int, int]:
         """(value, position after it)"""
-        value = 0
-        for index, byte in enumerate(self.take(position, min(10, limit - position))):
-            value |= (byte & 0x7F) << 7 * index
-            if byte < 0x80:
-                if value >= 2**64:
-                    break
-                return value, position + index + 1
+        try:
+            value, count = decode_varint(self.take(position, min(MAX_VARINT, limit - position)))
+            if value < 2**64:
+                return value, position + count
+        except ValueError:
+            pass
         raise self.damage(position, f"a number that does not end before byte {limit}, or is too large: cut short, or "
                                     f"no ckpt file")
 
@@ -227,9 +227,9 @@ def _slices(nbytes: int) -> list[tuple[int, int]]:
 def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
     """Everything of a Value up to its content of ``count`` bytes."""
     dims = (0,) if tag == "str" else shape
-    inner = b"".join(b"\x08" + _varint(size) for size in dims) + b"\x12" + _text(tag) + b"\x1a" + _varint(count)
-    value = b"\x0a" + _text(name) + b"\x12" + _varint(len(inner) + count) + inner
-    return b"\x0a" + _varint(len(value) + count) + value
+    inner = b"".join(b"\x08" + encode_varint(size) for size in dims) + b"\x12" + _text(tag) + b"\x1a" + encode_varint(count)
+    value = b"\x0a" + _text(name) + b"\x12" + encode_varint(len(inner) + count) + inner
+    return b"\x0a" + encode_varint(len(value) + count) + value
 
 
 def _tail(metadata: Mapping[str, str]) -> bytes:
@@ -238,17 +238,9 @@ def _tail(metadata: Mapping[str, str]) -> bytes:
         raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and cut them off
     if len(raw) > MAX_HEADER:
         raise ValueError(f"the metadata would have {len(raw)} bytes; at most {MAX_HEADER} can be read back")
-    return _varint(METADATA_FIELD << 3 | 2) + _varint(len(raw)) + raw
+    return encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw
 
 
 def _text(text: str) -> bytes:
     raw = text.encode()
-    return _varint(len(raw)) + raw
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out) + bytes([value])
+    return encode_varint(len(raw)) + raw

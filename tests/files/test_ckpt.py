@@ -7,7 +7,7 @@ import pytest
 
 from mindresume.errors import DamagedFileError
 from mindresume.files import ckpt, encode, encoded_size, read_header, read_scalar, read_tensor
-from mindresume.files.ckpt import _varint
+from mindresume.files.protobuf import encode_varint
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
 RANDOM = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def saved(ms, path, tensors, **options):
 
 
 def field(number, data):
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+    return encode_varint(number << 3 | 2) + encode_varint(len(data)) + data
 
 
 def tensor(dims=b"\x08\x02", dtype=b"UInt8", data=b"ab"):
@@ -169,7 +169,7 @@ HOSTILE = {
     "number that never ends": (b"\xff" * 20, "a number that does not end"),
     "number of 65 bits": (b"\x0a" + b"\xff" * 9 + b"\x02", "a number that does not end"),
     "number cut": (b"\x0a\x80", "a number that does not end before byte 2"),
-    "length huge": (b"\x0a" + _varint(2**63), "bytes should follow, 0 are left"),
+    "length huge": (b"\x0a" + encode_varint(2**63), "bytes should follow, 0 are left"),
     "value cut": (value()[:-1], "bytes should follow"),
     "value empty": (b"\x0a\x00", "a Value without name or without tensor"),
     "name only": (field(1, field(1, b"w")), "without name or without tensor"),
@@ -190,10 +190,10 @@ HOSTILE = {
     "unknown dtype": (value(inner=tensor(dtype=b"Int4")), "unknown dtype 'Int4'"),
     "dtype by its numpy name": (value(inner=tensor(dtype=b"float32")), "unknown dtype 'float32'"),
     "dtype enormous": (value(inner=tensor(dtype=b"x" * 65)), "65 bytes where at most 64"),
-    "negative dim": (value(inner=tensor(b"\x08" + _varint(2**64 - 1))), "impossible shape"),
+    "negative dim": (value(inner=tensor(b"\x08" + encode_varint(2**64 - 1))), "impossible shape"),
     "too many dims": (value(inner=tensor(b"\x08\x01" * 33)), "impossible shape"),
     "too many packed dims": (value(inner=tensor(field(1, b"\x01" * 5000))), "impossible shape"),
-    "product overflows": (value(inner=tensor(b"\x08\x00" + (b"\x08" + _varint(2**62)) * 2)), "impossible shape"),
+    "product overflows": (value(inner=tensor(b"\x08\x00" + (b"\x08" + encode_varint(2**62)) * 2)), "impossible shape"),
     "too few bytes": (value(inner=tensor(b"\x08\x03")), "w: uint8 of shape \\(3,\\) needs 3 bytes, the file has 2"),
     "too many bytes": (value(inner=tensor(b"\x08\x01")), "needs 1 bytes, the file has 2"),
     "text of 5 bytes": (value(inner=tensor(b"", b"str", b"a\0\0\0b")), "text w has 5 bytes"),
