@@ -67,9 +67,7 @@ def direct(task: dict[str, Any]) -> dict[str, Any]:
     source = open_source(storage, task["source"], strategy=task["from"])
     job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_complete(source, "mindspore")
     conversion = Conversion(storage, job, task["target"])
-    conversion.prepare()
-    conversion.write(writer("direct", conversion, task["workers"], traffic=traffic))
-    conversion.commit()
+    conversion.run(lambda: conversion.write(writer("direct", conversion, task["workers"], traffic=traffic)))
     return {"read": traffic.read}
 
 

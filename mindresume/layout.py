@@ -21,6 +21,17 @@ MAX_RANKS = 100_000         # of a job: what a file claims beyond that is damage
 MAX_AXES = 32               # of a device matrix or a tensor; numpy's limit for the latter
 
 
+def is_scalar(shape: Sequence[int]) -> bool:
+    """Returns whether a tensor has at most one element. Without a layout it is a counter of the training then, and alike on all
+    ranks."""
+    return math.prod(shape) <= 1
+
+
+def same_shape(stored: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Returns whether a stored tensor fits a parameter. Of one element the number of dimensions does not count: () and (1,)."""
+    return tuple(stored) == tuple(wanted) or math.prod(stored) == math.prod(wanted) == 1
+
+
 @dataclass(frozen=True)
 class TensorLayout:
     """``device_matrix``: the ranks of the stage, major axis first.

@@ -11,7 +11,7 @@ import numpy as np
 
 from mindresume.errors import LoadError, SaveError
 from mindresume.files.model import DTYPES
-from mindresume.layout import TensorLayout
+from mindresume.layout import TensorLayout, is_scalar, same_shape
 from mindresume.settings import allow_text
 from mindresume.state import is_transient
 from mindresume.store.share import shares
@@ -134,6 +134,12 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
     return found
 
 
+def is_parallel() -> bool:
+    """Returns whether MindSpore's front end cuts parameters (semi-auto, auto or hybrid parallel)."""
+    from mindspore import context
+    return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+
+
 def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """{name: (layout, global shape)} of the parameters of this rank, by what MindSpore says of a compiled network: its strategy
@@ -141,10 +147,9 @@ def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size:
     of more than one element is whole on every rank."""
     if world_size == 1:
         return {}
-    from mindspore import context
-    if context.get_auto_parallel_context("parallel_mode") not in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel"):
+    if not is_parallel():
         return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
-                if math.prod(shape) > 1}
+                if not is_scalar(shape)}
     rest = layouts(getattr(network, "parameter_layout_dict", None), shapes, warn)
     return {**rest, **strategy_layouts(_strategy_metadata(network), shapes, warn)}
 
@@ -182,7 +187,7 @@ def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple
             if not may_miss(name):
                 problems.append(f"{name} is not in the checkpoint")
                 missing.append(name)
-        elif tuple(arrays[name].shape) != shape and not arrays[name].size == math.prod(shape) == 1:
+        elif not same_shape(arrays[name].shape, shape):
             problems.append(f"{name} is {tuple(arrays[name].shape)} in the checkpoint, {shape} in the network")
         elif str(arrays[name].dtype) != dtype:
             problems.append(f"{name} is {arrays[name].dtype} in the checkpoint, {dtype} in the network")

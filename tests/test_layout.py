@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mindresume.layout import TensorLayout
+from mindresume.layout import TensorLayout, is_scalar, same_shape
 
 ALL = slice(0, 4)
 
@@ -128,3 +128,9 @@ def test_ranks_and_ranks_of_shapes_must_fit():
         layout.slices(0, (8,))
     with pytest.raises(ValueError, match="1 slices for shape"):
         layout.holders((slice(0, 4),), (8, 4))
+
+
+def test_a_tensor_of_one_element_has_any_number_of_dimensions():
+    assert is_scalar(()) and is_scalar((1, 1)) and is_scalar((0,)) and not is_scalar((2,))
+    assert same_shape((), (1,)) and same_shape((2, 3), [2, 3])
+    assert not same_shape((2, 3), (3, 2)) and not same_shape((0,), (0, 1))

@@ -6,14 +6,13 @@
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from mindresume.errors import RecordError
 from mindresume.formats.metadata import Described, Stored, ordinals
-from mindresume.layout import TensorLayout
+from mindresume.layout import TensorLayout, is_scalar
 from mindresume.manifest import Details, TensorRecord
 
 
@@ -63,7 +62,7 @@ def uncovered(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Ca
     there = next(rank for rank, names in enumerate(files) if names)
     named = {row.name for row in rows}
     return next((f"{name} {row.shape} has no layout" for name, row in details_of(there).tensors.items()
-                 if name not in named and math.prod(row.shape) > 1), "")
+                 if name not in named and not is_scalar(row.shape)), "")
 
 
 def _shared(known: Described, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,

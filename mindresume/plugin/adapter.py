@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from mindresume.errors import SaveError
+from mindresume.network import is_parallel
 from mindresume.plugin import upstream, upstream_check
 
 ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into a callback of this very name
@@ -26,12 +27,6 @@ def built_in_monitor() -> type:
     """Returns mindformers' own CheckpointMonitor."""
     from mindformers.core.callback.callback import CheckpointMonitor
     return CheckpointMonitor
-
-
-def is_parallel() -> bool:
-    """Whether the front end cuts parameters (semi-auto, auto or hybrid parallel)."""
-    from mindspore import context
-    return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
 
 
 def has_loss() -> bool:

@@ -202,15 +202,9 @@ def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int, emit:
     conversion, finished = _free(storage, job, folder, emit)
     if not finished:
         try:
-            conversion.prepare()
-            conversion.write(writer("mindspore", conversion, processes, log=conversion.log))
-            conversion.commit()
+            conversion.run(lambda: conversion.write(writer("mindspore", conversion, processes, log=conversion.log)))
         except EngineError as error:
-            conversion.abandon()
             return {"refused": str(error)}
-        except BaseException:
-            conversion.abandon()
-            raise
     return {"folder": conversion.target}
 
 

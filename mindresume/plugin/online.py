@@ -39,7 +39,6 @@ from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.load import WORKERS, bytes_of, read_regions, wanted_regions
 from mindresume.reshard.source import Source
-from mindresume.reshard.target import is_counter
 from mindresume.reshard.weights import Weights
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage, Storage
@@ -222,7 +221,7 @@ def _shared(weights: Weights, regions: Mapping[str, Region], layouts: Mapping[st
 def _regions(weights: Weights, shapes: Mapping[str, tuple[tuple[int, ...], str]], layouts: Mapping[str, Any],
              of_model: Collection[str], rank: int, optional: Callable[[str], bool]) -> dict[str, Region]:
     absent = [name for name in shapes if name not in weights.tensors and not optional(name)]
-    weights_alone = all(name in of_model or is_counter(tensor) for name, tensor in weights.tensors.items())
+    weights_alone = all(name in of_model or tensor.is_counter for name, tensor in weights.tensors.items())
     if absent and weights_alone and not any(name in of_model for name in absent):
         raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim (save_optimizer: False). To "
                         f"take the weights alone and start at step 0, set no_load_optim: True (resume_training: False)")

@@ -180,6 +180,16 @@ class Conversion:
         """For what is needed on the way; it goes at the commit."""
         return os.path.join(self.work, "scratch")
 
+    def run(self, write: Callable[[], None]) -> None:
+        """Prepares, calls ``write``, which fills the work folder, and commits. Whatever fails, nothing of it stays."""
+        try:
+            self.prepare()
+            write()
+            self.commit()
+        except BaseException:                       # Ctrl-C too
+            self.abandon()
+            raise
+
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:

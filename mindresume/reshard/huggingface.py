@@ -48,7 +48,6 @@ from mindresume.reshard.geometry import Cut, Region, shape_of, whole
 from mindresume.reshard.load import WORKERS, check_tensors, read_regions, wanted_regions
 from mindresume.reshard.reading import OpenFiles, Woven, castable, gather, plain
 from mindresume.reshard.source import Source
-from mindresume.reshard.target import is_counter
 from mindresume.reshard.weights import Place, Tensor, Weights, of_complete
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage, publish_json, read_bytes
@@ -323,7 +322,7 @@ def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
         return True
     if HEAD not in known and parts[1:] == HEAD.split("."):
         return True                                 # of a head that is named itself
-    return is_counter(tensor) or _is_no_weight(name)
+    return tensor.is_counter or _is_no_weight(name)
 
 
 def _is_no_weight(name: str) -> bool:

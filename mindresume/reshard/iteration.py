@@ -5,7 +5,6 @@ yet.
 """
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Mapping
@@ -21,8 +20,9 @@ from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_bytes, metadata_of
 from mindresume.formats.metadata import Described, read_metadata
 from mindresume.formats.records import header_of, listed
+from mindresume.layout import is_scalar
 from mindresume.manifest import Details
-from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
+from mindresume.reshard.weights import Tensor, Weights
 from mindresume.resume.prove import record_of
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage
@@ -116,7 +116,7 @@ def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[st
                 continue
             if entry.dtype == "str":
                 raise LoadError(f"{path}: {name} is a text, not a tensor; it can be part of no other layout")
-            if candidate.world_size > 1 and math.prod(entry.shape) > SCALAR_ELEMENTS:
+            if candidate.world_size > 1 and not is_scalar(entry.shape):
                 lost.append(f"{name} {entry.shape}")
             found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
     if lost:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mindresume.errors import LoadError
 from mindresume.files.model import DTYPES
-from mindresume.layout import TensorLayout
+from mindresume.layout import TensorLayout, same_shape
 from mindresume.reshard.direct import TILE, Sources, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
 from mindresume.reshard.reading import OpenFiles, gather, plain
@@ -42,7 +42,7 @@ def wanted_regions(weights: Weights, wanted: Mapping[str, tuple[tuple[int, ...],
                 missing.append(name)
         elif tensor.dtype != dtype:
             problems.append(f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network")
-        elif tensor.shape != full and not elements(whole(tensor.shape)) == elements(whole(full)) == 1:
+        elif not same_shape(tensor.shape, full):
             problems.append(f"{name} is {tensor.shape} in the checkpoint, {full} in the network")
         elif layout is None or tensor.shape != full:
             regions[name] = whole(tensor.shape)

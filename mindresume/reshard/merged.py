@@ -10,6 +10,7 @@ import os
 
 from mindresume.agree import Group, Waiting, report
 from mindresume.errors import DamagedFileError, MindResumeError, MissingCheckpointError
+from mindresume.events.progress import ProgressReporter
 from mindresume.files import read_header
 from mindresume.files.checksum import damaged_tensors, file_checksum
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
@@ -38,19 +39,16 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
     AgreementError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
     training was."""
     opened: list[Source] = []
-    read = [0]
-
-    def counted(count: int) -> None:
-        read[0] += count
+    read = ProgressReporter.silent()
 
     def check() -> object:
         source = open_complete(storage, path)
         opened.append(source)
         if full and source.made:
             check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
-                          traffic=Traffic(progress=counted))
+                          traffic=Traffic(progress=read.advance))
         return source.state.to_json() if source.state else None
-    told = report(group, check, Waiting(f"checking {path}", lambda: read[0]))[0]
+    told = report(group, check, Waiting(f"checking {path}", lambda: read.done))[0]
     if told is None and resume:
         raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
                                      f"With resume_training: False they are loaded as weights only")

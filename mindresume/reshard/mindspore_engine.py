@@ -24,7 +24,7 @@ from mindresume.files import Header, format_of, read_header, read_tensor
 from mindresume.layout import TensorLayout
 from mindresume.reshard.direct import TargetFile, transform, whole_tensors
 from mindresume.reshard.geometry import Region, shape_of
-from mindresume.reshard.target import METADATA, holdings, is_counter
+from mindresume.reshard.target import METADATA, holdings
 from mindresume.reshard.transform_processes import COMMAND, failure, run
 from mindresume.reshard.weights import Tensor, Weights
 from mindresume.store.storage import PosixStorage, parallel
@@ -137,7 +137,7 @@ def _refusal(weights: Weights, reason: str) -> EngineError:
 
 def _check_strategies(weights: Weights, source: Strategy | None, target: Strategy | None) -> None:
     for name, tensor in weights.tensors.items():
-        if source is not None and tensor.layout is None and not is_counter(tensor):
+        if source is not None and tensor.layout is None and not tensor.is_counter:
             raise _refusal(weights, f"no layout of {name} {tensor.shape} is known; MindSpore would copy it as it is")
         if tensor.dtype == "str" or tensor.dtype.startswith("float8"):
             raise _refusal(weights, f"{name} is of dtype {tensor.dtype}, which MindSpore's transform cannot read")
@@ -310,6 +310,6 @@ def _compare(task: Task, rank: int, found: Mapping[str, tuple[str, tuple[int, ..
     tensors = task.weights.tensors
     expected = {name: (tensors[name].dtype, shape_of(region)) for name, region in task.held[rank].items()}
     for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name) and not (name not in found and rank and is_counter(tensors[name])):
+        if found.get(name) != expected.get(name) and not (name not in found and rank and tensors[name].is_counter):
             there, wanted = (" ".join(map(str, side[name])) if name in side else "nothing" for side in (found, expected))
             raise failure(f"it ended well, but wrote for rank {rank} of parameter {name} {there}, expected {wanted}", task.work)

@@ -6,7 +6,6 @@ it was needed for. When the same command starts again, ``strategy_for`` finds it
 """
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from mindresume.errors import StrategyError
 from mindresume.files import CHUNK
 from mindresume.formats import OURS, Candidate
 from mindresume.layout import TensorLayout
-from mindresume.reshard.weights import SCALAR_ELEMENTS, Weights
+from mindresume.reshard.weights import Weights
 from mindresume.store.storage import Storage, publish_json, read_json
 from mindresume.strategy import Strategy, read_strategy
 
@@ -72,7 +71,7 @@ def own_strategy(weights: Weights) -> Strategy | None:
     size = sizes.pop() if len(sizes) == 1 else weights.world_size
     stages: list[dict[str, TensorLayout]] = [{} for _ in range(weights.world_size // size)]
     for name, tensor in weights.tensors.items():
-        if tensor.layout is None and math.prod(tensor.shape) <= SCALAR_ELEMENTS:
+        if tensor.is_counter:
             continue
         layout = tensor.layout or TensorLayout((size,), (-1,) * len(tensor.shape))
         for first in (tensor.first, *tensor.also):

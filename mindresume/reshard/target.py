@@ -17,7 +17,7 @@ from mindresume.formats.records import SCALARS, listed
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.names import missing, splits
-from mindresume.reshard.weights import SCALAR_ELEMENTS, Tensor, Weights
+from mindresume.reshard.weights import Tensor, Weights
 from mindresume.strategy import Strategy
 
 PART_BYTES = 3 << 30                # of a part of complete weights; what MindSpore's unified_safetensors makes
@@ -29,7 +29,7 @@ def holdings(weights: Weights, strategy: Strategy | None) -> list[dict[str, Regi
     """For each rank of the target: {tensor: region}. ``strategy`` None: one rank that holds everything. StrategyError if strategy
     and weights do not fit: a tensor that no stage holds, one that the weights lack, a shape that does not divide; named."""
     tensors = weights.tensors
-    counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if is_counter(tensor)}
+    counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     if strategy is None:
         return [{name: whole(tensor.shape) for name, tensor in tensors.items()}]
     strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in tensors.items()})
@@ -47,15 +47,10 @@ def holdings(weights: Weights, strategy: Strategy | None) -> list[dict[str, Regi
     return found
 
 
-def is_counter(tensor: Tensor) -> bool:
-    """Outside the strategy, and alike on all ranks."""
-    return tensor.layout is None and math.prod(tensor.shape) <= SCALAR_ELEMENTS
-
-
 def check_names(weights: Weights, strategy: Strategy) -> None:
     """StrategyError if a tensor would be lost, or is not there and should be (``names.missing``)."""
     named = {name for stage in strategy.stages for name in stage}
-    lost = [name for name, tensor in weights.tensors.items() if name not in named and not is_counter(tensor)]
+    lost = [name for name, tensor in weights.tensors.items() if name not in named and not tensor.is_counter]
     if lost:
         raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
                             f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {listed(lost, 3)}. Is "
@@ -99,7 +94,7 @@ def iteration_files(weights: Weights, strategy: Strategy | None, path: Callable[
 
 def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
     """Which tensors are the network's: no counters, and none that is named after another one (``adam_m.`` and its name)."""
-    return {name for name, tensor in tensors.items() if not is_counter(tensor) and name not in SCALARS
+    return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
             and not any(rest in tensors for _, rest in splits(name))}
 
 
@@ -110,7 +105,7 @@ def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, dr
     ConfigError if nothing is left."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
-        name, tensor.layout is not None or not is_counter(tensor), math.prod(tensor.shape))]
+        name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
     apart = set(hyper)
     names = in_order([name for name in tensors if name not in apart], tensors)
     if not names:

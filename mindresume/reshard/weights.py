@@ -23,7 +23,7 @@ from mindresume.files.model import DTYPES
 from mindresume.formats import Candidate
 from mindresume.formats.complete import CompleteWeights
 from mindresume.formats.records import listed
-from mindresume.layout import TensorLayout
+from mindresume.layout import TensorLayout, is_scalar
 from mindresume.manifest import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
 from mindresume.reshard.names import missing
@@ -31,8 +31,6 @@ from mindresume.resume.prove import record_of
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
-
-SCALAR_ELEMENTS = 1         # what a strategy does not name and has no more elements is a counter: alike on all ranks
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,11 @@ class Tensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it is outside the strategy, and alike on all ranks."""
+        return self.layout is None and is_scalar(self.shape)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -300,7 +303,7 @@ class _RankFolders:
 
     def _same_everywhere(self, name: str, shape: tuple[int, ...], ranks: Iterable[int]) -> bool:
         """Whether a tensor without a layout is the same on these ranks: a counter, or proven by the records (data parallel)."""
-        if math.prod(shape) <= SCALAR_ELEMENTS:
+        if is_scalar(shape):
             return True
         rows = [self._recorded(rank, name) for rank in ranks]
         return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
@@ -308,7 +311,7 @@ class _RankFolders:
 
 def _also(known: Tensor, dtype: str, shape: tuple[int, ...], layout: TensorLayout | None, first: int, where: str) -> Tensor:
     """Held by the stage that begins with rank ``first``, too. StrategyError if that has it in another form."""
-    if (known.dtype, known.shape, known.layout) != (dtype, shape, layout) and math.prod(shape) > SCALAR_ELEMENTS:
+    if (known.dtype, known.shape, known.layout) != (dtype, shape, layout) and not is_scalar(shape):
         raise StrategyError(f"{where}: the pipeline stage of rank {known.first} holds {known.name} as {known.dtype} of whole "
                             f"shape {known.shape}, cut as {known.layout}, that of rank {first} as {dtype} of {shape}, cut as "
                             f"{layout}; expected the same on both")

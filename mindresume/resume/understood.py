@@ -6,7 +6,6 @@ all files. Such folders have no checksums, so nothing else is known of their con
 """
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_of
 from mindresume.formats.metadata import Described, region_of
 from mindresume.formats.records import header_of, listed
+from mindresume.layout import is_scalar
 from mindresume.manifest import FileRecord
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage
@@ -90,7 +90,7 @@ class IterationMetadata:
             return None
         for file, header in headers.items():
             lost = [name for name, entry in header.tensors.items()
-                    if name not in self._rows and not is_transient(name) and math.prod(entry.shape) > 1]
+                    if name not in self._rows and not is_transient(name) and not is_scalar(entry.shape)]
             if lost:
                 return self.candidate.refuse(f"{METADATA} does not name {listed(lost, 5)}, so their layouts are not known",
                                              file.path, rank)

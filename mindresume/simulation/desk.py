@@ -90,14 +90,11 @@ def _carry_out(storage: _Files, source: Source, target: str, training: Training)
     conversion = _Conversion(storage, job, target)
     if conversion.finished():
         return
-    try:
-        conversion.prepare()
+
+    def write() -> None:
         check_copies(source.weights, read=True)
         conversion.write(writer("direct", conversion, workers=1, tile=1 << 10))
-        conversion.commit()
-    except BaseException:
-        conversion.abandon()
-        raise
+    conversion.run(write)
 
 
 def verify(play: Play) -> None:

@@ -118,9 +118,7 @@ def written(root, origin, plan):
         source, target = open_source(STORAGE, str(path)), root / origin
         conversion = Conversion(STORAGE, to_complete(source, "mindspore") if origin == "merged" else
                                 to_iteration(source, own_strategy(source.weights)), str(target))
-        conversion.prepare()
-        conversion.write(writer("direct", conversion))
-        conversion.commit()
+        conversion.run(lambda: conversion.write(writer("direct", conversion)))
         return target
     return path / "rank_1" / path_of(path, STEP, 1).name if origin == "file of a rank" else path
 

@@ -86,15 +86,8 @@ def conversion(job, target, storage=STORAGE, log=lambda text: None):
 
 def carry_out(made):
     """As the command line does it: what was begun goes when there is an error, or Ctrl-C."""
-    if made.finished():
-        return
-    try:
-        made.prepare()
-        made.write(writer("direct", made, workers=1))
-        made.commit()
-    except BaseException:
-        made.abandon()
-        raise
+    if not made.finished():
+        made.run(lambda: made.write(writer("direct", made, workers=1)))
 
 
 def contents(folder):

@@ -90,9 +90,7 @@ def test_what_is_done_is_not_written_again(made):
 def test_every_source_byte_is_read_once_for_complete_weights(tmp_path, made):
     source = open_source(STORAGE, str(tmp_path / "a"))
     merged, traffic = Conversion(STORAGE, to_complete(source, "mindspore", 4096), str(tmp_path / "merged")), Traffic()
-    merged.prepare()
-    merged.write(writer("direct", merged, traffic=traffic))
-    merged.commit()
+    merged.run(lambda: merged.write(writer("direct", merged, traffic=traffic)))
     assert traffic.read == traffic.verified == traffic.written == NBYTES
 
 

@@ -299,9 +299,7 @@ def test_what_is_a_hugging_face_folder(tmp_path):
 # ---- there and back --------------------------------------------------------------------------------------------------
 
 def convert(conversion):
-    conversion.prepare()
-    conversion.write(writer("direct", conversion))
-    conversion.commit()
+    conversion.run(lambda: conversion.write(writer("direct", conversion)))
     return conversion.target
 
 

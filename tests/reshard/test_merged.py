@@ -38,9 +38,7 @@ def merge(root: Path, kind: str = MINDSPORE) -> Path:
     recorded(root / "a", Plan.parse("tp2", TINY), TENSORS)
     job = to_complete(open_source(STORAGE, str(root / "a")), kind, 520)
     conversion = Conversion(STORAGE, job, str(root / "merged"))
-    conversion.prepare()
-    conversion.write(writer("direct", conversion))
-    conversion.commit()
+    conversion.run(lambda: conversion.write(writer("direct", conversion)))
     return root / "merged"
 
 

@@ -11,7 +11,7 @@ from mindresume.files.model import DTYPES
 from mindresume.formats.complete import HUGGINGFACE, HYPER, MAP, MINDSPORE
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.target import METADATA, check_names, complete_files, holdings, is_counter, rank_files
+from mindresume.reshard.target import METADATA, check_names, complete_files, holdings, rank_files
 from mindresume.reshard.weights import Tensor, Weights
 from mindresume.strategy import Strategy
 
@@ -58,9 +58,9 @@ def test_without_a_strategy_one_rank_holds_everything():
 
 
 def test_what_a_counter_is():
-    assert is_counter(Tensor("step_num", "int64", ())) and is_counter(Tensor("global_step", "int32", (1,)))
-    assert not is_counter(Tensor("step_num", "int64", (2,)))
-    assert not is_counter(Tensor("scale", "float32", (1,), TensorLayout((1,), (-1,))))         # the strategy names it
+    assert Tensor("step_num", "int64", ()).is_counter and Tensor("global_step", "int32", (1,)).is_counter
+    assert not Tensor("step_num", "int64", (2,)).is_counter
+    assert not Tensor("scale", "float32", (1,), TensorLayout((1,), (-1,))).is_counter         # the strategy names it
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
