@@ -28,11 +28,13 @@ from unittest.mock import patch
 
 import _measure as measure
 
+from mindresume.file_record import FileRecord
 from mindresume.formats.iteration_files import METADATA, MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.metadata import Described, Stored, encode_metadata, ordinals, read_metadata
 from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
-from mindresume.manifest import MANIFEST, Details, FileRecord, Record, TensorRecord, record_name, run_name
+from mindresume.manifest import MANIFEST, Record, record_name, run_name
+from mindresume.record_details import Details, TensorRecord
 from mindresume.reshard import iteration
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer

@@ -24,7 +24,8 @@ import pytest
 
 from mindresume.formats.iteration_files import TRACKER, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, TensorRecord
+from mindresume.manifest import FOLDER
+from mindresume.record_details import TensorRecord
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage
 from st.copies import lines, said, steps_of

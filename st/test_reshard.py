@@ -28,7 +28,8 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)          # not st/, whose modules have common names
 from mindresume.files import read_header, read_tensor  # noqa: E402
-from mindresume.manifest import FOLDER, MANIFEST, Manifest, TensorRecord, parse_attempt, read_details  # noqa: E402
+from mindresume.manifest import FOLDER, MANIFEST, Manifest, parse_attempt, read_details  # noqa: E402
+from mindresume.record_details import TensorRecord  # noqa: E402
 from mindresume.state import is_transient  # noqa: E402
 
 TELL = "RESHARD_TELL"                        # environment: the folder for rank_R.npz and, of ranks other than 0, steps_R.jsonl

@@ -19,22 +19,16 @@ from hypothesis import strategies as st
 
 from mindresume.agree import Solo
 from mindresume.errors import DamagedFileError, RecordError, UnusableError
+from mindresume.file_record import FileRecord
 from mindresume.files import encode, read_header, read_scalar
 from mindresume.formats.names import label
 from mindresume.formats.scan import scan
 from mindresume.layout import MAX_RANKS, TensorLayout
 from mindresume.manifest import (
-    DETAILS_LIMIT,
     FOLDER,
-    HEAD_LIMIT,
     MANIFEST,
-    MANIFEST_LIMIT,
-    VERSION,
-    Details,
-    FileRecord,
     Manifest,
     Record,
-    TensorRecord,
     attempt_name,
     parse_attempt,
     read_details,
@@ -44,6 +38,8 @@ from mindresume.manifest import (
     run_name,
     run_sequence,
 )
+from mindresume.record_codec import DETAILS_LIMIT, HEAD_LIMIT, MANIFEST_LIMIT, VERSION
+from mindresume.record_details import Details, TensorRecord
 from mindresume.reshard.strategies import strategies
 from mindresume.resume.health import unhealthy_files
 from mindresume.resume.select import select

@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 from mindresume.api.results import Result
 from mindresume.errors import ConfigError
 from mindresume.events import Event, RemovalPostponed
+from mindresume.file_record import FileRecord
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.location import locate
 from mindresume.formats.names import folder_rank
 from mindresume.formats.records import scan_records, sizes
-from mindresume.manifest import FOLDER, TRASH, FileRecord, parse_attempt, untrashed
+from mindresume.manifest import FOLDER, TRASH, parse_attempt, untrashed
 from mindresume.store.claim import ended
 from mindresume.store.holds import Holds, holds
 from mindresume.store.lineage import newest_lineage

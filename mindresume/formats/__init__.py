@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindresume.manifest import FileRecord
+from mindresume.file_record import FileRecord
 from mindresume.state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import ConfigError, DamagedFileError
+from mindresume.file_record import FileRecord
 from mindresume.files import FORMATS, Header
 from mindresume.files.model import MAX_HEADER, parse_object
 from mindresume.formats.iteration_files import parse_weight_file
@@ -25,7 +26,6 @@ from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_rank
 from mindresume.formats.records import SCALARS, finite_scalar, header_of, listed
 from mindresume.formats.scan import is_root
-from mindresume.manifest import FileRecord
 from mindresume.store.storage import Storage, parallel
 
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"

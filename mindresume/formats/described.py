@@ -13,7 +13,7 @@ from functools import lru_cache
 from mindresume.errors import RecordError
 from mindresume.formats.metadata import Described, Stored, ordinals
 from mindresume.layout import TensorLayout, is_scalar
-from mindresume.manifest import Details, TensorRecord
+from mindresume.record_details import Details, TensorRecord
 
 
 def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> list[Described]:

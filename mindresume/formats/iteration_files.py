@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from mindresume.errors import DamagedFileError
+from mindresume.file_record import MAX_NAME
 from mindresume.files.model import parse_object
-from mindresume.manifest import MAX_NAME
 from mindresume.state import is_count, is_number
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import islice
 
 from mindresume.errors import DamagedFileError
+from mindresume.file_record import FileRecord
 from mindresume.formats import FIRST, MINDFORMERS, Candidate, unseen
 from mindresume.formats.iteration_files import (
     COMMON,
@@ -36,7 +37,7 @@ from mindresume.formats.iteration_files import (
 )
 from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
 from mindresume.formats.records import listed, state_of_counters, status_of
-from mindresume.manifest import FOLDER, FileRecord, attempts
+from mindresume.manifest import FOLDER, attempts
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 

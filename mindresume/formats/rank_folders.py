@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mindresume.errors import DamagedFileError
+from mindresume.file_record import FileRecord
 from mindresume.files import FORMATS
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
 from mindresume.formats.names import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, header_of, no_step, read_attempts, scalars_of, status_of
 from mindresume.layout import MAX_RANKS
-from mindresume.manifest import FOLDER, FileRecord, attempt_name, attempts, run_sequence, untrashed
+from mindresume.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
 from mindresume.state import is_count
 from mindresume.store.storage import Storage, parallel, read_json
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import BinaryIO, NamedTuple
 
 from mindresume.errors import DamagedFileError, RecordError
+from mindresume.file_record import FileRecord
 from mindresume.files import Header, read_header, read_scalar
 from mindresume.files.model import name_of
 from mindresume.formats import OURS, Candidate, Refusal, unseen
@@ -27,8 +28,6 @@ from mindresume.manifest import (
     EMERGENCY,
     FOLDER,
     MANIFEST,
-    Details,
-    FileRecord,
     Manifest,
     Record,
     attempt_name,
@@ -39,6 +38,7 @@ from mindresume.manifest import (
     record_rank,
     run_sequence,
 )
+from mindresume.record_details import Details
 from mindresume.state import TrainingState
 from mindresume.store.storage import Status, Storage, parallel
 

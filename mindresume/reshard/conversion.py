@@ -23,13 +23,16 @@ import xxhash
 
 from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
 from mindresume.events.log_lines import line_of
+from mindresume.file_record import FileRecord
 from mindresume.files.checksum import Checksums
 from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
 from mindresume.formats.names import FileName, folder_name, label
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER as RECORDS
-from mindresume.manifest import Details, FileRecord, Record, TensorRecord, attempt_name, record_name, run_name, seal, unseal
+from mindresume.manifest import Record, attempt_name, record_name, run_name
+from mindresume.record_codec import seal, unseal
+from mindresume.record_details import Details, TensorRecord
 from mindresume.reshard.counters import with_counters
 from mindresume.reshard.direct import TargetFile
 from mindresume.reshard.geometry import shape_of

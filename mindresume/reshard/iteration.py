@@ -21,7 +21,7 @@ from mindresume.formats.iterations import metadata_bytes, metadata_of
 from mindresume.formats.metadata import Described, read_metadata
 from mindresume.formats.records import header_of, listed
 from mindresume.layout import is_scalar
-from mindresume.manifest import Details
+from mindresume.record_details import Details
 from mindresume.reshard.weights import Tensor, Weights
 from mindresume.resume.prove import record_of
 from mindresume.state import is_transient

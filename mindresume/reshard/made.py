@@ -2,20 +2,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mindresume.errors import DamagedFileError, RecordError
+from mindresume.file_record import FileRecord
 from mindresume.formats.records import listed
-from mindresume.manifest import FileRecord, unseal
+from mindresume.record_codec import expect_checksum, unseal
 from mindresume.state import is_count
 from mindresume.store.storage import Storage
 
 CONVERSION = "conversion.json"
 LIMIT = 256 << 20                   # bytes of it: checksums of all tensors
-_CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,20 @@ class Made:
         rows, tensors = value.get("files"), value.get("tensors", {})
         if not isinstance(value.get("fingerprint"), str) or not isinstance(value.get("what"), str) or not isinstance(rows, list):
             raise RecordError("conversion: expected fingerprint, what and files")
-        if not isinstance(tensors, dict) or not all(_is_checksum(checksum) for checksum in tensors.values()):
-            raise RecordError("conversion: expected a checksum of 32 hex digits of each tensor")
+        if not isinstance(tensors, dict):
+            raise RecordError(f"conversion: tensors is {tensors!r}"[:200] + ", expected a checksum of each")
+        for name, checksum in tensors.items():
+            expect_checksum(checksum, f"conversion: tensor {name}")
         return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors)
 
 
 def _file(row: Any) -> FileRecord:
     path, size, checksum = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
     file = FileRecord.from_json([path, path.rpartition(".")[2] if isinstance(path, str) else "", size, checksum])
-    if not is_count(size) or not _is_checksum(checksum):
+    if not is_count(size):
         raise RecordError(f"conversion: file {row!r}"[:200] + ", expected path, size and checksum")
+    expect_checksum(checksum, f"conversion: file {path}")
     return file
-
-
-def _is_checksum(value: Any) -> bool:
-    return isinstance(value, str) and _CHECKSUM.fullmatch(value) is not None
 
 
 def read_made(storage: Storage, folder: str) -> Made | None:

@@ -11,10 +11,10 @@ import os
 from mindresume.agree import Group, Waiting, report
 from mindresume.errors import DamagedFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
+from mindresume.file_record import FileRecord
 from mindresume.files import read_header
 from mindresume.files.checksum import damaged_tensors, file_checksum
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
-from mindresume.manifest import FileRecord
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.load import check_tensors
 from mindresume.reshard.made import Made, made_of

@@ -24,7 +24,7 @@ from mindresume.formats import Candidate
 from mindresume.formats.complete import CompleteWeights
 from mindresume.formats.records import listed
 from mindresume.layout import TensorLayout, is_scalar
-from mindresume.manifest import Details
+from mindresume.record_details import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
 from mindresume.reshard.names import missing
 from mindresume.resume.prove import record_of

@@ -18,7 +18,7 @@ from mindresume.files.model import TensorEntry
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.described import stage_size, uncovered
 from mindresume.formats.records import header_of, listed
-from mindresume.manifest import Details, TensorRecord
+from mindresume.record_details import Details, TensorRecord
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy
 

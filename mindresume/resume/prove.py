@@ -13,23 +13,19 @@ from functools import cache
 from typing import Any
 
 from mindresume.errors import DamagedFileError, RecordError
+from mindresume.file_record import FileRecord
 from mindresume.files import Header
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import LABEL, parse_label
 from mindresume.formats.records import header_of, listed, scalars_of, sizes
-from mindresume.manifest import (
-    FOLDER,
-    Details,
-    FileRecord,
-    Record,
-    TensorRecord,
-    attempts,
-    read_details,
-    read_record,
-    record_name,
+from mindresume.manifest import FOLDER, Record, attempts, read_details, read_record, record_name
+from mindresume.record_details import Details, TensorRecord
+from mindresume.resume.absent import (
+    details_by_strategy,
+    differing_replica,
+    replica_sources,
 )
-from mindresume.resume.absent import details_by_strategy, differing_replica, replica_sources
 from mindresume.resume.understood import IterationMetadata, needs_metadata
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage, error_text

@@ -25,21 +25,14 @@ from typing import Any
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
 from mindresume.events import CandidateRefused, CheckpointFetched, Emit, Notice, ignore, warning
+from mindresume.file_record import FileRecord
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
 from mindresume.formats.names import folder_rank, name_for_rank, parse_label
 from mindresume.formats.records import candidate_of, header_of
 from mindresume.formats.scan import scan
-from mindresume.manifest import (
-    FOLDER,
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    parse_attempt,
-    read_details,
-    record_name,
-)
+from mindresume.manifest import FOLDER, MANIFEST, Manifest, parse_attempt, read_details, record_name
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
 from mindresume.resume.prove import check_files
 from mindresume.resume.select import Choice

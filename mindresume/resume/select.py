@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from mindresume.agree import Group, Waiting, decide, report
 from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
+from mindresume.file_record import FileRecord
 from mindresume.files import FORMATS, format_of
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
@@ -24,10 +25,15 @@ from mindresume.formats.location import below, strange
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
 from mindresume.formats.records import absent_text, header_of, is_without_step, no_step, ranks_count, scalars_of
 from mindresume.formats.scan import scan, scan_one
-from mindresume.manifest import FileRecord
 from mindresume.resume.absent import StrategyOf, complete_missing_ranks, unknown_strategy
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
-from mindresume.resume.prove import OnBytesRead, VerifiedShard, check_files, read_size, verify_rank
+from mindresume.resume.prove import (
+    OnBytesRead,
+    VerifiedShard,
+    check_files,
+    read_size,
+    verify_rank,
+)
 from mindresume.resume.remarks import damaged_metadata_files, replica_text
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.understood import IterationMetadata

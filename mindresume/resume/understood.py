@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 
 from mindresume.errors import DamagedFileError
+from mindresume.file_record import FileRecord
 from mindresume.files import Header
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_files import METADATA
@@ -18,7 +19,6 @@ from mindresume.formats.iterations import metadata_of
 from mindresume.formats.metadata import Described, region_of
 from mindresume.formats.records import header_of, listed
 from mindresume.layout import is_scalar
-from mindresume.manifest import FileRecord
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage
 

@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, replace
 
 from mindresume.errors import FolderInUseError, RecordError
 from mindresume.formats.iteration_files import parse_iteration
-from mindresume.manifest import FOLDER, attempts, field_errors, run_name, run_sequence, seal, unseal, untrashed
+from mindresume.manifest import FOLDER, attempts, run_name, run_sequence, untrashed
+from mindresume.record_codec import field_errors, seal, unseal
 from mindresume.state import is_count, is_number
 from mindresume.store.storage import TEMPORARY, Storage, publish
 

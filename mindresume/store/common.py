@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mindresume.manifest import FOLDER, MANIFEST, MAX_NAME, attempts, run_sequence
+from mindresume.file_record import MAX_NAME
+from mindresume.manifest import FOLDER, MANIFEST, attempts, run_sequence
 from mindresume.store.storage import Storage, publish, read_bytes
 
 COMMON = "common"

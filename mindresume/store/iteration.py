@@ -20,6 +20,7 @@ import xxhash
 
 from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
+from mindresume.file_record import FileRecord
 from mindresume.formats import Candidate
 from mindresume.formats.described import described
 from mindresume.formats.iteration_files import (
@@ -33,15 +34,7 @@ from mindresume.formats.iteration_files import (
 from mindresume.formats.iterations import common_from, foreign_candidate, intent_name, intents, tracked
 from mindresume.formats.metadata import encode_metadata
 from mindresume.formats.records import attempts_within, details_of, read_attempts
-from mindresume.manifest import (
-    FOLDER,
-    FileRecord,
-    Record,
-    attempt_name,
-    run_name,
-    run_sequence,
-    trash_name,
-)
+from mindresume.manifest import FOLDER, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.state import TrainingState
 from mindresume.store.shard import Place
 from mindresume.store.storage import Storage, publish, temporary_name

@@ -22,23 +22,13 @@ from dataclasses import dataclass, field
 
 from mindresume.errors import DamagedFileError, RecordError
 from mindresume.events import Emit, RemovalPostponed, ignore
+from mindresume.file_record import FileRecord
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import COMMON, iteration_name, parse_weight_file
 from mindresume.formats.names import folder_name, name_for_rank, parse_label, parse_name
 from mindresume.formats.rank_folders import labelled_files
 from mindresume.formats.records import attempts_within, header_of, scan_records, whole
-from mindresume.manifest import (
-    FOLDER,
-    MANIFEST,
-    TRASH,
-    FileRecord,
-    Manifest,
-    parse_attempt,
-    read_record,
-    record_rank,
-    trash_name,
-    untrashed,
-)
+from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, parse_attempt, read_record, record_rank, trash_name, untrashed
 from mindresume.store.holds import about_to_remove
 from mindresume.store.protection import NEWEST_WHOLE, not_counted, protected
 from mindresume.store.retention import KEEP_ALL, KeepAny, Policy, surplus

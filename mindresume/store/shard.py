@@ -17,24 +17,14 @@ import numpy as np
 
 from mindresume.errors import NoRoomError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
+from mindresume.file_record import FileRecord
 from mindresume.files import encode, encoded_size
 from mindresume.files.checksum import Checksums, checksummed, file_checksum
 from mindresume.formats.iteration_files import MODEL, OPTIMIZER, WeightFile, iteration_name
 from mindresume.formats.names import FileName, folder_name, label
 from mindresume.layout import TensorLayout
-from mindresume.manifest import (
-    EMERGENCY,
-    FOLDER,
-    MANIFEST,
-    Details,
-    FileRecord,
-    Record,
-    TensorRecord,
-    attempt_name,
-    read_record,
-    record_name,
-    run_sequence,
-)
+from mindresume.manifest import EMERGENCY, FOLDER, MANIFEST, Record, attempt_name, read_record, record_name, run_sequence
+from mindresume.record_details import Details, TensorRecord
 from mindresume.state import TrainingState
 from mindresume.store.claim import fence
 from mindresume.store.storage import TEMPORARY, Storage, UnsettledError, publish

@@ -5,7 +5,7 @@ from mindresume.errors import RecordError
 from mindresume.formats.described import described
 from mindresume.formats.metadata import encode_metadata, read_metadata, region_of
 from mindresume.layout import TensorLayout
-from mindresume.manifest import Details, TensorRecord
+from mindresume.record_details import Details, TensorRecord
 
 SUM = "0" * 32
 

@@ -8,6 +8,7 @@ from folders import RUN, STORAGE
 from iterations import folder_of, making, records_of, save, unname, write_all, write_rank
 
 from mindresume.errors import DamagedFileError
+from mindresume.file_record import FileRecord
 from mindresume.formats.records import (
     attempts_within,
     find_attempts,
@@ -20,7 +21,7 @@ from mindresume.formats.records import (
     state_of_counters,
     whole,
 )
-from mindresume.manifest import FOLDER, MANIFEST, FileRecord, Manifest, attempt_name, record_name, run_name
+from mindresume.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
 from mindresume.store.storage import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")

@@ -11,7 +11,7 @@ from mindresume.agree import Solo
 from mindresume.errors import AgreementError, DamagedFileError
 from mindresume.files import read_header
 from mindresume.formats.complete import HUGGINGFACE, MAP, MINDSPORE
-from mindresume.manifest import seal
+from mindresume.record_codec import seal
 from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion, to_complete
 from mindresume.reshard.engine import writer

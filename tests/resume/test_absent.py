@@ -14,7 +14,8 @@ from mindresume.files import encode, read_header
 from mindresume.formats.described import uncovered
 from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
-from mindresume.manifest import Details, TensorRecord, run_name
+from mindresume.manifest import run_name
+from mindresume.record_details import Details, TensorRecord
 from mindresume.reshard.source import open_source
 from mindresume.resume.absent import replica_sources
 from mindresume.resume.select import select

@@ -5,8 +5,8 @@ from store.test_islands import save_part
 
 from mindresume.agree import Solo
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.file_record import FileRecord
 from mindresume.formats import MERGED, Candidate
-from mindresume.manifest import FileRecord
 from mindresume.resume import selection
 from mindresume.resume.restore import RemoteSource
 from mindresume.resume.select import Choice

@@ -10,7 +10,8 @@ from owners import ELSEWHERE, ME, Time, dead_process, left_by, start
 
 from mindresume.errors import FolderInUseError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
-from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence, seal, unseal
+from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence
+from mindresume.record_codec import seal, unseal
 from mindresume.store.acquire import PATIENCE, occupy, see_dead
 from mindresume.store.claim import BEAT, Claim, claim_path, claims, ended, fence, next_run
 from mindresume.store.storage import PosixStorage

@@ -10,7 +10,8 @@ from folders import STORAGE, save, simulated
 from owners import ELSEWHERE, ME, dead_process, left_by, start
 
 from mindresume.errors import FolderInUseError, RecordError
-from mindresume.manifest import FOLDER, run_name, run_sequence, seal
+from mindresume.manifest import FOLDER, run_name, run_sequence
+from mindresume.record_codec import seal
 from mindresume.simulation.standins import here
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import BEAT, Owner, claims, ended, fence, lives, next_run

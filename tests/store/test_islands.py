@@ -10,7 +10,8 @@ from mindresume.agree import Solo
 from mindresume.errors import AgreementError, FolderInUseError, RecordError
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name, seal, unseal
+from mindresume.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name
+from mindresume.record_codec import seal, unseal
 from mindresume.resume.absent import unknown_strategy
 from mindresume.resume.prove import check_files
 from mindresume.resume.survey import NODE_LOCAL, list_checkpoints

@@ -14,7 +14,8 @@ from mindresume.errors import RecordError
 from mindresume.events import Event, Notice
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name, seal, unseal
+from mindresume.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name
+from mindresume.record_codec import seal, unseal
 from mindresume.resume.select import candidate_from_json, candidate_to_json
 from mindresume.store.commit import Committer
 from mindresume.store.lineage import continued, newest_lineage, others

@@ -9,10 +9,12 @@ import pytest
 
 from mindresume.agree import Solo
 from mindresume.events import WARNING, ignore
+from mindresume.file_record import FileRecord
 from mindresume.files import encode
 from mindresume.formats import rank_folders, records
 from mindresume.formats.names import META, FileName, folder_name, label, meta_json
-from mindresume.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
+from mindresume.manifest import FOLDER, MANIFEST, Record, attempt_name, record_name, run_name
+from mindresume.record_details import Details
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.state import TrainingState
