@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # Control characters, marks that turn the direction of writing or take no room, and halves of surrogate pairs: bytes of a name
 # that are no UTF-8, which Python keeps as U+DC80 to U+DCFF.
@@ -28,3 +29,14 @@ def size_text(size: float | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def listed(items: Sequence[object], most: int = 8, separator: str = ", ") -> str:
+    """Returns the first ``most`` of ``items`` as text: '1, 2, 5 and 3 more'."""
+    text = separator.join(map(str, items[:most]))
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def ranks_count(count: int) -> str:
+    """Returns '1 rank' or '4 ranks'."""
+    return f"{count} rank" + ("" if count == 1 else "s")

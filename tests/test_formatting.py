@@ -1,7 +1,7 @@
 """Names as they are printed."""
 import pytest
 
-from mindresume.formatting import shown
+from mindresume.formatting import listed, ranks_count, shown
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -15,3 +15,8 @@ def test_shown(text, expected):
 
 def test_what_is_kept():
     assert shown("a\nb\x1b", keep="\n") == "a\nb\\x1b"
+
+
+def test_texts():
+    assert (ranks_count(1), ranks_count(4)) == ("1 rank", "4 ranks")
+    assert listed(range(3)) == "0, 1, 2" and listed(range(10), 2) == "0, 1 and 8 more"

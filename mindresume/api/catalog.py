@@ -37,10 +37,9 @@ from mindresume.api.results import (
     problem_of,
 )
 from mindresume.errors import MissingCheckpointError, UnusableError
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, absent_text, steps_text
 from mindresume.formats.complete import is_complete
 from mindresume.formats.location import locate
-from mindresume.formats.records import absent_text, offered
 from mindresume.reshard import merged
 from mindresume.reshard.strategies import strategies
 from mindresume.resume import survey as surveys
@@ -314,7 +313,7 @@ class Catalog:
         return (*found.notes, *world_size_notes(found, self.world_size))
 
     def _no_step(self, step: int, found: Scan) -> MissingCheckpointError:
-        return MissingCheckpointError(f"{found.root} has no step {step}; {offered(found.candidates)}")
+        return MissingCheckpointError(f"{found.root} has no step {step}; {steps_text(found.candidates)}")
 
 
 def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> CheckpointVerification:

@@ -17,7 +17,8 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.location import locate
 from mindresume.formats.names import folder_rank
-from mindresume.formats.records import scan_records, sizes
+from mindresume.formats.records import scan_records
+from mindresume.formats.weight_files import file_sizes
 from mindresume.manifest import FOLDER, TRASH, parse_attempt, untrashed
 from mindresume.store.claim import ended
 from mindresume.store.holds import Holds, holds
@@ -138,7 +139,7 @@ def _size(storage: Storage, root: str, box: str) -> int:
             paths = weights_of(storage, root, box)
     except OSError:
         return 0
-    return sum(size or 0 for size in sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
+    return sum(size or 0 for size in file_sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
 
 
 def _removal_text(trash: str) -> str:

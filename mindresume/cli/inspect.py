@@ -106,7 +106,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def _ranks_text(ranks: int, stage_size: int | None) -> str:
-    from mindresume.formats.records import ranks_count
+    from mindresume.formatting import ranks_count
     if stage_size is None:
         return ranks_count(ranks) + ("" if ranks == 1 else ", no layouts: every tensor is whole on every rank")
     stages = ranks // stage_size

@@ -42,7 +42,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
 
 
 def _print(found: CheckpointVerification) -> None:
-    from mindresume.formats.records import listed, ranks_count
+    from mindresume.formatting import listed, ranks_count
     text = {"incomplete": "the save never completed; nothing is lost with it", "damaged": "DAMAGED",
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
             "verified": f"every byte of {ranks_count(found.world_size)} is as it was written" if not found.local_ranks else

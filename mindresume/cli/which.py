@@ -54,7 +54,7 @@ def _print(found: Selection) -> None:
         there = "no save was ever complete in" if os.path.exists(found.root) else "there is no"
         say(f"chosen   none: {there} {found.root}; a resume starts afresh")
     elif found.local is not None:
-        from mindresume.formats.records import listed
+        from mindresume.formatting import listed
         say(f"part     step {found.local.step}, epoch {found.local.epoch}: rank {listed(found.local.local_ranks)} of "
             f"{found.local.world_size}, all that this node has. Nodes that share no disk saved it: their job takes the "
             f"newest step that all of them have")

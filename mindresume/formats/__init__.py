@@ -5,11 +5,12 @@ Candidate: something that looks like one saved step, of one run. Whether it can 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindresume.file_record import FileRecord
+from mindresume.formatting import listed
 from mindresume.state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
@@ -135,3 +136,15 @@ class Scan:
     expected_ranks: int | None = None            # of the strategy folder beside, or the rank folders: a guess
     expected_source: str = ""
     strange: str = ""
+
+
+def absent_text(candidate: Candidate) -> str:
+    """What is missing of the last save of a dying job, and why that is enough; empty if nothing is missing."""
+    return f"rank {listed(candidate.absent)} wrote nothing, the others hold all that was there" if candidate.absent else ""
+
+
+def steps_text(candidates: Iterable[Candidate]) -> str:
+    """Says which steps there are."""
+    found = {candidate.step for candidate in candidates}
+    texts = [*map(str, sorted(found - {None})), *(["weights without a step"] if None in found else [])]
+    return f"there are: {', '.join(texts)}" if texts else "there is no checkpoint"

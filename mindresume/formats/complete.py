@@ -24,8 +24,10 @@ from mindresume.files.model import MAX_HEADER, parse_object
 from mindresume.formats.iteration_files import parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.names import folder_rank
-from mindresume.formats.records import SCALARS, finite_scalar, header_of, listed
+from mindresume.formats.scalar_state import SCALARS, finite_scalar
 from mindresume.formats.scan import is_root
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
 from mindresume.store.storage import Storage, parallel
 
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"

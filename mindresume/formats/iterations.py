@@ -36,7 +36,9 @@ from mindresume.formats.iteration_files import (
     read_tracker,
 )
 from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
-from mindresume.formats.records import listed, state_of_counters, status_of
+from mindresume.formats.scalar_state import state_from_scalars
+from mindresume.formats.weight_files import status_of
+from mindresume.formatting import listed
 from mindresume.manifest import FOLDER, attempts
 from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
@@ -223,7 +225,7 @@ def metadata_bytes(storage: Storage, folder: str) -> bytes:
 
 
 def state_of(common: Common) -> TrainingState:
-    state = state_of_counters(common.step_num or 0, common.epoch_num, common.global_step, common.global_batch_size,
+    state = state_from_scalars(common.step_num or 0, common.epoch_num, common.global_step, common.global_batch_size,
                               common.loss_scale)
     return replace(state, health=common.ckpt_status)
 

@@ -21,8 +21,8 @@ from mindresume.formats.complete import is_complete
 from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.iterations import is_iteration, tracked
 from mindresume.formats.names import META, folder_rank
-from mindresume.formats.records import listed
 from mindresume.formats.scan import is_root, scan
+from mindresume.formatting import listed
 from mindresume.manifest import FOLDER, is_probe
 from mindresume.store.storage import Storage, parallel
 

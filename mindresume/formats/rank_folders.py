@@ -19,7 +19,9 @@ from mindresume.file_record import FileRecord
 from mindresume.files import FORMATS
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
 from mindresume.formats.names import META, FileName, folder_name, folder_rank, parse_label, parse_name
-from mindresume.formats.records import Attempt, header_of, no_step, read_attempts, scalars_of, status_of
+from mindresume.formats.records import Attempt, read_attempts
+from mindresume.formats.scalar_state import no_step, scalars_of
+from mindresume.formats.weight_files import header_of, status_of
 from mindresume.layout import MAX_RANKS
 from mindresume.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
 from mindresume.state import is_count

@@ -10,20 +10,17 @@ beside, other ranks were lost when these were saved: then they are a checkpoint 
 """
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from mindresume.errors import DamagedFileError, RecordError
-from mindresume.file_record import FileRecord
-from mindresume.files import Header, read_header, read_scalar
-from mindresume.files.model import name_of
+from mindresume.errors import RecordError
 from mindresume.formats import OURS, Candidate, Refusal, unseen
 from mindresume.formats.described import uncovered
 from mindresume.formats.iteration_files import parse_iteration
+from mindresume.formatting import listed
 from mindresume.manifest import (
     EMERGENCY,
     FOLDER,
@@ -39,10 +36,7 @@ from mindresume.manifest import (
     run_sequence,
 )
 from mindresume.record_details import Details
-from mindresume.state import TrainingState
-from mindresume.store.storage import Status, Storage, parallel
-
-SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
+from mindresume.store.storage import Storage, parallel
 
 
 class Attempt(NamedTuple):
@@ -267,92 +261,3 @@ def details_of(storage: Storage, path: str, rank: int) -> Details:
     """The long part of the record of a rank; ``path``: the folder of records. RecordError or OSError if it cannot be read."""
     with storage.open(os.path.join(path, record_name(rank))) as file:
         return read_details(file)[1]
-
-
-def absent_text(candidate: Candidate) -> str:
-    """What is missing of the last save of a dying job, and why that is enough; empty if nothing is missing."""
-    return f"rank {listed(candidate.absent)} wrote nothing, the others hold all that was there" if candidate.absent else ""
-
-
-def listed(items: Sequence[object], most: int = 8) -> str:
-    """'1, 2, 5 and 3 more'"""
-    text = ", ".join(map(str, items[:most]))
-    return text + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
-def offered(candidates: Iterable[Candidate]) -> str:
-    """Says which steps there are."""
-    found = {candidate.step for candidate in candidates}
-    texts = [*map(str, sorted(found - {None})), *(["weights without a step"] if None in found else [])]
-    return f"there are: {', '.join(texts)}" if texts else "there is no checkpoint"
-
-
-def ranks_count(count: int) -> str:
-    """'1 rank', '4 ranks'"""
-    return f"{count} rank" + ("" if count == 1 else "s")
-
-
-def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """DamagedFileError if the file is missing, cut short or malformed."""
-    path = os.path.join(root, file.path)
-    try:
-        with storage.open(path) as opened:
-            return read_header(opened, path)
-    except FileNotFoundError as error:
-        raise DamagedFileError(path, "the file is missing") from error
-    except OSError as error:
-        raise DamagedFileError(path, f"cannot be read: {error}") from error
-
-
-def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
-    """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
-    with storage.open(os.path.join(root, file.path)) as opened:
-        found = {name: finite_scalar(opened, header, name) for name in SCALARS}
-    return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
-
-
-def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
-    """As ``read_scalar``. DamagedFileError too for a number that is none: nobody has counted to it."""
-    value = read_scalar(file, header, name)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DamagedFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
-    return value
-
-
-def state_of_counters(step: int, epoch: int | None, global_step: int | None, batch: int | None, scale: float | None,
-                      step_in_epoch: int = 0) -> TrainingState:
-    """What the counters of mindformers tell. Steps of an epoch follow from ``step_in_epoch`` where that is known, else they are
-    the fewest with which ``step`` lies in ``epoch``."""
-    epoch = epoch or 1
-    per_epoch = (step - step_in_epoch) // (epoch - 1) if epoch > 1 and step_in_epoch else -(-step // epoch)
-    return TrainingState(step, max(per_epoch, 1), step if global_step is None else global_step, batch, scale)
-
-
-def sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
-    """Bytes of each file as it lies there now, None for one that is missing."""
-    found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
-    return [status.size if status else None for status in found]
-
-
-def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
-    """As it lies there now; None also for one that cannot be looked at. For times and sizes that are only shown."""
-    try:
-        return storage.status(os.path.join(root, file.path))
-    except OSError:
-        return None
-
-
-def whole(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
-    """Whether all files are there with the recorded sizes (any but 0 where none was recorded). Contents are not read."""
-    files = list(files)
-    return all(size and file.size in (None, size) for file, size in zip(files, sizes(storage, root, files), strict=True))
-
-
-def is_without_step(candidate: Candidate) -> bool:
-    """Whether nothing is wrong but that no step is in it: no training can be resumed from it, but its weights can be loaded."""
-    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
-
-
-def no_step(path: str) -> Refusal:
-    """For weights without the counters of a training, such as those of checkpoint_network."""
-    return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)

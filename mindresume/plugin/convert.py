@@ -24,7 +24,7 @@ from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import OURS
 from mindresume.formats.complete import MINDSPORE
-from mindresume.formats.records import ranks_count
+from mindresume.formatting import ranks_count
 from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, upstream, upstream_check
 from mindresume.plugin.load_progress import traffic_of_load, waiting

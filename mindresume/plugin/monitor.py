@@ -22,7 +22,7 @@ from mindresume import network as live
 from mindresume.errors import SaveError
 from mindresume.events import Resumed
 from mindresume.formats.names import stem
-from mindresume.formats.records import ranks_count
+from mindresume.formatting import ranks_count
 from mindresume.plugin import adapter, session, upstream, upstream_check
 from mindresume.plugin.arguments import checked
 from mindresume.plugin.content import Contents

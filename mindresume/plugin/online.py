@@ -26,7 +26,7 @@ from mindresume.files.model import DTYPES
 from mindresume.formats.complete import is_complete
 from mindresume.formats.huggingface import ARCHITECTURES
 from mindresume.formats.iteration_files import COMMON
-from mindresume.formats.records import listed
+from mindresume.formatting import listed
 from mindresume.network import job_layouts
 from mindresume.plugin import adapter, choosing, loading
 from mindresume.plugin.convert import OPENING

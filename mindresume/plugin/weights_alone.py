@@ -23,8 +23,9 @@ from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.files.model import DTYPES
 from mindresume.formats.complete import is_complete
-from mindresume.formats.records import header_of, listed
 from mindresume.formats.scan import is_root
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
 from mindresume.network import check_fit, job_layouts
 from mindresume.plugin import adapter, choosing, loading, online
 from mindresume.plugin.convert import OPENING

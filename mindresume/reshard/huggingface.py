@@ -41,6 +41,7 @@ from mindresume.formats.huggingface import (
     rules,
     shapes,
 )
+from mindresume.formatting import listed
 from mindresume.layout import TensorLayout
 from mindresume.reshard.conversion import Conversion, Job, to_complete
 from mindresume.reshard.direct import Traffic
@@ -356,5 +357,4 @@ class Export(Conversion):
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:
-    return ("; " if any(" " in name for name in names) else ", ").join(names[:most]) + (
-        f" and {len(names) - most} more" if len(names) > most else "")
+    return listed(names, most, "; " if any(" " in name for name in names) else ", ")

@@ -19,7 +19,8 @@ from mindresume.formats.described import described
 from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_bytes, metadata_of
 from mindresume.formats.metadata import Described, read_metadata
-from mindresume.formats.records import header_of, listed
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
 from mindresume.layout import is_scalar
 from mindresume.record_details import Details
 from mindresume.reshard.weights import Tensor, Weights

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindresume.errors import DamagedFileError, RecordError
 from mindresume.file_record import FileRecord
-from mindresume.formats.records import listed
+from mindresume.formatting import listed
 from mindresume.record_codec import expect_checksum, unseal
 from mindresume.state import is_count
 from mindresume.store.storage import Storage

@@ -15,6 +15,7 @@ from mindresume.file_record import FileRecord
 from mindresume.files import read_header
 from mindresume.files.checksum import damaged_tensors, file_checksum
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formatting import listed
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.load import check_tensors
 from mindresume.reshard.made import Made, made_of
@@ -99,8 +100,7 @@ def _file_problem(storage: Storage, folder: str, made: Made, file: FileRecord, p
         return Refusal(None, f"{file.path} is missing", file.path)
     except (DamagedFileError, OSError) as error:
         return Refusal(None, f"{file.path}: {error.reason if isinstance(error, DamagedFileError) else error}", file.path)
-    damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
-        "no tensor, but the header or its padding"
+    damaged = listed(wrong, 3) if wrong else "no tensor, but the header or its padding"
     return Refusal(None, f"{file.path} is not what was written; damaged: {damaged} (checksum {checksum}, recorded "
                          f"{file.checksum})", file.path, tensors=tuple(wrong))
 

@@ -21,10 +21,11 @@ from mindresume.errors import (
     NoUsableCheckpointError,
     StrategyError,
 )
-from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats import OURS, Candidate, Refusal, steps_text
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
-from mindresume.formats.records import is_without_step, offered, ranks_count, state_of_counters
+from mindresume.formats.scalar_state import is_without_step, state_from_scalars
+from mindresume.formatting import ranks_count
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration import of_iteration
@@ -139,7 +140,7 @@ def _newest(storage: Storage, path: str, step: int | None, strategy: str | None,
     wanted = [c for c in found.candidates if step is None or c.step == step]
     if not wanted:
         raise MissingCheckpointError(f"{path} has no checkpoint" if step is None else
-                                     f"{path} has no step {step}; {offered(found.candidates)}")
+                                     f"{path} has no step {step}; {steps_text(found.candidates)}")
     refused: list[Refusal] = []
     for candidate in wanted:
         try:
@@ -233,8 +234,9 @@ def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState
         return None
     epoch = name.epoch if name else _count(scalars.get("epoch_num"), 1) or 1
     scale = scalars.get("loss_scale")
-    return state_of_counters(step, epoch, _count(scalars.get("global_step")) or step, _count(scalars.get("global_batch_size"), 1),
-                             float(scale) if is_number(scale) else None, name.step if name else 0)
+    return state_from_scalars(step, epoch, _count(scalars.get("global_step")) or step,
+                              _count(scalars.get("global_batch_size"), 1), float(scale) if is_number(scale) else None,
+                              name.step if name else 0)
 
 
 def _count(value: Any, least: int = 0) -> int | None:

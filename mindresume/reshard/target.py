@@ -13,7 +13,8 @@ from typing import Any
 from mindresume.errors import ConfigError, StrategyError
 from mindresume.formats.complete import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
 from mindresume.formats.iteration_files import MODEL, OPTIMIZER
-from mindresume.formats.records import SCALARS, listed
+from mindresume.formats.scalar_state import SCALARS
+from mindresume.formatting import listed
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.names import missing, splits

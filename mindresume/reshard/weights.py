@@ -22,7 +22,7 @@ from mindresume.files import Header, TensorEntry, read_header
 from mindresume.files.model import DTYPES
 from mindresume.formats import Candidate
 from mindresume.formats.complete import CompleteWeights
-from mindresume.formats.records import listed
+from mindresume.formatting import listed
 from mindresume.layout import TensorLayout, is_scalar
 from mindresume.record_details import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
@@ -229,7 +229,7 @@ class _RankFolders:
             source = strategy.source if strategy else "the checkpoint records no layout for them, and no strategy is given " \
                 "(src_strategy_path_or_dir, --from)"
             raise StrategyError(f"{self.root}, step {self.candidate.step}: {len(lost)} tensors have no layout: "
-                                f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}; {source}")
+                                f"{listed(lost, 5)}; {source}")
         return found
 
     def _stage_size(self) -> int:

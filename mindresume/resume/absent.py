@@ -17,7 +17,8 @@ from mindresume.files.checksum import tensor_checksum
 from mindresume.files.model import TensorEntry
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.described import stage_size, uncovered
-from mindresume.formats.records import header_of, listed
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
 from mindresume.record_details import Details, TensorRecord
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy

@@ -15,9 +15,15 @@ from mindresume.agree import Group, Waiting, report
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.names import parse_name
-from mindresume.formats.records import listed
+from mindresume.formatting import listed
 from mindresume.resume.health import is_unhealthy
-from mindresume.resume.select import Choice, advisories_of, candidates_for, forget_kept, verify_on_all_ranks
+from mindresume.resume.select import (
+    Choice,
+    advisories_of,
+    candidates_for,
+    forget_kept,
+    verify_on_all_ranks,
+)
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.storage import Storage
 

@@ -18,7 +18,9 @@ from mindresume.files import Header
 from mindresume.files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.names import LABEL, parse_label
-from mindresume.formats.records import header_of, listed, scalars_of, sizes
+from mindresume.formats.scalar_state import scalars_of
+from mindresume.formats.weight_files import file_sizes, header_of
+from mindresume.formatting import listed
 from mindresume.manifest import FOLDER, Record, attempts, read_details, read_record, record_name
 from mindresume.record_details import Details, TensorRecord
 from mindresume.resume.absent import (
@@ -96,7 +98,7 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
 def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
     """Returns a refusal for the first file that is missing without replicas, or has another size."""
     try:
-        found = sizes(storage, root, candidate.every_file)
+        found = file_sizes(storage, root, candidate.every_file)
     except OSError as error:
         return candidate.refuse(f"its files cannot be checked: {error}")
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]

@@ -18,7 +18,8 @@ from mindresume.formats.described import described
 from mindresume.formats.iteration_files import COMMON, METADATA
 from mindresume.formats.iterations import common_from, common_of, metadata_of
 from mindresume.formats.metadata import encode_metadata, read_metadata
-from mindresume.formats.records import details_of, listed
+from mindresume.formats.records import details_of
+from mindresume.formatting import listed
 from mindresume.manifest import MANIFEST
 from mindresume.store.storage import Storage
 

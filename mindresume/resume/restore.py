@@ -30,8 +30,9 @@ from mindresume.files.checksum import file_checksum
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_files import iteration_name, parse_iteration
 from mindresume.formats.names import folder_rank, name_for_rank, parse_label
-from mindresume.formats.records import candidate_of, header_of
+from mindresume.formats.records import candidate_of
 from mindresume.formats.scan import scan
+from mindresume.formats.weight_files import header_of
 from mindresume.manifest import FOLDER, MANIFEST, Manifest, parse_attempt, read_details, record_name
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
 from mindresume.resume.prove import check_files

@@ -18,13 +18,15 @@ from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointEr
 from mindresume.events.progress import ProgressReporter
 from mindresume.file_record import FileRecord
 from mindresume.files import FORMATS, format_of
-from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan, absent_text
 from mindresume.formats.iteration_files import parse_iteration, parse_weight_file
 from mindresume.formats.iterations import is_iteration
 from mindresume.formats.location import below, strange
 from mindresume.formats.names import folder_name, folder_rank, name_for_rank
-from mindresume.formats.records import absent_text, header_of, is_without_step, no_step, ranks_count, scalars_of
+from mindresume.formats.scalar_state import is_without_step, no_step, scalars_of
 from mindresume.formats.scan import scan, scan_one
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import ranks_count
 from mindresume.resume.absent import StrategyOf, complete_missing_ranks, unknown_strategy
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
 from mindresume.resume.prove import (

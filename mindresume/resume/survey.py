@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindresume.formats import Candidate, Refusal, Scan
-from mindresume.formats.records import absent_text, sizes, status_of
+from mindresume.formats import Candidate, Refusal, Scan, absent_text
+from mindresume.formats.weight_files import file_sizes, status_of
 from mindresume.resume.absent import StrategyOf, complete_missing_ranks
 from mindresume.resume.prove import check_files
 from mindresume.resume.remarks import manifest_text, replica_text
@@ -58,7 +58,7 @@ def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, str
 def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:
     """Returns the remarks that are known without reading contents."""
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.attempt else []
-    found = sizes(storage, root, [file for _, file in rows])
+    found = file_sizes(storage, root, [file for _, file in rows])
     lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
     return (*replica_text(lost), *manifest_text(candidate), *filter(None, [absent_text(candidate)]))
 

@@ -17,7 +17,8 @@ from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_of
 from mindresume.formats.metadata import Described, region_of
-from mindresume.formats.records import header_of, listed
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
 from mindresume.layout import is_scalar
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage

@@ -21,8 +21,9 @@ from mindresume.errors import RecordError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
 from mindresume.formats.names import META, folder_name, meta_json, parse_name
 from mindresume.formats.rank_folders import ranks_of
-from mindresume.formats.records import find_attempts, listed, scan_records
+from mindresume.formats.records import find_attempts, scan_records
 from mindresume.formats.scan import scan
+from mindresume.formatting import listed
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,

@@ -39,7 +39,7 @@ from mindresume.events import (
 )
 from mindresume.formats.iteration_files import iteration_name
 from mindresume.formats.names import stem
-from mindresume.formats.records import listed
+from mindresume.formatting import listed
 from mindresume.host_memory import UNKNOWN, share_of_rank
 from mindresume.settings import Settings
 from mindresume.state import crosses_multiple

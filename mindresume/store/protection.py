@@ -17,7 +17,7 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.iterations import tracked
 from mindresume.formats.names import META, folder_name
-from mindresume.formats.records import whole
+from mindresume.formats.weight_files import sizes_match
 from mindresume.store.common import spared
 from mindresume.store.lineage import others
 from mindresume.store.storage import Storage, read_json
@@ -43,7 +43,7 @@ def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
 
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
     """Whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
-    return candidate.committed and candidate.problem is None and whole(
+    return candidate.committed and candidate.problem is None and sizes_match(
         storage, root, [*candidate.every_file, *candidate.small])
 
 

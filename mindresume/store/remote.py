@@ -26,7 +26,7 @@ from mindresume.documents import parse_json
 from mindresume.errors import RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats.iteration_files import iteration_name
-from mindresume.formats.records import listed
+from mindresume.formatting import listed
 from mindresume.manifest import (
     FOLDER,
     MANIFEST,

@@ -27,7 +27,8 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_files import COMMON, iteration_name, parse_weight_file
 from mindresume.formats.names import folder_name, name_for_rank, parse_label, parse_name
 from mindresume.formats.rank_folders import labelled_files
-from mindresume.formats.records import attempts_within, header_of, scan_records, whole
+from mindresume.formats.records import attempts_within, scan_records
+from mindresume.formats.weight_files import header_of, sizes_match
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, parse_attempt, read_record, record_rank, trash_name, untrashed
 from mindresume.store.holds import about_to_remove
 from mindresume.store.protection import NEWEST_WHOLE, not_counted, protected
@@ -287,7 +288,7 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
         return None, base
     there = set(map(record_rank, storage.list(folder)))
     files = [*(file for files in manifest.files for file in files), *manifest.small]
-    return manifest if there.issuperset(manifest.ranks) and whole(storage, base, files) else None, base
+    return manifest if there.issuperset(manifest.ranks) and sizes_match(storage, base, files) else None, base
 
 
 def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:

@@ -18,7 +18,8 @@ from mindresume.errors import ConfigError
 from mindresume.events import Emit, Notice, warning
 from mindresume.formats import Candidate
 from mindresume.formats.names import folder_name, free_suffix, parse_name
-from mindresume.formats.records import listed, scan_records
+from mindresume.formats.records import scan_records
+from mindresume.formatting import listed
 from mindresume.store.acquire import occupy
 from mindresume.store.claim import SAVING, Claim, owner_of_this_process
 from mindresume.store.common import forget

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.names import FileName, folder_name, folder_rank, free_suffix, meta_json, name_for_rank, parse_name, stem
-from mindresume.formats.records import listed
 from mindresume.formats.scan import is_root, scan
+from mindresume.formatting import listed
 from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.store.storage import PosixStorage
 

@@ -7,20 +7,7 @@ import pytest
 from folders import RUN, STORAGE
 from iterations import folder_of, making, records_of, save, unname, write_all, write_rank
 
-from mindresume.errors import DamagedFileError
-from mindresume.file_record import FileRecord
-from mindresume.formats.records import (
-    attempts_within,
-    find_attempts,
-    header_of,
-    listed,
-    ranks_count,
-    read_attempts,
-    scan_records,
-    sizes,
-    state_of_counters,
-    whole,
-)
+from mindresume.formats.records import attempts_within, find_attempts, read_attempts, scan_records
 from mindresume.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
 from mindresume.store.storage import PosixStorage
 
@@ -153,41 +140,6 @@ def test_records_of_one_folder_alone(tmp_path):
     save(tmp_path, 10)
     found, _, _ = read_attempts(STORAGE, str(tmp_path), attempts_within(STORAGE, str(tmp_path), "iteration_00000010"))
     assert [c.step for c in found] == [10] and attempts_within(STORAGE, str(tmp_path), "none") == []
-
-
-def test_sizes_and_whole(tmp_path):
-    save(tmp_path, 10)
-    candidate, = candidates(tmp_path)
-    files = candidate.every_file
-    assert sizes(STORAGE, str(tmp_path), files) == [file.size for file in files] and whole(STORAGE, str(tmp_path), files)
-    os.truncate(tmp_path / files[0].path, 5)
-    os.remove(tmp_path / files[1].path)
-    assert sizes(STORAGE, str(tmp_path), files[:2]) == [5, None] and not whole(STORAGE, str(tmp_path), files[:1])
-    assert not whole(STORAGE, str(tmp_path), files[1:2]) and whole(STORAGE, str(tmp_path), [FileRecord(files[0].path, "ckpt")])
-
-
-def test_headers(tmp_path):
-    save(tmp_path, 10)
-    file = candidates(tmp_path)[0].first
-    assert set(header_of(STORAGE, str(tmp_path), file).tensors) == {"embedding.weight"}
-    os.truncate(tmp_path / file.path, 5)
-    with pytest.raises(DamagedFileError):
-        header_of(STORAGE, str(tmp_path), file)
-    os.remove(tmp_path / file.path)
-    with pytest.raises(DamagedFileError, match="the file is missing"):
-        header_of(STORAGE, str(tmp_path), file)
-
-
-def test_texts():
-    assert (ranks_count(1), ranks_count(4)) == ("1 rank", "4 ranks")
-    assert listed(range(3)) == "0, 1, 2" and listed(range(10), 2) == "0, 1 and 8 more"
-
-
-@pytest.mark.parametrize("step, epoch, within, per_epoch", [(15, 2, 5, 10), (15, 2, 0, 8), (15, 1, 0, 15), (20, None, 0, 20)])
-def test_steps_of_an_epoch_follow_from_the_counters(step, epoch, within, per_epoch):
-    state = state_of_counters(step, epoch, None, 8, None, within)
-    assert (state.step, state.steps_per_epoch, state.global_step) == (step, per_epoch, step)
-    assert state.epoch == (epoch or 1)
 
 
 def test_a_manifest_is_read_back_with_every_file(tmp_path):

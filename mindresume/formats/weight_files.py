@@ -1,0 +1,42 @@
+"""Looks at files of weights where they lie: headers, sizes, times."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from mindresume.errors import DamagedFileError
+from mindresume.file_record import FileRecord
+from mindresume.files import Header, read_header
+from mindresume.store.storage import Status, Storage, parallel
+
+
+def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
+    """DamagedFileError if the file is missing, cut short or malformed."""
+    path = os.path.join(root, file.path)
+    try:
+        with storage.open(path) as opened:
+            return read_header(opened, path)
+    except FileNotFoundError as error:
+        raise DamagedFileError(path, "the file is missing") from error
+    except OSError as error:
+        raise DamagedFileError(path, f"cannot be read: {error}") from error
+
+
+def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
+    """As it lies there now; None also for one that cannot be looked at. For times and sizes that are only shown."""
+    try:
+        return storage.status(os.path.join(root, file.path))
+    except OSError:
+        return None
+
+
+def file_sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
+    """Bytes of each file as it lies there now, None for one that is missing."""
+    found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
+    return [status.size if status else None for status in found]
+
+
+def sizes_match(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
+    """Whether all files are there with the recorded sizes (any but 0 where none was recorded). Contents are not read."""
+    files = list(files)
+    return all(size and file.size in (None, size) for file, size in zip(files, file_sizes(storage, root, files), strict=True))

@@ -1,0 +1,44 @@
+"""Files of weights where they lie: sizes and headers."""
+import os
+
+import pytest
+from folders import STORAGE
+from iterations import save
+
+from mindresume.errors import DamagedFileError
+from mindresume.file_record import FileRecord
+from mindresume.formats.records import scan_records
+from mindresume.formats.weight_files import file_sizes, header_of, sizes_match, status_of
+
+
+def saved(root):
+    save(root, 10)
+    return scan_records(STORAGE, str(root))[0][0].every_file
+
+
+def test_sizes_are_compared_with_the_recorded_ones(tmp_path):
+    files = saved(tmp_path)
+    assert file_sizes(STORAGE, str(tmp_path), files) == [file.size for file in files]
+    assert sizes_match(STORAGE, str(tmp_path), files)
+    os.truncate(tmp_path / files[0].path, 5)
+    os.remove(tmp_path / files[1].path)
+    assert file_sizes(STORAGE, str(tmp_path), files[:2]) == [5, None] and not sizes_match(STORAGE, str(tmp_path), files[:1])
+    assert not sizes_match(STORAGE, str(tmp_path), files[1:2])
+    assert sizes_match(STORAGE, str(tmp_path), [FileRecord(files[0].path, "ckpt")])
+
+
+def test_a_header_and_why_there_is_none(tmp_path):
+    file, *_ = saved(tmp_path)
+    assert set(header_of(STORAGE, str(tmp_path), file).tensors) == {"embedding.weight"}
+    os.truncate(tmp_path / file.path, 5)
+    with pytest.raises(DamagedFileError):
+        header_of(STORAGE, str(tmp_path), file)
+    os.remove(tmp_path / file.path)
+    with pytest.raises(DamagedFileError, match="the file is missing"):
+        header_of(STORAGE, str(tmp_path), file)
+
+
+def test_the_status_of_what_cannot_be_looked_at_is_not_known(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert status_of(STORAGE, str(tmp_path), FileRecord("gone", "ckpt")) is None
+    assert status_of(STORAGE, str(tmp_path), FileRecord("loop/file", "ckpt")) is None
