@@ -58,6 +58,15 @@ class TensorLayout:
         if self.optimizer_shards < -1 or self.replicas % self.optimizer_pieces:
             raise ValueError(f"{self.optimizer_shards} optimizer shards do not divide {self.replicas} replicas: {self}")
 
+    def normalized(self) -> TensorLayout:
+        """Returns the one form of all layouts that cut alike and can be written alike: a tuple of ``tensor_map`` has two axes or
+        more, and no optimizer shard is 0."""
+        shards = self.optimizer_shards if self.optimizer_pieces > 1 else 0
+        if shards == self.optimizer_shards and all(isinstance(cut, int) for cut in self.tensor_map):
+            return self
+        cuts = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in self.axes()]
+        return TensorLayout(self.device_matrix, tuple(cuts), shards)
+
     @property
     def stage_size(self) -> int:
         """Number of ranks of the stage."""

@@ -15,7 +15,6 @@ from mindresume.layout import TensorLayout, is_scalar, same_shape
 from mindresume.settings import allow_text
 from mindresume.state import is_transient
 from mindresume.store.share import shares
-from mindresume.strategy_file import normal
 
 
 def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
@@ -121,8 +120,8 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
         try:
             if row.get("interleaved_parallel"):
                 raise ValueError("interleaved_parallel: which rank holds which part is not known")
-            known = normal(TensorLayout(tuple(row["device_matrix"]), tuple(tuple(m) if isinstance(m, (list, tuple)) else m
-                                                                          for m in row["tensor_map"])))
+            cuts = tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row["tensor_map"])
+            known = TensorLayout(tuple(row["device_matrix"]), cuts).normalized()
             held = known.local_shape(full)
         except ValueError as error:
             warn(f"{name}: its layout is not recorded: {error}")

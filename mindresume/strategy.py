@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from mindresume.errors import StrategyError
 from mindresume.layout import MAX_RANKS, TensorLayout
 from mindresume.state import is_count
 from mindresume.store.storage import PosixStorage, Storage, parallel, publish, read_bytes
-from mindresume.strategy_file import Layouts, decode_strategy, encode_strategy, normal
+from mindresume.strategy_file import Layouts, decode_strategy, encode_strategy
+from mindresume.words import listed
 
 MAX_BYTES = 256 << 20                   # of a file; 2,000 parameters take 200 kB
 _RANK = re.compile(r"(?!merged|\.).*rank_(\d{1,9})(.*)\.(?:ckpt|json)", re.ASCII)
 _WHOLE = re.compile(r"(?!\.)(?:merged.*|.*strategy.*)\.(?:ckpt|json)")
-
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Strategy:
         if not self.stages or not all(self.stages):
             raise StrategyError(f"{self._where}{len(self.stages)} stages, {sum(map(bool, self.stages))} of them with parameters; "
                                 f"a strategy has at least one, and each has parameters")
-        one_form = {layout: normal(layout) for stage in self.stages for layout in stage.values()}
+        one_form = {layout: layout.normalized() for stage in self.stages for layout in stage.values()}
         stages = tuple({name: one_form[layout] for name, layout in stage.items()} for stage in self.stages)
         object.__setattr__(self, "stages", stages)
         if len({layout.stage_size for layout in one_form}) > 1:
             sizes = {layout.stage_size: f"{layout.stage_size} ({name} of stage {number})"
                      for number, stage in enumerate(self.stages) for name, layout in stage.items()}
             raise StrategyError(f"{self._where}all layouts of a job are over the same number of ranks a stage, found "
-                                + _some(sizes.values()))
+                                + listed(list(sizes.values()), 5))
         if self.world_size > MAX_RANKS:
             raise StrategyError(f"{self._where}{len(self.stages)} stages of {self.stage_size} ranks; a job has up to {MAX_RANKS}")
 
@@ -93,7 +93,7 @@ class Strategy:
                 else:
                     raise StrategyError(f"{self._where}parameter {name} has {count} dimensions, the strategy cuts "
                                         f"{len(cuts)}: {layout}; does it belong to this model?")
-                known[layout, count] = normal(TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards))
+                known[layout, count] = TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards).normalized()
             return known[layout, count]
 
         return Strategy(tuple({name: fit(name, layout) for name, layout in stage.items()} for stage in self.stages), self.source)
@@ -138,8 +138,8 @@ def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:    
     contents = {_content(storage, os.path.join(path, name)): name for name in reversed(wholes)}
     if len(contents) != 1:
         raise StrategyError(f"{path}: no file of a rank (ckpt_strategy_rank_<R>.ckpt or .json), "
-                            + (f"and {len(wholes)} others that differ: {_some(wholes)}; name one of them" if wholes else
-                               f"nor a merged one; found {_some(names) or 'nothing'}"))
+                            + (f"and {len(wholes)} others that differ: {listed(wholes, 5)}; name one of them" if wholes else
+                               f"nor a merged one; found {listed(names, 5) or 'nothing'}"))
     (content, name), = contents.items()
     return _complete(decode_strategy(content, os.path.join(path, name)), path)
 
@@ -193,11 +193,6 @@ def _complete(stages: Mapping[int, Layouts], source: str) -> Strategy:
         raise StrategyError(f"{source}: the highest pipeline stage is {max(stages)}, and {missing} below it are missing, the "
                             f"first is {gap}: give the folder with the files of all ranks, or a merged file")
     return Strategy(tuple(stages[stage] for stage in range(len(stages))), source)
-
-
-def _some(items: Iterable[str]) -> str:
-    items = list(items)
-    return ", ".join(items[:5]) + (", ..." if len(items) > 5 else "")
 
 
 def _content(storage: Storage, path: str) -> bytes:

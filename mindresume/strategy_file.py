@@ -65,16 +65,7 @@ def _layout(matrix: list[Any], cuts: list[Any], step: Any, size: Any, uneven: bo
     layout = TensorLayout.from_json({"device_matrix": matrix or [1], "tensor_map": cuts, "optimizer_shards": size if step else 0})
     if layout.optimizer_pieces > 1 and step != layout.optimizer_stride:
         raise ValueError(f"opt_weight_shard_step is {step}, expected {layout.optimizer_stride} ranks: {layout}")
-    return normal(layout)
-
-
-def normal(layout: TensorLayout) -> TensorLayout:
-    """The one form of all layouts that cut alike and can be written alike."""
-    shards = layout.optimizer_shards if layout.optimizer_pieces > 1 else 0
-    if shards == layout.optimizer_shards and all(isinstance(cut, int) for cut in layout.tensor_map):
-        return layout
-    cuts = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in layout.axes()]
-    return TensorLayout(layout.device_matrix, tuple(cuts), shards)
+    return layout.normalized()
 
 
 Items = tuple[int, Iterator[tuple[str, TensorLayout]]]         # stage, (name, layout) of each parameter
@@ -225,7 +216,7 @@ def encode_strategy(stages: Mapping[int, Layouts], fmt: str = "ckpt") -> bytes:
     rows, maps = {}, {}
     for stage, layouts in stages.items():
         for name, layout in layouts.items():
-            row = rows[f"{stage}-{name}" if len(stages) > 1 else name] = normal(layout)
+            row = rows[f"{stage}-{name}" if len(stages) > 1 else name] = layout.normalized()
             maps[row] = _maps(name, row, fmt)
     if fmt == "json":
         operators = {f"operator_{stage}": {"stage": stage, "parallel_strategy": [[1]]} for stage in stages}

@@ -25,7 +25,6 @@ from mindresume.formats.iteration_files import (
 from mindresume.formats.metadata import Described, Stored, encode_metadata, folded, ordinals, read_metadata, region_of
 from mindresume.layout import TensorLayout
 from mindresume.store.share import shares
-from mindresume.strategy_file import normal
 from st.jobs import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))
@@ -107,7 +106,7 @@ def test_an_optimizer_shard_is_folded_as_mindspore_does(case, data):
         assert not right(info, compiled, layout)            # it says something else, or fails
         return
     row = info._layout_process(compiled)[0].to_dict()
-    assert normal(TensorLayout(row["device_matrix"], row["tensor_map"])) == found
+    assert TensorLayout(row["device_matrix"], row["tensor_map"]).normalized() == found
 
 
 def right(info, compiled, layout: TensorLayout) -> bool:
@@ -134,7 +133,7 @@ def test_what_mindformers_writes_we_read(tmp_path, tensors, prefix, balanced):
     for stage in (0, 1):
         for number, (name, ((layout, shape), dtype)) in enumerate(rows[stage].items()):
             tensor = found[name]
-            assert (tensor.dtype, tensor.shape, tensor.layout, tensor.first) == (dtype, shape, normal(layout), 8 * stage)
+            assert (tensor.dtype, tensor.shape, tensor.layout, tensor.first) == (dtype, shape, layout.normalized(), 8 * stage)
             for ordinal, group in groups_of(layout, shape, 8 * stage).items():
                 copies = [Stored(str(WeightFile(prefix, "opt" if number else "model", rank, 16)), rank, group)
                           for rank in group]

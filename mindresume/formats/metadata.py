@@ -30,7 +30,6 @@ from mindresume.files.model import DTYPES, is_size, parse_object
 from mindresume.formats.iteration_files import is_file_name, parse_slice_key, slice_key
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.state import is_count
-from mindresume.strategy_file import normal
 
 MAX_METADATA = 1 << 30                 # bytes: mindformers puts every rank of every group on a line of its own
 MAX_VALUES = 1 << 27
@@ -117,7 +116,7 @@ def folded(layout: TensorLayout) -> TensorLayout:
     """The same slices without an optimizer shard: its axes cut dimension 0 too, and the one where it begins is split if need be
     (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that no axes can say."""
     if not layout.optimizer_shards or not layout.tensor_map:
-        return normal(TensorLayout(layout.device_matrix, layout.tensor_map))
+        return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
     used = set(itertools.chain(*layout.axes()))
     matrix, shard, left = [], [], layout.copies             # left: copies that the axes still have to make, major first
     split = len(layout.device_matrix)                       # no axis, so far
@@ -133,7 +132,7 @@ def folded(layout: TensorLayout) -> TensorLayout:
             shard.append(axis)
     cuts = [[axis + (axis > split) for axis in axes] for axes in layout.axes()]
     cuts[0] += shard
-    return normal(TensorLayout(tuple(matrix), tuple(map(tuple, cuts))))
+    return TensorLayout(tuple(matrix), tuple(map(tuple, cuts))).normalized()
 
 
 class _Cut:
@@ -257,7 +256,7 @@ def _layout(value: Any) -> tuple[TensorLayout | None, int]:
     aliases = value.get("alias_name")
     if value.get("interleaved_parallel", False) is not False or isinstance(aliases, list) and "interleaved_parallel" in aliases:
         raise ValueError("interleaved_parallel is set: which rank holds which part is not known, this layout is not supported")
-    layout = normal(TensorLayout.from_json({"device_matrix": matrix, "tensor_map": cuts, "optimizer_shards": 0}))
+    layout = TensorLayout.from_json({"device_matrix": matrix, "tensor_map": cuts, "optimizer_shards": 0}).normalized()
     if not isinstance(ranks, list) or len(ranks) != layout.stage_size:
         found = f"{len(ranks)} ranks" if isinstance(ranks, list) else _short(ranks)
         raise ValueError(f"rank_list is {found}, expected {layout.stage_size} for device_matrix {list(layout.device_matrix)}")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from folders import STORAGE, flip_bit, path_of
-from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded, shard_file
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, arrays_of, complete, foreign, put, random_tensors, recorded, shard_file
 
 from mindresume.files import read_header, read_tensor
 from mindresume.formats.complete import HYPER, MAP, read_complete
@@ -58,11 +58,8 @@ def bits(tensors):
 
 def read_all(folder):
     """All tensors of complete weights, and what was found."""
-    found, tensors = read_complete(STORAGE, str(folder)), {}
-    for name, file in found.tensors.items():
-        with open(folder / file, "rb") as opened:
-            tensors[name] = read_tensor(opened, found.headers[file].tensors[name])
-    return tensors, found
+    found = read_complete(STORAGE, str(folder))
+    return arrays_of(found), found
 
 
 def check_ranks(folder, plan):

@@ -9,9 +9,10 @@ import pytest
 from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
 from hypothesis import given
 from hypothesis import strategies as st
+from reshard.plans import arrays_of
 
 from mindresume.errors import ConfigError, DamagedFileError
-from mindresume.files import encode, read_tensor
+from mindresume.files import encode
 from mindresume.formats.complete import (
     FILE,
     FILES,
@@ -66,14 +67,6 @@ def complete(path):
     return is_complete(STORAGE, str(path))
 
 
-def arrays(found):
-    values = {}
-    for name, file in found.tensors.items():
-        with open(os.path.join(found.root, file), "rb") as opened:
-            values[name] = read_tensor(opened, found.headers[file].tensors[name])
-    return values
-
-
 def edit(path, change):
     document = json.loads(path.read_text())
     change(document["weight_map"])
@@ -109,7 +102,7 @@ def test_of_mindspore(unified):
     assert found.files == ("part0.safetensors", "part1.safetensors", HYPER) and set(found.headers) == set(found.files)
     assert list(found.tensors)[:3] == list(WEIGHTS) and found.tensors["lm_loss"] == HYPER
     assert found.scalars == SCALARS
-    for name, array in arrays(found).items():
+    for name, array in arrays_of(found).items():
         assert np.array_equal(array, {**WEIGHTS, **counters(STEP), "lm_loss": [1]}[name]), name
 
 
@@ -141,7 +134,7 @@ def test_one_file(tmp_path, name, monkeypatch):
     found = read(tmp_path / "other" / name)
     assert (found.kind, found.files, found.root) == (FILE, (name,), str(tmp_path / "other")) and found.scalars == SCALARS
     monkeypatch.chdir(tmp_path / "other")
-    assert complete(name) and read(name).root == "." and arrays(read(name)).keys() == found.tensors.keys()
+    assert complete(name) and read(name).root == "." and arrays_of(read(name)).keys() == found.tensors.keys()
 
 
 def test_counters_in_several_files(tmp_path):
@@ -426,7 +419,7 @@ def test_what_is_written_is_read(tmp_path, kind, part_bytes):
     found = read(write(tmp_path, kind, part_bytes, hyper=kind == MINDSPORE))
     assert found.kind == kind and found.notes == ()
     assert len(found.files) - (kind == MINDSPORE) == {1: 3, 148: 2, 1000: 1}[part_bytes]
-    read_back = arrays(found)
+    read_back = arrays_of(found)
     assert all(np.array_equal(read_back[name], array) for name, array in WEIGHTS.items())
 
 

@@ -208,17 +208,6 @@ def test_our_runs_go_by_their_number_then_by_step(tmp_path):
     assert [(c.step, c.run) for c in found(tmp_path).candidates] == [(10, NEXT_RUN), (5, NEXT_RUN), (20, RUN)]
 
 
-@pytest.mark.parametrize("time, newest", [(1.0, OURS), (4e9, MINDFORMERS)])
-def test_mindformers_files_lie_before_or_behind_ours_by_time(tmp_path, time, newest):
-    """Prefixes differ: only the time can tell. ``save`` says it saved at 1000 + step seconds since 1970."""
-    save(tmp_path, 10, world=1)
-    write_foreign(tmp_path, 5, world=1)
-    renamed = path_of(tmp_path, 5, 0).with_name("other_rank_0-1_5.safetensors")
-    path_of(tmp_path, 5, 0).rename(renamed)
-    os.utime(renamed, (time, time))
-    assert order(tmp_path)[0][1] == newest
-
-
 def test_mindformers_files_go_by_samples_when_global_batch_sizes_differ(tmp_path):
     from folders import counters
     for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):          # 800 samples; then a larger batch: 960

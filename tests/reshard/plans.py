@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 from folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of
 
-from mindresume.files import encode
+from mindresume.files import encode, read_tensor
 from mindresume.formats import Candidate
-from mindresume.formats.complete import HYPER, index_document, part_name, split
+from mindresume.formats.complete import HYPER, CompleteWeights, index_document, part_name, split
 from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.store.commit import Committer
@@ -239,6 +239,15 @@ def complete(root: Path, tensors: Tensors, kind: str = "mindspore", part_bytes: 
     (root / name).write_text(json.dumps(document))
     put(root / HYPER, COUNTERS)
     return root
+
+
+def arrays_of(found: CompleteWeights) -> dict[str, np.ndarray]:
+    """{name: array} of all tensors of complete weights."""
+    arrays = {}
+    for name, file in found.tensors.items():
+        with open(os.path.join(found.root, file), "rb") as opened:
+            arrays[name] = read_tensor(opened, found.headers[file].tensors[name])
+    return arrays
 
 
 def newest(root: Path) -> Candidate:

@@ -31,14 +31,6 @@ TENSORS = random_tensors(MODEL)
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    """Flushes are half of the time of so many small files; what they are for is tested elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 def uncut(path, tensors):
     """Weights of one file with these tensors."""
     return of_complete(STORAGE, read_complete(STORAGE, str(put(Path(path), tensors))))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 from folders import RUN, STORAGE, flip_bit, open_below, state_of
-from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, foreign, put, random_tensors, recorded, shard_file
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, arrays_of, foreign, put, random_tensors, recorded, shard_file
 
 from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine, View
@@ -44,14 +44,6 @@ TENSORS = random_tensors(TINY)
 ALL = random_tensors(MODEL)
 SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}          # without the empty one
 STEP_NUM = {"step_num": COUNTERS["step_num"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    """Flushes are half of the time of so many small files; which of them are needed, the loss of power tells."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
 
 
 @pytest.fixture
@@ -760,14 +752,6 @@ def merge(source, target, kind=MINDSPORE, part_bytes=2000, drop=()):
     return read_complete(STORAGE, str(target))
 
 
-def read_all(found):
-    tensors = {}
-    for name, file in found.tensors.items():
-        with open(os.path.join(found.root, file), "rb") as opened:
-            tensors[name] = read_tensor(opened, found.headers[file].tensors[name])
-    return tensors
-
-
 @pytest.mark.parametrize("write", [recorded, foreign])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_merged_weights_are_read_back_and_cut_again(tmp_path, write, fmt):
@@ -775,7 +759,7 @@ def test_merged_weights_are_read_back_and_cut_again(tmp_path, write, fmt):
     if write is foreign:
         write_strategy(Plan.parse("dp2tp2pp2opt2").strategy(), str(tmp_path / "run" / "strategy"))
     found = merge(tmp_path / "run" / "checkpoint", tmp_path / "merged")
-    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in read_all(found).items()} == \
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in arrays_of(found).items()} == \
         {name: (a.dtype, a.shape, a.tobytes()) for name, a in {**ALL, **COUNTERS}.items()}
     assert found.kind == MINDSPORE and found.notes == () and len(found.files) > 3 and found.files[-1] == "hyper_param.safetensors"
     assert {name for name, file in found.tensors.items() if file == found.files[-1]} == {*COUNTERS, "layers.1.none"}
@@ -822,7 +806,7 @@ def test_weights_of_hugging_face(tmp_path):
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index == {"metadata": {"total_size": sum(ALL[name].nbytes for name in wanted)}, "weight_map": dict(found.tensors)}
     assert all(header.metadata == {"format": "np"} for header in found.headers.values())
-    for name, array in read_all(found).items():
+    for name, array in arrays_of(found).items():
         assert array.tobytes() == ALL[name].tobytes() and array.shape == ALL[name].shape
     assert sorted(os.listdir(tmp_path / "hf")) == [CONVERSION, *found.files[:count], "model.safetensors.index.json"]
 

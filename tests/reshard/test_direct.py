@@ -61,14 +61,6 @@ CASES = [(*pair.split(">"), *KINDS[(number * EACH + turn) % len(KINDS)], TILES[(
          for number, pair in enumerate(PAIRS) for turn in range(EACH)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    """Flushes are half of the time of so many small files; what they are for is tested elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """(plan, kind, format) -> (root, candidate), each written once."""

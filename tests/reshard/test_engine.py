@@ -18,13 +18,6 @@ TENSORS = random_tensors(MODEL)
 NBYTES = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 @pytest.fixture
 def made(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2", MODEL), TENSORS)

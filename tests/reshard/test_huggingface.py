@@ -84,13 +84,6 @@ def bits(tensors, dtype):
     return {name: array.astype(DTYPES[dtype]) for name, array in tensors.items()}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("tile, row", [(4 << 20, 64 << 10), (4 << 20, 0), (200, 64 << 10), (200, 0)])

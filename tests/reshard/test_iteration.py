@@ -26,11 +26,6 @@ NAME = iteration_name(STEP)
 PLANS = ["dp1", "tp2", "dp2", "dp2tp2opt2", "dp2tp2pp2opt2", "dp4opt2", "pp4"]
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def iterated(root, plan, dedup=False, skip=()):
     """A checkpoint of ours: weights in one file, moments and a counter in the other. ``skip``: layouts that nobody knows."""
     plan = Plan.parse(plan)

@@ -21,13 +21,6 @@ TENSORS = random_tensors(MODEL)
 EVERYTHING = {**TENSORS, **COUNTERS}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
     """{plan and kind: (root, candidate)}, each written once."""

@@ -24,11 +24,6 @@ TINY = {"embedding.weight": Spec((16, 8), 0, "first"), "layers.0.weight": Spec((
 TENSORS = random_tensors(TINY)
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture(params=[MINDSPORE, HUGGINGFACE])
 def kind(request):
     return request.param

@@ -32,13 +32,6 @@ TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("tp2pp2", MODEL)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 def opened(path, **options):
     return open_source(STORAGE, str(path), **options)
 

@@ -38,13 +38,6 @@ LITTLE = {name: spec for name, spec in transformer(layers=2).items() if not name
 TENSORS = random_tensors(LITTLE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_flush():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 def plan_of(text, model=LITTLE):
     return Plan.parse(text, model)
 
