@@ -12,7 +12,8 @@ import threading
 import time
 from typing import Any
 
-from mindresume.reshard.conversion import Conversion, to_complete, to_ranks
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import writer
 from mindresume.reshard.source import open_source

@@ -30,8 +30,9 @@ import _measure as measure
 
 from mindresume.file_record import FileRecord
 from mindresume.formats.iteration_files import METADATA, MODEL, OPTIMIZER, WeightFile
-from mindresume.formats.metadata import Described, Stored, encode_metadata, ordinals, read_metadata
+from mindresume.formats.metadata import Described, Stored, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
+from mindresume.formats.slices import ordinals
 from mindresume.layout import TensorLayout
 from mindresume.manifest import MANIFEST, Record, record_name, run_name
 from mindresume.record_details import Details, TensorRecord

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.errors import StrategyError
+from mindresume.formatting import listed
 from mindresume.layout import MAX_RANKS, TensorLayout
 from mindresume.state import is_count
 from mindresume.store.storage import PosixStorage, Storage, parallel, publish, read_bytes
 from mindresume.strategy_file import Layouts, decode_strategy, encode_strategy
-from mindresume.words import listed
 
 MAX_BYTES = 256 << 20                   # of a file; 2,000 parameters take 200 kB
 _RANK = re.compile(r"(?!merged|\.).*rank_(\d{1,9})(.*)\.(?:ckpt|json)", re.ASCII)

@@ -19,7 +19,8 @@ import pytest
 
 from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.huggingface import HEAD
-from mindresume.reshard.conversion import Conversion, to_complete
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.engine import writer
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import of_folder, read_model

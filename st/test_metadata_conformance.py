@@ -22,7 +22,8 @@ from mindresume.formats.iteration_files import (
     read_common,
     slice_key,
 )
-from mindresume.formats.metadata import Described, Stored, encode_metadata, folded, ordinals, read_metadata, region_of
+from mindresume.formats.metadata import Described, Stored, encode_metadata, read_metadata
+from mindresume.formats.slices import folded, ordinals, region_of
 from mindresume.layout import TensorLayout
 from mindresume.store.share import shares
 from st.jobs import ROOT

@@ -22,11 +22,13 @@ from mindresume.files import FORMATS
 from mindresume.formats.complete import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
 from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
-from mindresume.reshard.conversion import Conversion, Job, to_complete, to_iteration, to_ranks
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_iteration, to_ranks
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
-from mindresume.reshard.huggingface import KEEP, Export, read_config, to_huggingface, verify_woven
+from mindresume.reshard.huggingface import read_config
+from mindresume.reshard.huggingface_export import KEEP, Export, to_huggingface, verify_woven
 from mindresume.reshard.reading import WOVEN
 from mindresume.reshard.source import Source
 from mindresume.reshard.strategies import own_strategy
@@ -232,7 +234,7 @@ def _target(to: str, source: Source) -> Strategy | None:
     return strategy_of(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))
 
 
-def _run(job: Job, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None, dry_run: bool,
+def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None, dry_run: bool,
          progress: Progress) -> ConversionResult:
     """Carries out a conversion, unless it is a dry run or the target is there already."""
     if engine not in ENGINES:
@@ -276,7 +278,7 @@ def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callabl
     return round(time.monotonic() - started, 3)
 
 
-def _planned(job: Job, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool, model_type: str | None = None
+def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool, model_type: str | None = None
              ) -> ConversionResult:
     """Returns the result of a conversion before anything was done."""
     source, tensors = job.source, job.source.weights.tensors
@@ -291,7 +293,7 @@ def _planned(job: Job, target: str, engine: str, memory_bytes: int, dry_run: boo
         refused=tuple(problem_of(source.folder or "", refusal) for refusal in source.refused))
 
 
-def _bytes_to_write(job: Job) -> int:
+def _bytes_to_write(job: ConversionPlan) -> int:
     tensors = job.source.weights.tensors
     return sum(sum(count for rows in file.blueprint(tensors).tensors.values() for _, _, count in rows) for file in job.files)
 

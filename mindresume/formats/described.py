@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mindresume.errors import RecordError
-from mindresume.formats.metadata import Described, Stored, ordinals
+from mindresume.formats.metadata import Described, Stored
+from mindresume.formats.slices import ordinals
 from mindresume.layout import TensorLayout, is_scalar
 from mindresume.record_details import Details, TensorRecord
 

@@ -19,15 +19,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from mindresume.errors import DamagedFileError
 from mindresume.files.model import DTYPES, is_size, parse_object
 from mindresume.formats.iteration_files import is_file_name, parse_slice_key, slice_key
+from mindresume.formats.slices import Slices, folded
 from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.state import is_count
 
@@ -61,95 +60,6 @@ class Described:
     stored: Mapping[int, tuple[Stored, ...]]
 
 
-# ---- slices ----------------------------------------------------------------------------------------------------------
-
-def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the slice of each local rank. ValueError if the shape does not divide."""
-    pieces, matrix = layout.pieces(shape), layout.device_matrix
-    ranks = np.arange(layout.stage_size)
-
-    def index(axes: Iterable[int]) -> np.ndarray:
-        return _row_major([ranks // math.prod(matrix[len(matrix) - axis:]) % matrix[-1 - axis] for axis in axes],
-                          [matrix[-1 - axis] for axis in axes])
-    indices = [index(axes) for axes in layout.axes()]
-    if indices:
-        indices[0] = indices[0] * layout.optimizer_pieces + index(layout.unused_axes()) % layout.optimizer_pieces
-    return tuple((_row_major(indices, pieces) + 0 * ranks).tolist())
-
-
-def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
-    """Of the slice that is exactly ``region``. ValueError if none is, or if the tensor is empty and several are."""
-    pieces, lengths = _pieces(layout, shape)
-    if math.prod(shape) == 0 and math.prod(pieces) > 1:
-        raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be told apart")
-    found = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
-    if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
-        raise ValueError(f"{tuple(region)} is no slice of shape {tuple(shape)} cut into {pieces}")
-    return found
-
-
-def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
-    """Part of the global tensor that slice ``ordinal`` is. ValueError if there is none."""
-    pieces, lengths = _pieces(layout, shape)
-    if not 0 <= ordinal < math.prod(pieces):
-        raise ValueError(f"slice {ordinal} of shape {tuple(shape)} cut into {pieces}: there are {math.prod(pieces)}")
-    region = []
-    for count, length in zip(reversed(pieces), reversed(lengths), strict=True):
-        ordinal, index = divmod(ordinal, count)
-        region.append(slice(index * length, (index + 1) * length))
-    return tuple(reversed(region))
-
-
-def _pieces(layout: TensorLayout | None, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Number and size of the pieces, by dimension."""
-    return ((1,) * len(shape), tuple(shape)) if layout is None else (layout.pieces(shape), layout.local_shape(shape))
-
-
-def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
-    found = 0
-    for index, count in zip(indices, counts, strict=True):
-        found = found * count + index
-    return found
-
-
-def folded(layout: TensorLayout) -> TensorLayout:
-    """The same slices without an optimizer shard: its axes cut dimension 0 too, and the one where it begins is split if need be
-    (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that no axes can say."""
-    if not layout.optimizer_shards or not layout.tensor_map:
-        return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
-    used = set(itertools.chain(*layout.axes()))
-    matrix, shard, left = [], [], layout.copies             # left: copies that the axes still have to make, major first
-    split = len(layout.device_matrix)                       # no axis, so far
-    for axis, size in zip(reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True):
-        if axis in used or left % size == 0 and left > 1:
-            matrix.append(size)
-            left //= 1 if axis in used else size
-        elif size % left:
-            raise ValueError(f"{layout.optimizer_pieces} optimizer shards do not end at a part of an axis: {layout}")
-        else:
-            matrix += [left, size // left] if left > 1 else [size]
-            split, left = axis if left > 1 else split, 1
-            shard.append(axis)
-    cuts = [[axis + (axis > split) for axis in axes] for axes in layout.axes()]
-    cuts[0] += shard
-    return TensorLayout(tuple(matrix), tuple(map(tuple, cuts))).normalized()
-
-
-class _Cut:
-    """What follows from layout and shape; made once for all parameters that are alike."""
-
-    def __init__(self, layout: TensorLayout | None, shape: tuple[int, ...]):
-        self.layout = layout
-        self.counts, self.lengths = _pieces(layout, shape)
-        self.slices = math.prod(self.counts)
-        self.ordinals = () if layout is None else ordinals(layout, shape)
-
-    def other(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
-        """A rank of the stage that holds another slice; None if there is none. Ranks of other stages hold what they say."""
-        held, size = self.ordinals, len(self.ordinals)
-        return next((rank for rank in ranks if 0 <= rank - first < size and held[rank - first] != ordinal), None)
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def read_metadata(data: bytes, path: str) -> dict[str, Described]:
@@ -164,7 +74,7 @@ def read_metadata(data: bytes, path: str) -> dict[str, Described]:
 class _Reader:
     def __init__(self, path: str):
         self.path = path
-        self.cuts: dict[tuple[Any, ...], _Cut] = {}
+        self.cuts: dict[tuple[Any, ...], Slices] = {}
         self.files: set[str] = set()
         self.groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -206,7 +116,7 @@ class _Reader:
             raise ValueError(f"global_shape is {_short(shape)}, expected the sizes of up to {MAX_AXES} dimensions")
         layout, first = _layout(_needed(row, "layout"))
         key = layout, tuple(shape)
-        cut = self.cuts[key] = self.cuts.get(key) or _Cut(*key)
+        cut = self.cuts[key] = self.cuts.get(key) or Slices(*key)
         if (parts := row.get("axis_fragmentations", list(cut.counts))) != list(cut.counts):
             raise ValueError(f"axis_fragmentations is {_short(parts)}, expected {list(cut.counts)}, which the layout cuts into")
         _check_chunks(_needed(row, "chunk"), cut)
@@ -217,7 +127,7 @@ class _Reader:
         stored = {number: self.stored(copies[number], number, cut, first) for number in range(cut.slices)}
         return Described(name, dtype, tuple(shape), layout, first, stored)
 
-    def stored(self, rows: Any, number: int, cut: _Cut, first: int) -> tuple[Stored, ...]:
+    def stored(self, rows: Any, number: int, cut: Slices, first: int) -> tuple[Stored, ...]:
         if not isinstance(rows, list):
             raise ValueError(f"slice {number} is stored in {_short(rows)}, expected a list of files")
         copies, checked = [], None
@@ -267,7 +177,7 @@ def _layout(value: Any) -> tuple[TensorLayout | None, int]:
     return layout, ranks[0]
 
 
-def _check_chunks(chunks: Any, cut: _Cut) -> None:
+def _check_chunks(chunks: Any, cut: Slices) -> None:
     if not isinstance(chunks, list) or len(chunks) != cut.slices:
         found = f"{len(chunks)} slices" if isinstance(chunks, list) else _short(chunks)
         raise ValueError(f"chunk is {found}, expected {cut.slices}, which the layout cuts into")
@@ -330,16 +240,16 @@ def encode_metadata(tensors: Iterable[Described]) -> list[bytes]:
 class _Writer:
     def __init__(self) -> None:
         self.heads: dict[tuple[Any, ...], str] = {}
-        self.cuts: dict[tuple[Any, ...], tuple[_Cut, tuple[int, ...]]] = {}
+        self.cuts: dict[tuple[Any, ...], tuple[Slices, tuple[int, ...]]] = {}
         self.files: dict[str, str] = {}
         self.groups: dict[tuple[int, ...], str] = {}
 
-    def cut(self, tensor: Described) -> tuple[_Cut, tuple[int, ...]]:
+    def cut(self, tensor: Described) -> tuple[Slices, tuple[int, ...]]:
         """And the first rank that holds each slice, counted within the stage."""
         key = tensor.layout, tensor.shape
         if key not in self.cuts:
             layout = tensor.layout and folded(tensor.layout)
-            cut = _Cut(layout, tensor.shape)
+            cut = Slices(layout, tensor.shape)
             self.cuts[key] = cut, tuple(map(cut.ordinals.index, range(cut.slices if layout else 0)))
         return self.cuts[key]
 

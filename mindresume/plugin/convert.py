@@ -30,7 +30,8 @@ from mindresume.plugin import adapter, upstream, upstream_check
 from mindresume.plugin.load_progress import traffic_of_load, waiting
 from mindresume.plugin.session import ResumePlan, TrainingContext
 from mindresume.reshard import merged
-from mindresume.reshard.conversion import Conversion, Job, to_complete, to_ranks
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
@@ -195,7 +196,7 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
     return strategy.to_json()
 
 
-def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int, emit: Emit) -> dict[str, str]:
+def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes: int, emit: Emit) -> dict[str, str]:
     """Rank 0 alone, with worker processes of its own: {"folder"}, or {"refused"} where MindSpore's engine is not able to."""
     if upstream_check.is_off(upstream.TRANSFORM):
         return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
@@ -208,7 +209,7 @@ def _by_mindspore(storage: Storage, job: Job, folder: str, processes: int, emit:
     return {"folder": conversion.target}
 
 
-def _by_all_ranks(storage: Storage, job: Job, folder: str, context: TrainingContext, processes: int) -> str:
+def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: TrainingContext, processes: int) -> str:
     """Converts with the direct engine on ``processes`` ranks, spread over all. Returns the folder. AgreementError on all ranks if
     one fails; then nothing of it stays."""
     group, emit = context.group, context.emit
@@ -236,7 +237,7 @@ def _by_all_ranks(storage: Storage, job: Job, folder: str, context: TrainingCont
     return conversion.target
 
 
-def _free(storage: Storage, job: Job, folder: str, emit: Emit) -> tuple[Conversion, bool]:
+def _free(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:
     """Returns where the conversion goes, and whether it is there already: what lies in ``folder`` and is not this conversion is
     left alone. ConfigError if the place beside it is taken too."""
     def log(text: str) -> None:

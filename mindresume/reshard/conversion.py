@@ -10,41 +10,31 @@ the groups that are missing, and one that is finished is not done again. An erro
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import xxhash
 
 from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
 from mindresume.events.log_lines import line_of
 from mindresume.file_record import FileRecord
 from mindresume.files.checksum import Checksums
-from mindresume.formats.complete import MINDSPORE
-from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
-from mindresume.formats.names import FileName, folder_name, label
+from mindresume.formats.iteration_files import iteration_name
 from mindresume.layout import TensorLayout
-from mindresume.manifest import FOLDER as RECORDS
-from mindresume.manifest import Record, attempt_name, record_name, run_name
+from mindresume.manifest import Record, record_name
 from mindresume.record_codec import seal, unseal
 from mindresume.record_details import Details, TensorRecord
-from mindresume.reshard.counters import with_counters
+from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.direct import TargetFile
 from mindresume.reshard.geometry import shape_of
 from mindresume.reshard.made import CONVERSION, LIMIT, read_made
-from mindresume.reshard.source import Source
-from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
 from mindresume.reshard.weights import Weights
 from mindresume.store.commit import Committer
 from mindresume.store.lineage import continued
 from mindresume.store.shard import Place
 from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, remove_tree
-from mindresume.strategy import Strategy
 
 LOCK = ".lock"                      # behind the name of the work folder
 _SPARE = 1 << 20                    # bytes of room for the small files
@@ -52,117 +42,11 @@ _SPARE = 1 << 20                    # bytes of room for the small files
 Writer = Callable[[Weights, Storage, Sequence[TargetFile]], list[Checksums]]
 
 
-@dataclass(frozen=True)
-class Job:
-    """``files``: paths relative to the target. ``groups``: indices of files that are written together. ``shards``: those of each
-    rank, none for complete weights. ``base``: the iteration folder in the making that they are in, empty for others.
-    ``strategy``: None for one rank and for complete weights. ``index``: (name, JSON value) of complete weights.
-    ``fingerprint``: 32 hex digits of everything that decides the bytes."""
-    source: Source
-    files: tuple[TargetFile, ...]
-    groups: tuple[tuple[int, ...], ...]
-    fingerprint: str
-    shards: tuple[tuple[int, ...], ...] = ()
-    base: str = ""
-    strategy: Strategy | None = None
-    index: tuple[str, Mapping[str, Any]] | None = None
-
-    @property
-    def run(self) -> str:
-        """Of the records of the target."""
-        return run_name(1, self.fingerprint[:8])
-
-    def path(self, number: int) -> str:
-        """Of a file in the finished target."""
-        path = self.files[number].path
-        return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.base)}" if self.base else path
-
-    def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
-        """Bytes of the files of these groups, default of all."""
-        tensors = self.source.weights.tensors
-        return sum(self.files[i].blueprint(tensors).size for group in (self.groups if groups is None else groups) for i in group)
-
-
-def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> Job:
-    """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
-    pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
-    source = with_counters(source)
-    fingerprint = _fingerprint(source, ["ranks", _content(strategy), fmt])
-    metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
-    if source.state is not None:
-        metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
-    if strategy is not None:
-        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
-
-    def path(rank: int) -> str:
-        return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
-    files = rank_files(source.weights, strategy, path, fmt, metadata)
-    share = share or (strategy.stage_size if strategy else 1)
-    groups = tuple(tuple(range(first, min(first + share, len(files)))) for first in range(0, len(files), share))
-    return Job(source, tuple(files), groups, fingerprint, tuple((rank,) for rank in range(len(files))), strategy=strategy)
-
-
-def to_iteration(source: Source, strategy: Strategy | None) -> Job:
-    """An iteration folder of Checkpoint 2.0, and the tracker. ``strategy`` None: of one rank. ConfigError for weights without a
-    step; StrategyError, ConfigError: see ``rank_files``."""
-    if source.state is None:
-        raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
-    fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
-    run = run_name(1, fingerprint[:8])
-    base = f"{RECORDS}/{attempt_name(source.state.step, run)}"
-    if strategy is not None:
-        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
-    metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
-    files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{base}/" + str(
-        WeightFile(prefix_of(source), kind, rank, count)), metadata)
-    size = 2 * (strategy.stage_size if strategy else 1)
-    groups = tuple(tuple(range(first, first + size)) for first in range(0, len(files), size))
-    shards = tuple((number, number + 1) for number in range(0, len(files), 2))
-    return Job(source, tuple(files), groups, fingerprint, shards, base, strategy)
-
-
-def _content(strategy: Strategy | None) -> Any:
-    return strategy.to_json() | {"source": ""} if strategy else None
-
-
-def prefix_of(source: Source) -> str:
-    """Of the names of its files, as the user chose it; ``checkpoint`` where none is known."""
-    if source.name is not None:
-        return source.name.prefix
-    file = parse_weight_file(os.path.basename(source.candidate.first.path)) if source.candidate else None
-    return (file.prefix if file else None) or "checkpoint"
-
-
-def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> Job:
-    """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
-    source = with_counters(source) if kind == MINDSPORE else source
-    files, index = complete_files(source.weights, kind, part_bytes, drop)
-    fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
-    return Job(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, index=index)
-
-
-def file_name(source: Source, rank: int, fmt: str) -> str:
-    """That of the source with another rank; where it tells no step, the one of MindSpore's transform: ``checkpoint_3.ckpt``."""
-    if source.name is not None:
-        return str(source.name._replace(rank=rank, suffix=0, format=fmt))
-    if source.state is not None:
-        return str(FileName(prefix_of(source), rank, 0, source.state.epoch, source.state.step_in_epoch, fmt))
-    return f"checkpoint_{rank}.{fmt}"
-
-
-def _fingerprint(source: Source, wanted: Any) -> str:
-    """Of the source's bytes, of how they are understood, and of what is wanted."""
-    layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
-               for name, tensor in sorted(source.weights.tensors.items())]
-    value = json.dumps([source.identity, layouts, wanted], sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_128_hexdigest(value.encode())
-
-
 @dataclass
 class Conversion:
     """One job, into one folder. ``target`` must not exist, or be empty; links in it are followed."""
     storage: Storage
-    job: Job
+    plan: ConversionPlan
     target: str
     log: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.time
@@ -176,7 +60,7 @@ class Conversion:
     @property
     def work(self) -> str:
         folder, name = os.path.split(self.target)
-        return os.path.join(folder, f".{name}.{self.job.fingerprint[:16]}{self._apart}{TEMPORARY}")
+        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{self._apart}{TEMPORARY}")
 
     @property
     def scratch(self) -> str:
@@ -207,7 +91,7 @@ class Conversion:
             made = read_made(self.storage, self.target)
         except DamagedFileError:
             made = None
-        if made is None or made.fingerprint != self.job.fingerprint:
+        if made is None or made.fingerprint != self.plan.fingerprint:
             raise ConfigError(f"{self.target} is not empty" + ("" if made is None else f": it was converted from {made.what}")
                               + "; give a folder that does not exist. Nothing was changed")
         for file in made.files:
@@ -224,19 +108,19 @@ class Conversion:
     def prepare(self) -> str:
         """Makes the work folder. What is returned lets other processes ``join``. ConfigError for a target that cannot be;
         NoRoomError; SaveError if the same conversion is running."""
-        root = os.path.realpath(self.job.source.folder) if self.job.source.folder else None
+        root = os.path.realpath(self.plan.source.folder) if self.plan.source.folder else None
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
         self.storage.make_folder(os.path.dirname(self.work))
         self._take_lock()
-        if self.job.base and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work, self.job.base)):
+        if self.plan.base and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work, self.plan.base)):
             remove_tree(self.storage, self.work)    # of a process that died in its commit, when files were under way
         self.storage.make_folder(self.work)
-        missing = [group for number, group in enumerate(self.job.groups) if self.done(number) is None]
-        needed = _SPARE + self.job.size(missing)
+        missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
+        needed = _SPARE + self.plan.size(missing)
         room = self.storage.room(self.work)
         if room < needed:
-            if len(missing) == len(self.job.groups):
+            if len(missing) == len(self.plan.groups):
                 self.abandon()
             self._release()                         # what a killed process finished stays for when there is room
             raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
@@ -278,36 +162,36 @@ class Conversion:
                 rows = unseal(file, "group", LIMIT)[0]["files"]
         except (FileNotFoundError, RecordError):
             return None
-        if [row[0] for row in rows] != [self.job.files[i].path for i in self.job.groups[number]]:
+        if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
             return None                             # of another share
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
-        for i, sums in zip(self.job.groups[number], found, strict=True):
-            status = self.storage.status(os.path.join(self.work, self.job.files[i].path))
+        for i, sums in zip(self.plan.groups[number], found, strict=True):
+            status = self.storage.status(os.path.join(self.work, self.plan.files[i].path))
             if status is None or status.size != sums.size:
                 return None
         return found
 
     def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
         """Writes these groups (default all) unless they are done. Any error of ``writer`` is raised."""
-        for number in range(len(self.job.groups)) if numbers is None else numbers:
+        for number in range(len(self.plan.groups)) if numbers is None else numbers:
             if self.done(number) is not None:
-                self.log(f"part {number + 1} of {len(self.job.groups)} is there already")
+                self.log(f"part {number + 1} of {len(self.plan.groups)} is there already")
                 continue
-            files = [replace(self.job.files[i], path=os.path.join(self.work, self.job.files[i].path))
-                     for i in self.job.groups[number]]
+            files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path))
+                     for i in self.plan.groups[number]]
             folders = {os.path.dirname(file.path) for file in files}
             for folder in folders:
                 self.storage.make_folder(folder)
             for file in files:
                 self.storage.remove(file.path)      # of a process that was killed
-            found = writer(self.job.source.weights, self.storage, files)
+            found = writer(self.plan.source.weights, self.storage, files)
             for folder in folders:
                 self.storage.sync(folder)
             self.storage.make_folder(os.path.dirname(self._mark(number)))
             publish(self.storage, self._mark(number), [seal(
-                {"version": 1, "kind": "group", "files": [[self.job.files[i].path, s.size, s.file, s.tensors] for i, s in
-                                                          zip(self.job.groups[number], found, strict=True)]}, LIMIT)],
-                    self.job.run)
+                {"version": 1, "kind": "group", "files": [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in
+                                                          zip(self.plan.groups[number], found, strict=True)]}, LIMIT)],
+                    self.plan.run)
 
     def _mark(self, number: int) -> str:
         return os.path.join(self.work, "done", f"{number}.json")
@@ -317,21 +201,21 @@ class Conversion:
     def commit(self) -> None:
         """The target is there, whole and durable, when this returns. SaveError if a group is missing."""
         sums: dict[int, Checksums] = {}
-        for number, group in enumerate(self.job.groups):
+        for number, group in enumerate(self.plan.groups):
             found = self.done(number)
             if found is None:
-                raise SaveError(f"{self.work}: part {number + 1} of {len(self.job.groups)} was not written")
+                raise SaveError(f"{self.work}: part {number + 1} of {len(self.plan.groups)} was not written")
             sums.update(zip(group, found, strict=True))
-        if self.job.shards and self.job.source.state is not None:
+        if self.plan.shards and self.plan.source.state is not None:
             self._record(sums)
-        if self.job.index is not None:
-            publish_json(self.storage, os.path.join(self.work, self.job.index[0]), self.job.index[1], self.job.run)
-        rows = [[self.job.path(i), sums[i].size, sums[i].file] for i in range(len(self.job.files))]
-        value = {"version": 1, "kind": "conversion", "fingerprint": self.job.fingerprint, "what": self.job.source.what,
+        if self.plan.index is not None:
+            publish_json(self.storage, os.path.join(self.work, self.plan.index[0]), self.plan.index[1], self.plan.run)
+        rows = [[self.plan.path(i), sums[i].size, sums[i].file] for i in range(len(self.plan.files))]
+        value = {"version": 1, "kind": "conversion", "fingerprint": self.plan.fingerprint, "what": self.plan.source.what,
                  "files": rows}
-        if not self.job.shards:
+        if not self.plan.shards:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
-        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, LIMIT)], self.job.run)
+        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, LIMIT)], self.plan.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
         if self.storage.status(self.scratch) is not None:
             remove_tree(self.storage, self.scratch)
@@ -341,33 +225,33 @@ class Conversion:
         self.storage.sync(os.path.dirname(self.target))
 
     def _record(self, sums: Mapping[int, Checksums]) -> None:
-        job, state = self.job, self.job.source.state
-        place = Place(self.storage, self.work, job.run, 0, len(job.shards), bool(job.base))
+        plan, state = self.plan, self.plan.source.state
+        place = Place(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.base))
         attempt = place.attempt(state.step)
         self.storage.make_folder(attempt)
-        for rank, numbers in enumerate(job.shards):
+        for rank, numbers in enumerate(plan.shards):
             layouts, rows, records = self._layouts(rank), {}, []
             for index, number in enumerate(numbers):
-                file = job.files[number]
+                file = plan.files[number]
                 for name, region in file.holds.items():
-                    tensor, layout = job.source.weights.tensors[name], layouts.get(name)
+                    tensor, layout = plan.source.weights.tensors[name], layouts.get(name)
                     rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[number].tensors[name], layout,
                                               tensor.shape if layout else None, index)
-                path = file.path.removeprefix(f"{job.base}/") if job.base else file.path
+                path = file.path.removeprefix(f"{plan.base}/") if plan.base else file.path
                 records.append(FileRecord(path, file.format, sums[number].size, sums[number].file))
-            record = Record(job.run, rank, len(job.shards), state, self.clock(), tuple(records),
-                            lineage=continued(job.source.candidate, "", same_folder=False))
-            publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], job.run)
+            record = Record(plan.run, rank, len(plan.shards), state, self.clock(), tuple(records),
+                            lineage=continued(plan.source.candidate, "", same_folder=False))
+            publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], plan.run)
         left = Committer(place, emit=lambda event: self.log(line_of(event)[1])).try_commit(state.step)
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
-        if job.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
+        if plan.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
             raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
 
     def _layouts(self, rank: int) -> Mapping[str, TensorLayout]:
-        if self.job.strategy is None:
+        if self.plan.strategy is None:
             return {}
-        return self.job.strategy.of_rank(rank)
+        return self.plan.strategy.of_rank(rank)
 
     def abandon(self) -> None:
         """Nothing of it stays, unless it is somebody else's. No error."""

@@ -60,4 +60,4 @@ def _transformed(weights: Weights, conversion: Conversion, workers: int, log: Ca
             remove_tree(conversion.storage, conversion.scratch)
     scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{secrets.token_hex(4)}")
     conversion.storage.make_folder(scratch)
-    return rewrite(weights, conversion.job.strategy, scratch, workers=workers, timeout=TIMEOUT, log=log)
+    return rewrite(weights, conversion.plan.strategy, scratch, workers=workers, timeout=TIMEOUT, log=log)

@@ -2,7 +2,6 @@
 
     weights = of_folder(storage, "Qwen3-8B", wanted=wanted)     # as any other weights: ``wanted_regions``, ``read_regions``
     arrays = read_network(storage, "Qwen3-8B", wanted, layouts, rank, network=transformer_config)
-    job = to_huggingface(source, read_model(storage, "Qwen3-8B"), "bfloat16", 5 << 30)
 
 Nothing is converted beforehand: each tensor knows of which parts of which others it consists (``formats/huggingface.py``), and
 only the byte ranges of what is asked for are read.
@@ -10,31 +9,27 @@ only the byte ranges of what is asked for are read.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from mindresume.errors import ConfigError, DamagedFileError, LoadError
 from mindresume.files.model import DTYPES as FILE_DTYPES
 from mindresume.files.model import parse_object
-from mindresume.formats.complete import HUGGINGFACE, read_complete
+from mindresume.formats.complete import read_complete
 from mindresume.formats.huggingface import (
     ARCHITECTURES,
     CONFIG,
     CONTIGUOUS,
-    HEAD,
     HF_HEAD,
     INTERLEAVED,
     Model,
     Rule,
-    backwards,
     disagreements,
     in_one_order,
     model_of,
@@ -43,18 +38,14 @@ from mindresume.formats.huggingface import (
 )
 from mindresume.formatting import listed
 from mindresume.layout import TensorLayout
-from mindresume.reshard.conversion import Conversion, Job, to_complete
 from mindresume.reshard.direct import Traffic
-from mindresume.reshard.geometry import Cut, Region, shape_of, whole
-from mindresume.reshard.load import WORKERS, check_tensors, read_regions, wanted_regions
+from mindresume.reshard.geometry import Cut, Region, shape_of
+from mindresume.reshard.load import WORKERS, read_regions, wanted_regions
 from mindresume.reshard.reading import OpenFiles, Woven, castable, gather, plain
-from mindresume.reshard.source import Source
 from mindresume.reshard.weights import Place, Tensor, Weights, of_complete
 from mindresume.state import is_transient
-from mindresume.store.storage import Storage, publish_json, read_bytes
+from mindresume.store.storage import Storage, read_bytes
 
-KEEP = "keep"                                       # the dtype that is there
-DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write
 IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: HF_HEAD beside tied weights, a table that follows
 _BUFFERS = ("*.num_tokens_per_expert", "*.router.fi_accu", "*.expert_load")     # of MindSpore: statistics, no weights
 _MAX_CONFIG = 16 << 20
@@ -145,8 +136,8 @@ def translated(inner: Weights, known: Mapping[str, Rule], dtypes: Mapping[str, s
             problems.append(f"{name} is {bad[0]}, wanted {dtype}")
         tensors[name] = WovenTensor(name, dtype, rule.shape, rule=rule, parts=parts)
     if problems:
-        raise LoadError(f"{inner.name}: {len(problems)} tensors cannot be converted: {_some(problems)}. Possible: bfloat16 or "
-                        f"float16 to float32, float32 to bfloat16")
+        raise LoadError(f"{inner.name}: {len(problems)} tensors cannot be converted: {problems_text(problems)}. Possible: "
+                        f"bfloat16 or float16 to float32, float32 to bfloat16")
     return Translated(inner, tensors)
 
 
@@ -200,10 +191,11 @@ def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str,
     why = {block.name: rule.why for rule in known.values() for block in rule.blocks}
     other = [f"{name} is {inner.tensors[name].shape}, not {shape} (a part of {why[name]})" for name, shape in needed.items()
              if name in inner.tensors and inner.tensors[name].shape != shape]
-    problems = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("no rule knows", unknown)) if names] + other
+    rows = (("missing", missing), ("no rule knows", unknown))
+    problems = [f"{what}: {problems_text(names)}" for what, names in rows if names] + other
     if problems:
         raise LoadError(f"{folder} does not hold the weights that its {CONFIG} describes ({model.kind}, {model.layers} layers): "
-                        + _some(problems))
+                        + problems_text(problems))
     return translated(inner, known, {name: dtype for name, (_, dtype) in wanted.items() if name in known})
 
 
@@ -224,10 +216,10 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
                           f"{HF_HEAD} would be lost; set tie_word_embeddings: False in the model configuration")
     converters = list(converters)
     if converters and (problems := disagreements(converters, model)):
-        raise LoadError(f"the network's own template does not fit the rules for {model.kind}: {_some(problems)}")
+        raise LoadError(f"the network's own template does not fit the rules for {model.kind}: {problems_text(problems)}")
     in_one_order(model, {name: layout for name, (layout, _) in layouts.items()})
     weights = _of_folder(storage, folder, model, wanted)
-    regions, traffic = wanted_regions(weights, wanted, layouts, rank, _is_no_weight), traffic or Traffic()
+    regions, traffic = wanted_regions(weights, wanted, layouts, rank, is_no_weight), traffic or Traffic()
     turned = {name: region for name, region in regions.items() if any(b.transposed for b in weights.tensors[name].rule.blocks)}
     found = read_regions(weights, {name: region for name, region in regions.items() if name not in turned}, traffic=traffic)
     return found | _read_turned(weights, turned, traffic)
@@ -276,85 +268,9 @@ def check_network(model: Model, network: Any) -> None:
                           f"from there")
 
 
-# ---- exporting -----------------------------------------------------------------------------------------------------
-
-def to_huggingface(source: Source, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None) -> Job:
-    """The weights in ``source``, without counters and states of the optimizer, under the names of Hugging Face. ``dtype``: one of
-    DTYPES. ``config``: what ``Export`` will write as config.json. LoadError that names what the model needs and the source lacks
-    or has in another shape, with the arithmetic, and what belongs to no rule; ConfigError if a layout makes the order unknown."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
-    inner, known = source.weights, rules(model)
-    if model.tied:
-        del known[HEAD]
-    _check(inner, known, model)
-    in_one_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
-    back = backwards(known)
-    view = translated(inner, back, {} if dtype == KEEP else dict.fromkeys(back, dtype))
-    job = to_complete(replace(source, weights=view), HUGGINGFACE, part_bytes)
-    wanted = json.dumps([job.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
-    files = tuple(replace(file, metadata={"format": "pt"}) for file in job.files)   # transformers refuses any other
-    return replace(job, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()),
-                   index=job.index if len(files) > 1 else None)
-
-
-def _check(inner: Weights, known: Mapping[str, Rule], model: Model) -> None:
-    tensors = inner.tensors
-    missing = [name for name in known if name not in tensors]
-    other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.why}" for name, rule in known.items()
-             if name in tensors and tensors[name].shape != rule.shape]
-    lost = [name for name, tensor in tensors.items() if not _is_known(name, tensor, known)]
-    problems = []
-    if missing:
-        hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
-        problems.append(f"missing: {_some(missing)}{hint}")
-    if lost:
-        hint = ". It is no copy of the embedding, so tie_word_embeddings must be false" if HEAD in lost else ""
-        problems.append(f"no place for: {_some(lost)}{hint}")
-    if problems or other:
-        raise LoadError(f"{inner.name} does not hold a {model.kind} of {model.layers} layers as {model.source} describes it: "
-                        + _some(problems + other))
-
-
-def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
-    """A weight, the state that an optimizer keeps of one (``adam_m.NAME``), a counter or a buffer."""
-    parts = name.split(".")
-    if any(".".join(parts[i:]) in known for i in range(len(parts))):
-        return True
-    if HEAD not in known and parts[1:] == HEAD.split("."):
-        return True                                 # of a head that is named itself
-    return tensor.is_counter or _is_no_weight(name)
-
-
-def _is_no_weight(name: str) -> bool:
+def is_no_weight(name: str) -> bool:
     return is_transient(name) or any(fnmatchcase(name, pattern) for pattern in _BUFFERS)
 
 
-def verify_woven(job: Job, traffic: Traffic | None = None) -> None:
-    """Compares the recorded checksums of those tensors that the export takes apart, which cannot be done while it runs.
-    DamagedFileError."""
-    view = job.source.weights
-    inner = view.inner
-    recorded = [name for name in view.woven() if any(
-        inner.place(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
-    check_tensors(inner, recorded, traffic=traffic)
-
-
-@dataclass
-class Export(Conversion):
-    """A conversion whose target also gets a ``config.json``: ``config``, with the dtype of the weights."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def commit(self) -> None:
-        """As of ``Conversion``."""
-        dtypes = {tensor.dtype for tensor in self.job.source.weights.tensors.values()}
-        document = dict(self.config)
-        if len(dtypes) == 1:
-            key = "dtype" if "dtype" in document else "torch_dtype"
-            document = {**{k: v for k, v in document.items() if k not in ("dtype", "torch_dtype")}, key: dtypes.pop()}
-        publish_json(self.storage, os.path.join(self.work, CONFIG), document, self.job.run)
-        super().commit()
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
+def problems_text(names: Sequence[str], most: int = 5) -> str:
     return listed(names, most, "; " if any(" " in name for name in names) else ", ")

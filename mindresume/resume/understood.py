@@ -16,7 +16,8 @@ from mindresume.files import Header
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_of
-from mindresume.formats.metadata import Described, region_of
+from mindresume.formats.metadata import Described
+from mindresume.formats.slices import region_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.layout import is_scalar

@@ -14,7 +14,8 @@ from typing import BinaryIO
 from mindresume.agree import Solo
 from mindresume.errors import MindResumeError
 from mindresume.events import Notice, warning
-from mindresume.reshard.conversion import Conversion, to_iteration, to_ranks
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.copies import check_copies
 from mindresume.reshard.engine import writer
 from mindresume.reshard.source import Source, reading

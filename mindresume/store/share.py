@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mindresume.formats.metadata import ordinals
+from mindresume.formats.slices import ordinals
 from mindresume.layout import TensorLayout
 
 Held = tuple[TensorLayout | None, tuple[int, ...], int]

@@ -66,7 +66,7 @@ def test_choices_in_the_help_are_those_of_the_api():
     """The command line names them without importing what knows them."""
     from mindresume.api.conversion import TARGET_FORMATS
     from mindresume.reshard.engine import ENGINES
-    from mindresume.reshard.huggingface import DTYPES
+    from mindresume.reshard.huggingface_export import DTYPES
     for module, name, choices in (("conversions", "ENGINES", ENGINES), ("convert", "CHOICES", TARGET_FORMATS),
                                   ("export_hf", "DTYPES", DTYPES)):
         assert getattr(import_module(f"mindresume.cli.{module}"), name) == choices

@@ -31,7 +31,8 @@ from reshard.plans import (
 from mindresume.files import read_header, read_tensor
 from mindresume.files.model import DTYPES
 from mindresume.formats.scan import scan
-from mindresume.reshard.conversion import LOCK, Conversion, to_ranks
+from mindresume.reshard.conversion import LOCK, Conversion
+from mindresume.reshard.conversion_plan import to_ranks
 from mindresume.reshard.engine import writer
 from mindresume.reshard.made import CONVERSION
 from mindresume.reshard.source import open_source

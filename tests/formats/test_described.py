@@ -3,7 +3,8 @@ import pytest
 
 from mindresume.errors import RecordError
 from mindresume.formats.described import described
-from mindresume.formats.metadata import encode_metadata, read_metadata, region_of
+from mindresume.formats.metadata import encode_metadata, read_metadata
+from mindresume.formats.slices import region_of
 from mindresume.layout import TensorLayout
 from mindresume.record_details import Details, TensorRecord
 

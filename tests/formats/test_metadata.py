@@ -1,44 +1,19 @@
 """metadata.json without mindformers: slices and ordinals, what is written is read back, what is damaged is refused by name."""
 import copy
 import json
-import math
 
 import pytest
+from formats.layouts import cuts, representable
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.errors import DamagedFileError
 from mindresume.formats.iteration_files import slice_key
-from mindresume.formats.metadata import (
-    MAX_METADATA,
-    Described,
-    Stored,
-    encode_metadata,
-    folded,
-    ordinal,
-    ordinals,
-    read_metadata,
-    region_of,
-)
+from mindresume.formats.metadata import MAX_METADATA, Described, Stored, encode_metadata, read_metadata
+from mindresume.formats.slices import folded, ordinals
 from mindresume.layout import MAX_RANKS, TensorLayout
 
 FIRST = 4
-
-
-@st.composite
-def cuts(draw):
-    """(layout, a global shape that divides and is not empty), of every kind that axes can say."""
-    matrix = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    assume(math.prod(matrix) <= 32)
-    axes, maps = draw(st.permutations(range(len(matrix)))), []
-    for _ in range(draw(st.integers(0, 3))):
-        count = draw(st.integers(0, min(2, len(axes))))
-        taken, axes = tuple(axes[:count]), axes[count:]
-        maps.append(-1 if not taken else taken[0] if count == 1 else taken)
-    replicas = TensorLayout(matrix, maps).replicas
-    shards = draw(st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0]))
-    layout = TensorLayout(matrix, maps, shards)
-    return layout, tuple(draw(st.integers(1, 3)) * count for count in layout.pieces([0] * len(maps)))
 
 
 def described(name, layout, shape, *, first=0, dtype="float32", copies=True, kind="model"):
@@ -53,86 +28,6 @@ def described(name, layout, shape, *, first=0, dtype="float32", copies=True, kin
 
 def encoded(*tensors):
     return b"".join(encode_metadata(tensors))
-
-
-# ---- slices ----------------------------------------------------------------------------------------------------------
-
-@given(cuts())
-def test_ordinals_number_the_regions_of_the_ranks(case):
-    layout, shape = case
-    numbers = ordinals(layout, shape)
-    assert set(numbers) == set(range(math.prod(layout.pieces(shape))))
-    for rank, number in enumerate(numbers):
-        assert region_of(layout, shape, number) == layout.slices(rank, shape)
-        assert ordinal(layout, shape, layout.slices(rank, shape)) == number
-
-
-def test_ordinals_are_row_major_over_the_pieces():
-    layout = TensorLayout((2, 2, 2), (0, -1, (2, 1)))
-    assert ordinals(layout, (4, 3, 8)) == (0, 4, 1, 5, 2, 6, 3, 7)
-    assert region_of(layout, (4, 3, 8), 6) == (slice(2, 4), slice(0, 3), slice(4, 6))
-    assert ordinals(TensorLayout((2, 2), (), -1), ()) == (0, 0, 0, 0) and region_of(None, (), 0) == ()
-    assert ordinal(None, (3, 2), (slice(0, 3), slice(0, 2))) == 0
-
-
-def test_an_empty_tensor_has_slices_that_only_the_ranks_tell_apart():
-    layout = TensorLayout((2,), (0,))
-    assert ordinals(layout, (0,)) == (0, 1) and region_of(layout, (0,), 1) == (slice(0, 0),)
-    with pytest.raises(ValueError, match="empty"):
-        ordinal(layout, (0,), (slice(0, 0),))
-    assert ordinal(TensorLayout((2,), (-1,)), (0,), (slice(0, 0),)) == 0
-
-
-@pytest.mark.parametrize("region", [(slice(0, 3),), (slice(1, 5),), (slice(8, 12),), (slice(-4, 0),), (slice(0, 8),), (),
-                                    (slice(0, 4), slice(0, 4))])
-def test_no_slices(region):
-    with pytest.raises(ValueError):
-        ordinal(TensorLayout((2,), (0,)), (8,), region)
-
-
-@pytest.mark.parametrize("number", [-1, 2])
-def test_no_ordinals(number):
-    with pytest.raises(ValueError, match="there are 2"):
-        region_of(TensorLayout((2,), (0,)), (8,), number)
-
-
-@given(cuts())
-def test_folded_cuts_alike_without_an_optimizer_shard(case):
-    layout, shape = case
-    try:
-        found = folded(layout)
-    except ValueError:
-        assert not representable(layout)
-        return
-    assert representable(layout) and found.optimizer_shards == 0
-    assert [found.slices(rank, shape) for rank in range(found.stage_size)] == \
-        [layout.slices(rank, shape) for rank in range(layout.stage_size)]
-
-
-def representable(layout):
-    """Whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a divisor of it."""
-    if layout.optimizer_pieces == 1:
-        return True
-    left = layout.copies
-    for axis in layout.unused_axes():
-        size = layout.device_matrix[len(layout.device_matrix) - 1 - axis]
-        if left % size and size % left:
-            return False
-        if left % size:
-            return True
-        left //= size
-    return True
-
-
-@pytest.mark.parametrize("layout, matrix, maps", [
-    (TensorLayout((2, 1, 2), (0, -1), -1), (2, 1, 2), ((0, 2, 1), -1)),         # as in the files of mindformers, ones included
-    (TensorLayout((4, 2), (-1, 0), 2), (2, 2, 2), (1, 0)),
-    (TensorLayout((4,), (-1,), 2), (2, 2), (0,)),
-    (TensorLayout((2, 8), (1,), 4), (2, 2, 4), ((2, 0),)),
-    (TensorLayout((2, 2), (), -1), (2, 2), ()),
-    (TensorLayout((2, 2), ((0,), (-1,))), (2, 2), (0, -1))])
-def test_folded(layout, matrix, maps):
-    assert folded(layout) == TensorLayout(matrix, maps)
 
 
 # ---- both ways -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, read_details, run_sequence
 from mindresume.reshard import conversion as module
-from mindresume.reshard.conversion import LOCK, Conversion, remove_tree, to_complete, to_ranks
+from mindresume.reshard.conversion import LOCK, Conversion, remove_tree
+from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.engine import writer
 from mindresume.reshard.made import CONVERSION, read_made
 from mindresume.reshard.source import open_source
@@ -358,7 +359,7 @@ def test_another_strategy_of_the_source_is_another_conversion(tmp_path):
         if name == "right":
             with pytest.raises(ConfigError, match="is not empty: it was converted from"):
                 made.finished()
-            made = conversion(made.job, tmp_path / "new of right")
+            made = conversion(made.plan, tmp_path / "new of right")
         carry_out(made)
         found = tensors_of(Path(made.target), 0)
         assert (found["w"].tobytes() == tensors["w"].tobytes()) is (name == "right")

@@ -7,7 +7,8 @@ from reshard.plans import COUNTERS, Plan, Spec, random_tensors, recorded, shard_
 
 from mindresume.errors import ConfigError
 from mindresume.files.checksum import file_checksum
-from mindresume.reshard.conversion import Conversion, to_complete, to_ranks
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.direct import BUFFERS, TILE, Traffic
 from mindresume.reshard.engine import ENGINES, LEAST_TILE, engine_for, tile_for, writer
 from mindresume.reshard.source import open_source
@@ -56,9 +57,9 @@ def test_the_direct_engine_writes_the_groups_of_a_conversion(made, workers, tile
     made.prepare()
     made.write(writer("direct", made, workers, tile, traffic))
     sums = {}
-    for number, group in enumerate(made.job.groups):
+    for number, group in enumerate(made.plan.groups):
         sums |= dict(zip(group, made.done(number), strict=True))
-    for rank, file in enumerate(made.job.files):
+    for rank, file in enumerate(made.plan.files):
         with open(os.path.join(made.work, file.path), "rb") as opened:
             assert file_checksum(opened) == (sums[rank].file, sums[rank].size)
     made.commit()

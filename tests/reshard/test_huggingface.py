@@ -18,21 +18,13 @@ from mindresume.formats.complete import MINDSPORE
 from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, backwards, rules
 from mindresume.layout import TensorLayout
 from mindresume.reshard import load, reading
-from mindresume.reshard.conversion import Conversion, to_complete
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import writer
 from mindresume.reshard.geometry import held, slices_of, whole
-from mindresume.reshard.huggingface import (
-    Export,
-    check_network,
-    is_huggingface,
-    of_folder,
-    orders_of,
-    read_model,
-    read_network,
-    to_huggingface,
-    verify_woven,
-)
+from mindresume.reshard.huggingface import check_network, is_huggingface, of_folder, orders_of, read_model, read_network
+from mindresume.reshard.huggingface_export import Export, to_huggingface, verify_woven
 from mindresume.reshard.load import read_regions, wanted_regions
 from mindresume.reshard.reading import cast
 from mindresume.reshard.source import open_source

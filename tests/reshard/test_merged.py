@@ -13,7 +13,8 @@ from mindresume.files import read_header
 from mindresume.formats.complete import HUGGINGFACE, MAP, MINDSPORE
 from mindresume.record_codec import seal
 from mindresume.reshard import merged
-from mindresume.reshard.conversion import Conversion, to_complete
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.engine import writer
 from mindresume.reshard.made import CONVERSION, LIMIT, read_made
 from mindresume.reshard.source import open_complete, open_source

@@ -1,0 +1,134 @@
+"""Plans a conversion: which files the target has, in which groups they are written, and what identifies the result.
+
+    plan = to_ranks(source, strategy, "safetensors")        # rank folders, for another job
+    plan = to_iteration(source, strategy)                   # an iteration folder of Checkpoint 2.0
+    plan = to_complete(source, MINDSPORE)                   # complete weights in parts
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from mindresume.errors import ConfigError
+from mindresume.formats.complete import MINDSPORE
+from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
+from mindresume.formats.names import FileName, folder_name, label
+from mindresume.manifest import FOLDER as RECORDS
+from mindresume.manifest import attempt_name, run_name
+from mindresume.reshard.counters import with_counters
+from mindresume.reshard.direct import TargetFile
+from mindresume.reshard.source import Source
+from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
+from mindresume.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """``files``: paths relative to the target. ``groups``: indices of files that are written together. ``shards``: those of each
+    rank, none for complete weights. ``base``: the iteration folder in the making that they are in, empty for others.
+    ``strategy``: None for one rank and for complete weights. ``index``: (name, JSON value) of complete weights.
+    ``fingerprint``: 32 hex digits of everything that decides the bytes."""
+    source: Source
+    files: tuple[TargetFile, ...]
+    groups: tuple[tuple[int, ...], ...]
+    fingerprint: str
+    shards: tuple[tuple[int, ...], ...] = ()
+    base: str = ""
+    strategy: Strategy | None = None
+    index: tuple[str, Mapping[str, Any]] | None = None
+
+    @property
+    def run(self) -> str:
+        """Of the records of the target."""
+        return run_name(1, self.fingerprint[:8])
+
+    def path(self, number: int) -> str:
+        """Of a file in the finished target."""
+        path = self.files[number].path
+        return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.base)}" if self.base else path
+
+    def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
+        """Bytes of the files of these groups, default of all."""
+        tensors = self.source.weights.tensors
+        return sum(self.files[i].blueprint(tensors).size for group in (self.groups if groups is None else groups) for i in group)
+
+
+def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> ConversionPlan:
+    """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
+    pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
+    source = with_counters(source)
+    fingerprint = _fingerprint(source, ["ranks", _content(strategy), fmt])
+    metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
+    if source.state is not None:
+        metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
+    if strategy is not None:
+        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+
+    def path(rank: int) -> str:
+        return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
+    files = rank_files(source.weights, strategy, path, fmt, metadata)
+    share = share or (strategy.stage_size if strategy else 1)
+    groups = tuple(tuple(range(first, min(first + share, len(files)))) for first in range(0, len(files), share))
+    shards = tuple((rank,) for rank in range(len(files)))
+    return ConversionPlan(source, tuple(files), groups, fingerprint, shards, strategy=strategy)
+
+
+def to_iteration(source: Source, strategy: Strategy | None) -> ConversionPlan:
+    """An iteration folder of Checkpoint 2.0, and the tracker. ``strategy`` None: of one rank. ConfigError for weights without a
+    step; StrategyError, ConfigError: see ``rank_files``."""
+    if source.state is None:
+        raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
+    fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
+    run = run_name(1, fingerprint[:8])
+    base = f"{RECORDS}/{attempt_name(source.state.step, run)}"
+    if strategy is not None:
+        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+    metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
+    files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{base}/" + str(
+        WeightFile(prefix_of(source), kind, rank, count)), metadata)
+    size = 2 * (strategy.stage_size if strategy else 1)
+    groups = tuple(tuple(range(first, first + size)) for first in range(0, len(files), size))
+    shards = tuple((number, number + 1) for number in range(0, len(files), 2))
+    return ConversionPlan(source, tuple(files), groups, fingerprint, shards, base, strategy)
+
+
+def _content(strategy: Strategy | None) -> Any:
+    return strategy.to_json() | {"source": ""} if strategy else None
+
+
+def prefix_of(source: Source) -> str:
+    """Of the names of its files, as the user chose it; ``checkpoint`` where none is known."""
+    if source.name is not None:
+        return source.name.prefix
+    file = parse_weight_file(os.path.basename(source.candidate.first.path)) if source.candidate else None
+    return (file.prefix if file else None) or "checkpoint"
+
+
+def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> ConversionPlan:
+    """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
+    source = with_counters(source) if kind == MINDSPORE else source
+    files, index = complete_files(source.weights, kind, part_bytes, drop)
+    fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
+    return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, index=index)
+
+
+def file_name(source: Source, rank: int, fmt: str) -> str:
+    """That of the source with another rank; where it tells no step, the one of MindSpore's transform: ``checkpoint_3.ckpt``."""
+    if source.name is not None:
+        return str(source.name._replace(rank=rank, suffix=0, format=fmt))
+    if source.state is not None:
+        return str(FileName(prefix_of(source), rank, 0, source.state.epoch, source.state.step_in_epoch, fmt))
+    return f"checkpoint_{rank}.{fmt}"
+
+
+def _fingerprint(source: Source, wanted: Any) -> str:
+    """Of the source's bytes, of how they are understood, and of what is wanted."""
+    layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
+               for name, tensor in sorted(source.weights.tensors.items())]
+    value = json.dumps([source.identity, layouts, wanted], sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(value.encode())

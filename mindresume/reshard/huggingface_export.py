@@ -1,0 +1,105 @@
+"""Exports weights under the names of Hugging Face, with a ``config.json``.
+
+    plan = to_huggingface(source, read_model(storage, "Qwen3-8B"), "bfloat16", 5 << 30)
+    Export(storage, plan, target, config=document)
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from mindresume.errors import ConfigError, LoadError
+from mindresume.formats.complete import HUGGINGFACE
+from mindresume.formats.huggingface import CONFIG, HEAD, Model, Rule, backwards, in_one_order, rules
+from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.conversion_plan import ConversionPlan, to_complete
+from mindresume.reshard.direct import Traffic
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.huggingface import is_no_weight, problems_text, translated
+from mindresume.reshard.load import check_tensors
+from mindresume.reshard.source import Source
+from mindresume.reshard.weights import Tensor, Weights
+from mindresume.store.storage import publish_json
+
+KEEP = "keep"                                       # the dtype that is there
+DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write
+
+
+def to_huggingface(source: Source, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None
+                   ) -> ConversionPlan:
+    """The weights in ``source``, without counters and states of the optimizer, under the names of Hugging Face. ``dtype``: one of
+    DTYPES. ``config``: what ``Export`` will write as config.json. LoadError that names what the model needs and the source lacks
+    or has in another shape, with the arithmetic, and what belongs to no rule; ConfigError if a layout makes the order unknown."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    inner, known = source.weights, rules(model)
+    if model.tied:
+        del known[HEAD]
+    _check(inner, known, model)
+    in_one_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
+    back = backwards(known)
+    view = translated(inner, back, {} if dtype == KEEP else dict.fromkeys(back, dtype))
+    plan = to_complete(replace(source, weights=view), HUGGINGFACE, part_bytes)
+    wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
+    files = tuple(replace(file, metadata={"format": "pt"}) for file in plan.files)   # transformers refuses any other
+    return replace(plan, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()),
+                   index=plan.index if len(files) > 1 else None)
+
+
+def _check(inner: Weights, known: Mapping[str, Rule], model: Model) -> None:
+    tensors = inner.tensors
+    missing = [name for name in known if name not in tensors]
+    other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.why}" for name, rule in known.items()
+             if name in tensors and tensors[name].shape != rule.shape]
+    lost = [name for name, tensor in tensors.items() if not _is_known(name, tensor, known)]
+    problems = []
+    if missing:
+        hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
+        problems.append(f"missing: {problems_text(missing)}{hint}")
+    if lost:
+        hint = ". It is no copy of the embedding, so tie_word_embeddings must be false" if HEAD in lost else ""
+        problems.append(f"no place for: {problems_text(lost)}{hint}")
+    if problems or other:
+        raise LoadError(f"{inner.name} does not hold a {model.kind} of {model.layers} layers as {model.source} describes it: "
+                        + problems_text(problems + other))
+
+
+def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
+    """A weight, the state that an optimizer keeps of one (``adam_m.NAME``), a counter or a buffer."""
+    parts = name.split(".")
+    if any(".".join(parts[i:]) in known for i in range(len(parts))):
+        return True
+    if HEAD not in known and parts[1:] == HEAD.split("."):
+        return True                                 # of a head that is named itself
+    return tensor.is_counter or is_no_weight(name)
+
+
+def verify_woven(plan: ConversionPlan, traffic: Traffic | None = None) -> None:
+    """Compares the recorded checksums of those tensors that the export takes apart, which cannot be done while it runs.
+    DamagedFileError."""
+    view = plan.source.weights
+    inner = view.inner
+    recorded = [name for name in view.woven() if any(
+        inner.place(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
+    check_tensors(inner, recorded, traffic=traffic)
+
+
+@dataclass
+class Export(Conversion):
+    """A conversion whose target also gets a ``config.json``: ``config``, with the dtype of the weights."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """As of ``Conversion``."""
+        dtypes = {tensor.dtype for tensor in self.plan.source.weights.tensors.values()}
+        document = dict(self.config)
+        if len(dtypes) == 1:
+            key = "dtype" if "dtype" in document else "torch_dtype"
+            document = {**{k: v for k, v in document.items() if k not in ("dtype", "torch_dtype")}, key: dtypes.pop()}
+        publish_json(self.storage, os.path.join(self.work, CONFIG), document, self.plan.run)
+        super().commit()
