@@ -15,10 +15,10 @@ from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
-from mindresume.plugin import adapter, hooks, session, upstream, weights_alone  # noqa: E402  # noqa: E402
-from mindresume.plugin.weights_alone import EVALUATE, PREDICT, TRAIN  # noqa: E402
-from mindresume.reshard.conversion import Conversion  # noqa: E402  # noqa: E402
-from mindresume.reshard.conversion_plan import to_complete, to_iteration  # noqa: E402  # noqa: E402
+from mindresume.plugin import adapter, hooks, session, upstream, weights_alone  # noqa: E402
+from mindresume.plugin.session import EVALUATE, PREDICT, TRAIN  # noqa: E402
+from mindresume.reshard.conversion import Conversion  # noqa: E402
+from mindresume.reshard.conversion_plan import to_complete, to_iteration  # noqa: E402
 from mindresume.reshard.engine import writer  # noqa: E402
 from mindresume.reshard.source import open_source  # noqa: E402
 from mindresume.reshard.strategies import own_strategy  # noqa: E402
