@@ -40,11 +40,11 @@ class Ours:
         from mindresume.network import strategy_layouts
         from mindresume.plugin import adapter
         from mindresume.reshard.direct import Traffic
-        from mindresume.reshard.iteration import of_iteration
+        from mindresume.reshard.iteration import view_of_iteration
         from mindresume.reshard.load import read_regions, wanted_regions
         from mindresume.store.storage import PosixStorage
         storage, traffic = PosixStorage(), Traffic()
-        weights = of_iteration(storage, root, scan(storage, root).candidates[0])
+        weights = view_of_iteration(storage, root, scan(storage, root).candidates[0])
         wanted = adapter.wanted_of(self.optimizer)
         shapes = {name: shape for name, (shape, _) in wanted.items()}
         layouts = strategy_layouts(self.strategies.of_rank[self.rank], shapes, print)

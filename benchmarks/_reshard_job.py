@@ -16,7 +16,7 @@ from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import writer
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store import storage as storage_module
 from mindresume.store.storage import PosixStorage
 from mindresume.strategy import read_strategy
@@ -65,7 +65,7 @@ def direct(task: dict[str, Any]) -> dict[str, Any]:
     if not task["flush"]:
         os.fsync = lambda handle: None
         storage_module._begin_flush = lambda *rest: None
-    source = open_source(storage, task["source"], strategy=task["from"])
+    source = open_checkpoint(storage, task["source"], strategy=task["from"])
     job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_complete(source, "mindspore")
     conversion = Conversion(storage, job, task["target"])
     conversion.run(lambda: conversion.write(writer("direct", conversion, task["workers"], traffic=traffic)))

@@ -30,7 +30,7 @@ import _measure as measure
 
 from mindresume.file_record import FileRecord
 from mindresume.formats.iteration_files import METADATA, MODEL, OPTIMIZER, WeightFile
-from mindresume.formats.metadata import Described, Stored, encode_metadata, read_metadata
+from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
 from mindresume.formats.slices import ordinals
 from mindresume.layout import TensorLayout
@@ -128,14 +128,14 @@ class Bench:
         measure.finish(f"{title}, {options.rounds} rounds", self.folder, self.rounds, self.text(), options.json,
                        {"sizes": self.sizes})
 
-    def ours(self, name: str, tensors: list[Described]) -> None:
+    def ours(self, name: str, tensors: list[TensorMetadata]) -> None:
         path = os.path.join(self.folder, f"ours-{name.replace(':', '-')}-{METADATA}")
 
         def write() -> None:
             with open(path, "wb") as file:
                 file.writelines(encode_metadata(tensors))
 
-        def read() -> dict[str, Described]:
+        def read() -> dict[str, TensorMetadata]:
             with open(path, "rb") as file:
                 return read_metadata(file.read(), path)
         self.rounds.timed(f"encode {name}", lambda: encode_metadata(tensors))
@@ -145,7 +145,7 @@ class Bench:
         if list(found.values()) != tensors:
             raise SystemExit(f"{name}: what was read is not what was written")
 
-    def theirs(self, name: str, ranks: int, tensors: list[Described]) -> None:
+    def theirs(self, name: str, ranks: int, tensors: list[TensorMetadata]) -> None:
         path = os.path.join(self.folder, f"theirs-{name.replace(':', '-')}-{METADATA}")
         infos = self.built_in.infos(tensors)
         metas = self.rounds.timed(f"describe {name}", lambda: self.built_in.describe(infos, ranks))
@@ -187,7 +187,7 @@ def _verdict(met: bool) -> str:
     return "met" if met else "missed"
 
 
-def model(ranks: int, stages: int, count: int) -> list[Described]:
+def model(ranks: int, stages: int, count: int) -> list[TensorMetadata]:
     """``count`` parameters over all stages; every rank stores all that it holds."""
     size = ranks // stages
     data = 16 if size >= 16 else 2
@@ -201,9 +201,9 @@ def model(ranks: int, stages: int, count: int) -> list[Described]:
             groups: dict[int, list[int]] = {}
             for rank, ordinal in enumerate(ordinals(layout, shape), first):
                 groups.setdefault(ordinal, []).append(rank)
-            stored = {ordinal: tuple(Stored(str(WeightFile("net", MODEL, rank, ranks)), rank, tuple(group)) for rank in group)
-                      for ordinal, group in groups.items()}
-            found.append(Described(f"decoder.layers.{stage}.{number}.weight", "float32", shape, layout, first, stored))
+            stored = {ordinal: tuple(StoredSlice(str(WeightFile("net", MODEL, rank, ranks)), rank, tuple(group))
+                                     for rank in group) for ordinal, group in groups.items()}
+            found.append(TensorMetadata(f"decoder.layers.{stage}.{number}.weight", "float32", shape, layout, first, stored))
     return found
 
 
@@ -218,7 +218,7 @@ class BuiltIn:
         logging.disable(logging.WARNING)
         self.metadata, self.of_rank, self.layout = metadata, get_sharded_tensor_from_strategy_metadata, Layout
 
-    def infos(self, tensors: list[Described]) -> dict[str, list[Any]]:
+    def infos(self, tensors: list[TensorMetadata]) -> dict[str, list[Any]]:
         """As mindspore.parallel.strategy.get_strategy_metadata gives them for each rank."""
         found = {}
         for tensor in tensors:

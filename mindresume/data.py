@@ -18,7 +18,7 @@ SKIPPED = "data_skip_steps"
 
 
 @dataclass(frozen=True)
-class DataWish:
+class DataRequest:
     """What the configuration says of the data of a resume. ``skip``: steps, None: not said (mindformers takes 0 for that too)."""
     ignore: bool = False
     skip: int | None = None

@@ -17,10 +17,10 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
 from mindresume.reshard.direct import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.reshard.target import rank_files
 from mindresume.reshard.transform_processes import run
-from mindresume.reshard.weights import Weights, of_candidate, of_complete
+from mindresume.reshard.weights import CheckpointView, view_of_candidate, view_of_complete
 from mindresume.strategy import Strategy
 from st.jobs import ROOT
 
@@ -57,27 +57,27 @@ TENSORS = quiet(random_tensors(FULL))
 
 @dataclass
 class Case:
-    weights: Weights
+    weights: CheckpointView
     target: Strategy | None
     plan: Plan | None = None
     tensors: dict | None = None
     task: mindspore_engine.Task | None = None
 
 
-def weights_of(root: Path, plan: Plan, tensors, fmt: str = "safetensors", dedup: bool = False) -> Weights:
+def weights_of(root: Path, plan: Plan, tensors, fmt: str = "safetensors", dedup: bool = False) -> CheckpointView:
     candidate = replace(foreign(root, plan, tensors, fmt, dedup), world_size=plan.world_size)
-    return of_candidate(STORAGE, str(root), candidate, plan.strategy())
+    return view_of_candidate(STORAGE, str(root), candidate, plan.strategy())
 
 
 def case_of(root: Path, text: str) -> Case:
     if text in REAL:
-        return Case(open_source(STORAGE, str(ROOT / "st" / "fixtures" / text[:-1] / "output" / "checkpoint")).weights, None)
+        return Case(open_checkpoint(STORAGE, str(ROOT / "st" / "fixtures" / text[:-1] / "output" / "checkpoint")).weights, None)
     pair, fmt, kind = (*text.split(), "")[:3]
     model = PLAIN if kind else FULL
     tensors = {name: TENSORS[name] for name in model}
     source, target = (Plan.parse(side, model) if side else None for side in pair.split(">"))
     if source is None:
-        weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
+        weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
     else:
         weights = weights_of(root, source, tensors, fmt, kind == "dedup")
     return Case(weights, target.strategy() if target else None, target, tensors)
@@ -114,7 +114,7 @@ def cases(tmp_path_factory) -> dict[str, Case]:
     return found
 
 
-def final(weights: Weights, target: Strategy | None, folder: Path) -> list[dict[str, np.ndarray]]:
+def final(weights: CheckpointView, target: Strategy | None, folder: Path) -> list[dict[str, np.ndarray]]:
     """What the direct writer makes of them: {tensor: array} of each rank."""
     folder.mkdir()
     files = rank_files(weights, target, lambda rank: str(folder / f"{rank}.safetensors"), "safetensors")
@@ -171,7 +171,8 @@ def test_in_its_own_processes(tmp_path):
 
 def test_what_mindspore_says_is_in_the_error(tmp_path):
     """An axis of 3 is free before one of 2, and MindSpore begins with the minor one: 2 pieces it cannot make of 3."""
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "src", {"w": np.zeros((12, 4), np.float32)}))))
+    source = complete(tmp_path / "src", {"w": np.zeros((12, 4), np.float32)})
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(source)))
     (tmp_path / "work").mkdir()
     with pytest.raises(EngineError, match="ended with status 1(.|\n)*ValueError: dev_matrix value 3"):
         rewrite(weights, Strategy(({"w": TensorLayout((2, 3, 2), (0, -1), 2)},)), str(tmp_path / "work"), timeout=120.0)

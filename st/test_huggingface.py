@@ -23,9 +23,9 @@ from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.engine import writer
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.huggingface import of_folder, read_model
+from mindresume.reshard.huggingface import read_model, view_of_folder
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store.storage import PosixStorage
 from st.jobs import ROOT
 
@@ -77,10 +77,10 @@ def export(source: Path, target: Path, config: Path, *more: str) -> dict:
 
 def through_mindspore(folder: Path, middle: Path) -> None:
     """A Hugging Face folder as complete weights of MindSpore Transformers."""
-    weights = of_folder(STORAGE, str(folder))
+    weights = view_of_folder(STORAGE, str(folder))
     if read_model(STORAGE, str(folder)).tied:               # such a network has no head
         weights.tensors = {name: tensor for name, tensor in weights.tensors.items() if name != HEAD}
-    source = replace(open_source(STORAGE, str(folder)), weights=weights)
+    source = replace(open_checkpoint(STORAGE, str(folder)), weights=weights)
     conversion = Conversion(STORAGE, to_complete(source, MINDSPORE), str(middle))
     conversion.prepare()
     conversion.write(writer("direct", conversion))
@@ -159,7 +159,7 @@ def test_there_and_back(made, name):
     """Grouped-query attention, experts and tied weights, with names and shapes as transformers writes them: through complete
     weights of MindSpore and back, the same bits and the same logits."""
     before, after = (read_regions(weights, {one: whole(tensor.shape) for one, tensor in weights.tensors.items()}) for weights in
-                     (open_source(STORAGE, str(made / folder)).weights for folder in (name, f"{name} again")))
+                     (open_checkpoint(STORAGE, str(made / folder)).weights for folder in (name, f"{name} again")))
     assert before.keys() == after.keys()
     for one, array in before.items():
         assert array.dtype == after[one].dtype and array.tobytes() == after[one].tobytes(), one

@@ -22,7 +22,7 @@ from mindresume.formats.iteration_files import (
     read_common,
     slice_key,
 )
-from mindresume.formats.metadata import Described, Stored, encode_metadata, read_metadata
+from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.slices import folded, ordinals, region_of
 from mindresume.layout import TensorLayout
 from mindresume.store.share import shares
@@ -136,7 +136,7 @@ def test_what_mindformers_writes_we_read(tmp_path, tensors, prefix, balanced):
             tensor = found[name]
             assert (tensor.dtype, tensor.shape, tensor.layout, tensor.first) == (dtype, shape, layout.normalized(), 8 * stage)
             for ordinal, group in groups_of(layout, shape, 8 * stage).items():
-                copies = [Stored(str(WeightFile(prefix, "opt" if number else "model", rank, 16)), rank, group)
+                copies = [StoredSlice(str(WeightFile(prefix, "opt" if number else "model", rank, 16)), rank, group)
                           for rank in group]
                 assert tensor.stored[ordinal] == tuple(copies[-1:] if balanced else copies)
 
@@ -178,10 +178,10 @@ def test_what_a_real_run_wrote(path):
 
 # ---- what we write ---------------------------------------------------------------------------------------------------
 
-def stored_by_all(name: str, layout: TensorLayout, shape, *, first: int = 0, dtype: str = "float32") -> Described:
-    stored = {number: tuple(Stored(str(WeightFile("ours", "model", rank, 99)), rank, group) for rank in group)
+def stored_by_all(name: str, layout: TensorLayout, shape, *, first: int = 0, dtype: str = "float32") -> TensorMetadata:
+    stored = {number: tuple(StoredSlice(str(WeightFile("ours", "model", rank, 99)), rank, group) for rank in group)
               for number, group in groups_of(layout, shape, first).items()}
-    return Described(name, dtype, tuple(shape), layout, first, stored)
+    return TensorMetadata(name, dtype, tuple(shape), layout, first, stored)
 
 
 @quick
@@ -200,7 +200,7 @@ def test_what_we_write_mindformers_reads_and_loads_from_the_same_files(tmp_path,
         if shared:
             stored = {number: tuple(copy for copy in copies if name in mine[copy.rank - 8])
                       for number, copies in tensor.stored.items()}
-            tensor = Described(**{**vars(tensor), "stored": stored})
+            tensor = TensorMetadata(**{**vars(tensor), "stored": stored})
         described[name] = tensor
         files[name] = {copy.rank: (copy.file, number) for number, copies in tensor.stored.items() for copy in copies}
     path = tmp_path / "metadata.json"
@@ -214,7 +214,7 @@ def test_what_we_write_mindformers_reads_and_loads_from_the_same_files(tmp_path,
         for (number,), chunk in chunks.items():
             assert (chunk.dtype, tuple(chunk.global_shape)) == (dtype, tensor.shape)
             assert tuple(chunk.local_shape) == tensor.layout.local_shape(tensor.shape)
-            assert [Stored(row["file_name"], row["storage_rank"], tuple(row["rank_group"]))
+            assert [StoredSlice(row["file_name"], row["storage_rank"], tuple(row["rank_group"]))
                     for row in storage[str((name, (number,)))]] == list(tensor.stored[number])
         check_load(name, tensor, files[name], found, storage, target, rank)
 
@@ -225,7 +225,7 @@ def sharded(layout: TensorLayout, shape, shards: int) -> tuple[TensorLayout, tup
     return found, (shape[0] * found.optimizer_pieces, *shape[1:]) if shape else ()
 
 
-def check_load(name: str, tensor: Described, files, found, storage, target, rank: int) -> None:
+def check_load(name: str, tensor: TensorMetadata, files, found, storage, target, rank: int) -> None:
     """The files and areas that mindformers' loader would read, put together from a real tensor, are the part of the target."""
     from mindformers.checkpoint import reshard
     layout = TensorLayout(target[0].device_matrix, (target[0].tensor_map + (-1, -1, -1))[:len(tensor.shape)])
@@ -251,7 +251,7 @@ def check_load(name: str, tensor: Described, files, found, storage, target, rank
 
 def test_a_parameter_without_layout_is_loaded_from_the_rank_that_stored_it(tmp_path):
     from mindformers.checkpoint.metadata import load_metadata
-    tensor = Described("w", "int32", (3,), None, 0, {0: (Stored("five.safetensors", 5),)})
+    tensor = TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("five.safetensors", 5),)})
     path = tmp_path / "metadata.json"
     path.write_bytes(b"".join(encode_metadata([tensor])))
     check_load("w", tensor, {5: ("five.safetensors", 0)}, *load_metadata(str(path)), (TensorLayout((4,), (-1,)), (3,)), 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.reshard.compare import compare
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store.storage import TEMPORARY, PosixStorage
 from st.jobs import ROOT, Run
 from st.lives import ended
@@ -76,8 +76,8 @@ def test_slices_of_four_ranks_without_redundancy(sequences, device, graphs, tmp_
     assert distance(NODUP, second.steps) <= TOLERANCE and bits(second.steps)[:len(first.steps)] == bits(first.steps)
     assert "unified_checkpoint is there already" in run.log()
     merged = run.folder / "output" / "unified_checkpoint"
-    assert compare(open_source(STORAGE, str(merged)).weights,
-                   open_source(STORAGE, str(run.checkpoints), 15, str(kept)).weights) == []
+    assert compare(open_checkpoint(STORAGE, str(merged)).weights,
+                   open_checkpoint(STORAGE, str(run.checkpoints), 15, str(kept)).weights) == []
     alone = run.like(tmp_path / "alone")
     alone.start(f"{SINGLE} --load_checkpoint {merged} --resume_training True --no-mindresume").ended()
     assert "mindresume: " not in alone.log()
@@ -118,4 +118,5 @@ def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(seq
     done = run.mindresume("convert", str(run.checkpoints), str(tmp_path / "direct"), "--to", "dp=1", "--engine", "direct",
                           "--from", str(next((run.folder / "output").glob("strategy_*"))), "--step", "15")
     assert done.returncode == 0, done.stderr
-    assert compare(open_source(STORAGE, str(tmp_path / "direct")).weights, open_source(STORAGE, str(transformed)).weights) == []
+    direct = open_checkpoint(STORAGE, str(tmp_path / "direct")).weights
+    assert compare(direct, open_checkpoint(STORAGE, str(transformed)).weights) == []

@@ -22,7 +22,7 @@ from mindresume.files import encode, read_header, read_tensor
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store.storage import PosixStorage
 from mindresume.strategy import Strategy
 from st.jobs import ROOT
@@ -194,7 +194,7 @@ def test_what_one_writes_the_other_reads(name, writer, remove_redundancy, tmp_pa
 def test_we_read_what_either_wrote(name, writer, remove_redundancy, tmp_path):
     """Whole tensors. The counter that is in none of its files then comes from common.json."""
     builtin(writer).write(tmp_path, TENSORS, JOBS[name], iteration=STEP, remove_redundancy=remove_redundancy)
-    source = open_source(PosixStorage(), str(tmp_path), None, None)
+    source = open_checkpoint(PosixStorage(), str(tmp_path), None, None)
     found = read_regions(source.weights, {name: whole(tensor.shape) for name, tensor in source.weights.tensors.items()})
     missing = {"global_step"} if remove_redundancy and name != "one" else set()
     assert set(TENSORS) - set(found) == missing

@@ -1,6 +1,6 @@
 import pytest
 
-from mindresume.data import DataPosition, DataWish
+from mindresume.data import DataPosition, DataRequest
 
 
 @pytest.mark.parametrize("passes, samples, steps, size, batch, expected", [
@@ -21,5 +21,5 @@ def test_steps_from_the_beginning():
 
 
 def test_a_wish_in_words():
-    assert [str(DataWish(*given)) for given in ((), (True,), (False, 3), (False, 0))] == [
+    assert [str(DataRequest(*given)) for given in ((), (True,), (False, 3), (False, 0))] == [
         "", "ignore_data_skip: True", "data_skip_steps: 3", ""]

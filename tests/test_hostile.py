@@ -40,7 +40,7 @@ from mindresume.manifest import (
 )
 from mindresume.record_codec import DETAILS_LIMIT, HEAD_LIMIT, MANIFEST_LIMIT, VERSION
 from mindresume.record_details import Details, TensorRecord
-from mindresume.reshard.strategies import strategies
+from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume.health import unhealthy_files
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
@@ -624,9 +624,9 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
     (root / "rank_1" / path_of(root, 20, 1, 1).name).unlink()
     fill(root / name)
     with within(5):
-        list_checkpoints(STORAGE, str(root), strategies(STORAGE))
+        list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
         choice = select(STORAGE, str(root), Solo(), SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
-                        strategy_of=strategies(STORAGE))
+                        strategy_of=strategy_lookup(STORAGE))
         assert holds(STORAGE, str(root)) is not None
     assert choice.chosen.step == NEW
 

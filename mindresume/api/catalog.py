@@ -41,7 +41,7 @@ from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, absent_tex
 from mindresume.formats.complete import is_complete
 from mindresume.formats.location import locate
 from mindresume.reshard import merged
-from mindresume.reshard.strategies import strategies
+from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume import survey as surveys
 from mindresume.resume.prove import read_size
 from mindresume.resume.select import candidates_for, describe, world_size_notes
@@ -203,7 +203,7 @@ class Catalog:
         world_size = self.world_size if world_size is None else world_size
         policy = SelectionPolicy(world_size, name, FULL if verify else QUICK, every_rank,
                                  max_failed_loads=Settings.load().poison_limit)
-        strategy_of = strategies(self._storage)
+        strategy_of = strategy_lookup(self._storage)
         sources = CheckpointSources(strategy_of, lambda storage, path: merged.choose_complete(
             storage, path, Solo(), verify, resume=True)[0])
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
@@ -284,7 +284,7 @@ class Catalog:
         """Returns what is there now, and a row for each step of it."""
         if place.is_complete:
             return merged.survey(self._storage, place.path)
-        found, rows = surveys.list_checkpoints(self._storage, place.path, strategies(self._storage), self.world_size)
+        found, rows = surveys.list_checkpoints(self._storage, place.path, strategy_lookup(self._storage), self.world_size)
         if found.strange:
             raise MissingCheckpointError(found.strange)
         return found, rows
@@ -298,7 +298,7 @@ class Catalog:
         found, _ = candidates_for(self._storage, place.path)
         if found.strange:
             raise MissingCheckpointError(found.strange)
-        strategy_of = strategies(self._storage)
+        strategy_of = strategy_lookup(self._storage)
         for candidate in found.candidates:
             if step is None or candidate.step == step:
                 yield found, surveys.status_of_candidate(self._storage, found, candidate, strategy_of, self.world_size)

@@ -19,7 +19,7 @@ from mindresume.errors import DamagedFileError, MissingCheckpointError
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.names import parse_name
 from mindresume.reshard.geometry import Region, whole
-from mindresume.reshard.source import Source, hold_candidate, open_candidate, open_complete, state_of
+from mindresume.reshard.source import OpenCheckpoint, hold_candidate, open_candidate, open_complete, state_of
 from mindresume.resume.prove import verify_rank
 from mindresume.state import TrainingState
 from mindresume.store.claim import Claim
@@ -161,13 +161,13 @@ class Checkpoint:
 
     # ---- for the other modules of this room --------------------------------------------------------------------------
 
-    def source(self) -> Source:
+    def source(self) -> OpenCheckpoint:
         """Returns it as the functions of ``mindresume.reshard`` take it, opened once, and held."""
         self.hold()
         return self._source
 
     @cached_property
-    def _source(self) -> Source:
+    def _source(self) -> OpenCheckpoint:
         if self._complete_path:
             source = open_complete(self._storage, self._complete_path)
         else:

@@ -17,10 +17,10 @@ from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
 from mindresume.errors import ConfigError
 from mindresume.reshard import compare as bits
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
-from mindresume.reshard.copies import check_copies
+from mindresume.reshard.copies import check_replicas
 from mindresume.reshard.counters import with_counters
 from mindresume.reshard.geometry import elements, whole
-from mindresume.reshard.source import Source
+from mindresume.reshard.source import OpenCheckpoint
 from mindresume.reshard.weights import Tensor
 from mindresume.store.storage import PosixStorage
 
@@ -150,7 +150,7 @@ def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, 
             sources = with_counters(sources[0]), with_counters(sources[1])
         mine, other = (source.weights for source in sources)
         for weights in (mine, other):
-            check_copies(weights, read=True)
+            check_replicas(weights, read=True)
         names = {name for name in (*mine.tensors, *other.tensors) if tensors is None or fnmatchcase(name, tensors)}
         if tensors is not None and not names:
             raise ConfigError(f"neither {a} nor {b} has a tensor that is called like {tensors!r}")
@@ -161,7 +161,7 @@ def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, 
                       len(names), compared, size, found)
 
 
-def _side(source: Source) -> ComparedCheckpoint:
+def _side(source: OpenCheckpoint) -> ComparedCheckpoint:
     return ComparedCheckpoint(
         source.what, source.state.step if source.state else None, len(source.weights.tensors),
         source.weights.world_size if source.candidate else None,

@@ -24,15 +24,15 @@ from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
 from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
 from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_iteration, to_ranks
-from mindresume.reshard.copies import check_copies
+from mindresume.reshard.copies import check_replicas
 from mindresume.reshard.direct import BUFFERS, Traffic
 from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.huggingface import read_config
-from mindresume.reshard.huggingface_export import KEEP, Export, to_huggingface, verify_woven
-from mindresume.reshard.reading import WOVEN
-from mindresume.reshard.source import Source
+from mindresume.reshard.huggingface_export import KEEP, Export, to_huggingface, verify_composed
+from mindresume.reshard.reading import COMPOSED_MEMORY
+from mindresume.reshard.source import OpenCheckpoint
 from mindresume.reshard.strategies import own_strategy
-from mindresume.reshard.target import PART_BYTES, is_counter
+from mindresume.reshard.target import PART_BYTES
 from mindresume.store.storage import PosixStorage
 from mindresume.strategy import Strategy, read_strategy
 
@@ -201,20 +201,20 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
     storage = PosixStorage()
     document, path = read_config(storage, os.fspath(config))
     model = model_of(document, path, *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
-    limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + WOVEN)
+    limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + COMPOSED_MEMORY)
     tile = tile_for(limit, workers)
     with opened(src, step, strategy, hold=not dry_run) as source:
         job = to_huggingface(source, model, dtype, max_shard_size_bytes, document)
         notes, traffic = [*source.notes], Traffic()
         conversion = Export(storage, job, os.fspath(dst), notes.append, config=document)
-        planned = _planned(job, os.fspath(dst), "direct", (BUFFERS + WOVEN) * workers * tile, dry_run, conversion.finished(),
-                           model.kind)
+        planned = _planned(job, os.fspath(dst), "direct", (BUFFERS + COMPOSED_MEMORY) * workers * tile, dry_run,
+                           conversion.finished(), model.kind)
         if dry_run or planned.finished:
             return replace(planned, notes=tuple(notes))
 
         def check() -> None:
-            check_copies(source.weights, read=True)
-            verify_woven(job, traffic)
+            check_replicas(source.weights, read=True)
+            verify_composed(job, traffic)
 
         def write() -> None:
             conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
@@ -222,20 +222,20 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         return _done(planned, traffic, seconds, notes)
 
 
-def _target(to: str, source: Source) -> Strategy | None:
+def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
     """Returns the strategy that ``to`` names; None for one rank."""
     if to == SAME:
         return own_strategy(source.weights)
     if not is_plan(to):
         return read_strategy(to)
     tensors = {name: (tensor.shape, tensor.layout, tensor.stages) for name, tensor in source.weights.tensors.items()
-               if not is_counter(tensor)}
+               if not tensor.is_counter}
     sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
     return strategy_of(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))
 
 
-def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None, dry_run: bool,
-         progress: Progress) -> ConversionResult:
+def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None,
+         dry_run: bool, progress: Progress) -> ConversionResult:
     """Carries out a conversion, unless it is a dry run or the target is there already."""
     if engine not in ENGINES:
         raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
@@ -248,7 +248,7 @@ def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, wor
 
     def write() -> None:
         nonlocal planned
-        check_copies(job.source.weights, read=True)
+        check_replicas(job.source.weights, read=True)
         try:
             conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
         except EngineError as error:
@@ -265,21 +265,18 @@ def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callabl
                ) -> float:
     """Prepares, checks, writes and commits; whatever fails, nothing is left. Returns how many seconds it took."""
     started = time.monotonic()
-    try:
-        conversion.prepare()
+
+    def work() -> None:
         check()
-        progress.expect(_bytes_to_write(conversion.job))
+        progress.expect(_bytes_to_write(conversion.plan))
         traffic.progress = progress.advance            # of what is written, not of what ``check`` reads
         write()
-        conversion.commit()
-    except BaseException:
-        conversion.abandon()
-        raise
+    conversion.run(work)
     return round(time.monotonic() - started, 3)
 
 
-def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool, model_type: str | None = None
-             ) -> ConversionResult:
+def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool,
+             model_type: str | None = None) -> ConversionResult:
     """Returns the result of a conversion before anything was done."""
     source, tensors = job.source, job.source.weights.tensors
     groups = [{name for number in group for name in job.files[number].holds} for group in job.groups]

@@ -17,7 +17,7 @@ from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
 from mindresume.api.tensors import TensorInfo, TensorSlice, slices_in, slices_of_strategy, tensors_of, tensors_of_strategy
 from mindresume.errors import ConfigError
 from mindresume.formatting import ranks_count
-from mindresume.reshard.source import Source
+from mindresume.reshard.source import OpenCheckpoint
 from mindresume.store.storage import PosixStorage, parallel
 from mindresume.strategy import read_strategy
 
@@ -113,7 +113,7 @@ def inspect(subject: CheckpointLike, *, step: int | None = None, strategy: str |
                       lambda row, ranks: slices_in(source.weights, storage, row, ranks))
 
 
-def _of_checkpoint(source: Source) -> Inspection:
+def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
     weights, candidate, storage = source.weights, source.candidate, source.weights.storage
     rows = tuple(tensors_of(weights).values())
     stage_sizes = {row.layout.stage_size for row in rows if row.layout}

@@ -11,7 +11,7 @@ from mindresume.api.checkpoint import Checkpoint
 from mindresume.errors import ConfigError
 from mindresume.formats.location import locate
 from mindresume.formats.scan import is_root
-from mindresume.reshard.source import Source, open_source, reading
+from mindresume.reshard.source import OpenCheckpoint, open_and_hold, open_checkpoint
 from mindresume.store.storage import PosixStorage, Storage
 
 CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
@@ -19,7 +19,7 @@ CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
 
 @contextmanager
 def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.PathLike[str] | None = None, hold: bool = True
-           ) -> Iterator[Source]:
+           ) -> Iterator[OpenCheckpoint]:
     """Opens what a caller named, and holds it until the end of the block.
 
     Args:
@@ -41,10 +41,10 @@ def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.
     storage, path = PosixStorage(), existing(subject)
     path, given = locate(storage, path), None if strategy is None else os.fspath(strategy)
     if not hold:
-        yield open_source(storage, path, step, given)
+        yield open_checkpoint(storage, path, step, given)
         return
     notes: list[str] = []
-    with reading(storage, path, step, given, notes.append) as source:
+    with open_and_hold(storage, path, step, given, notes.append) as source:
         yield replace(source, notes=(*source.notes, *notes))
 
 

@@ -11,7 +11,7 @@ from mindresume.api.results import Result, json_value
 from mindresume.files.model import DTYPES
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import Region, held, shape_of, whole
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 
@@ -104,19 +104,19 @@ def cut_text(layout: TensorLayout | None) -> str:
 
 # ---- of weights ------------------------------------------------------------------------------------------------------
 
-def tensors_of(weights: Weights) -> dict[str, TensorInfo]:
+def tensors_of(weights: CheckpointView) -> dict[str, TensorInfo]:
     """Returns every tensor of ``weights`` by name, in their order."""
     return {name: _info(weights, tensor) for name, tensor in weights.tensors.items()}
 
 
-def _info(weights: Weights, tensor: Tensor) -> TensorInfo:
+def _info(weights: CheckpointView, tensor: Tensor) -> TensorInfo:
     if tensor.layout is None:
-        file = os.path.basename(weights.found_in[tensor.name]) if weights.found_in is not None else None
+        file = os.path.basename(weights.path_by_tensor[tensor.name]) if weights.path_by_tensor is not None else None
         return TensorInfo(tensor.name, tensor.dtype, tensor.shape, None, (), weights.world_size, file)
     return TensorInfo(tensor.name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies)
 
 
-def slices_in(weights: Weights, storage: Storage, tensor: TensorInfo, ranks: Sequence[int]) -> list[TensorSlice]:
+def slices_in(weights: CheckpointView, storage: Storage, tensor: TensorInfo, ranks: Sequence[int]) -> list[TensorSlice]:
     """Returns which slice of ``tensor`` each of ``ranks`` stores, as the headers of their files say."""
     assert tensor.shape is not None
     if tensor.file is not None:

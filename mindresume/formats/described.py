@@ -11,21 +11,24 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mindresume.errors import RecordError
-from mindresume.formats.metadata import Described, Stored
+from mindresume.formats.metadata import StoredSlice, TensorMetadata
 from mindresume.formats.slices import ordinals
 from mindresume.layout import TensorLayout, is_scalar
 from mindresume.record_details import Details, TensorRecord
 
 
-def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> list[Described]:
-    """``files``: names of those of each rank. Of every tensor with a layout; the others are counters, which mindformers does
-    not list either. As all ranks of a stage hold the same tensors, the details of one are read, and those of all where
-    redundancy was removed. A tensor of several stages (a shared embedding) is that of the first one. A rank without files wrote
-    nothing. RecordError if the stages are not of one size, or of one of them no rank wrote anything."""
+def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]
+                          ) -> list[TensorMetadata]:
+    """Describes every tensor that has a layout; the others are counters, which mindformers does not list either.
+
+    All ranks of a stage hold the same tensors, so the details of one rank are read; those of all ranks where redundancy was
+    removed. A tensor of several stages (a shared embedding) takes the layout of the first one. ``files``: names of the files of
+    each rank; a rank without files wrote nothing. RecordError if the stages differ in size, or no rank of a stage wrote
+    anything."""
     anchor = next((rank for rank, names in enumerate(files) if names), 0)
     known = details_of(anchor)
     size = stage_size(known.tensors.values(), len(files))
-    found: dict[str, Described] = {}
+    found: dict[str, TensorMetadata] = {}
     for first in range(0, len(files), size):
         ranks = [rank for rank in range(first, first + size) if files[rank]]
         if not ranks:
@@ -42,17 +45,17 @@ def described(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Ca
                 continue
             if row.layout.stage_size != size:
                 raise RecordError(f"{name} is cut over {row.layout.stage_size} ranks, other tensors over {size}")
-            found[name] = Described(name, row.dtype, row.global_shape, row.layout, first,
+            found[name] = TensorMetadata(name, row.dtype, row.global_shape, row.layout, first,
                                     _stored(files, rows, name, row, writers if deduplicated else ranks, first))
     return list(found.values())
 
 
-def uncovered(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
-    """As ``described``, of a checkpoint for which only a part of the ranks wrote. Empty if what they wrote holds every slice of
-    every tensor; else a phrase that says what is lost. A tensor of more than one element needs a layout: without it nobody knows
-    what the others held."""
+def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
+    """Says what is lost of a checkpoint that only some ranks wrote; empty if they wrote every slice of every tensor. A tensor of
+    more than one element needs a layout: else what the other ranks held is unknown. Arguments as of
+    ``metadata_from_records``."""
     try:
-        rows = described(files, deduplicated, details_of)
+        rows = metadata_from_records(files, deduplicated, details_of)
     except RecordError as error:
         return str(error)
     for row in rows:
@@ -66,8 +69,8 @@ def uncovered(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Ca
                  if name not in named and not is_scalar(row.shape)), "")
 
 
-def _shared(known: Described, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
-            row: TensorRecord, writers: Iterable[int], first: int) -> Described:
+def _shared(known: TensorMetadata, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
+            row: TensorRecord, writers: Iterable[int], first: int) -> TensorMetadata:
     """With the copies of a further stage, if it cuts the tensor alike."""
     if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
         return known
@@ -83,15 +86,15 @@ def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
 
 
 def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
-            writers: Iterable[int], first: int) -> dict[int, tuple[Stored, ...]]:
+            writers: Iterable[int], first: int) -> dict[int, tuple[StoredSlice, ...]]:
     held = _ordinals(row.layout, row.global_shape)
     groups = _groups(row.layout, row.global_shape, first)
-    found: dict[int, tuple[Stored, ...]] = {}
+    found: dict[int, tuple[StoredSlice, ...]] = {}
     for rank in writers:
         file = files[rank][rows[rank][name].file if rank in rows else row.file]
         number = held[rank - first]
         before = found.get(number, ())
-        found[number] = (*before, Stored(file, rank, () if before else groups[number]))     # once is enough to be found
+        found[number] = (*before, StoredSlice(file, rank, () if before else groups[number]))     # once is enough to be found
     return found
 
 

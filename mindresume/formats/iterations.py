@@ -35,7 +35,7 @@ from mindresume.formats.iteration_files import (
     read_common,
     read_tracker,
 )
-from mindresume.formats.metadata import MAX_METADATA, Described, read_metadata
+from mindresume.formats.metadata import MAX_METADATA, TensorMetadata, read_metadata
 from mindresume.formats.scalar_state import state_from_scalars
 from mindresume.formats.weight_files import status_of
 from mindresume.formatting import listed
@@ -209,7 +209,7 @@ def common_of(storage: Storage, root: str, name: str) -> Common:
         raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
 
 
-def metadata_of(storage: Storage, folder: str) -> dict[str, Described]:
+def metadata_of(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
     """DamagedFileError if there is none, or it is damaged."""
     return read_metadata(metadata_bytes(storage, folder), os.path.join(folder, METADATA))
 

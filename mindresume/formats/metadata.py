@@ -37,7 +37,7 @@ _DTYPES = {name.replace("_", ""): name for name in DTYPES}
 _ALIASES = "abcdefghijklmnopqrstuvwxyz"
 
 
-class Stored(NamedTuple):
+class StoredSlice(NamedTuple):
     """A copy of one slice. ``rank``: which wrote it; ``group``: all ranks that hold the slice, () where it is not said."""
     file: str
     rank: int
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorMetadata:
     """One parameter. ``dtype``: a numpy name; ``shape``: global; ``layout`` None: not cut, every rank holds all of it.
 
     ``first``: the first rank of the pipeline stage that the layout is of (``rank_list[0]``), 0 without layout. A parameter of
@@ -57,12 +57,12 @@ class Described:
     shape: tuple[int, ...]
     layout: TensorLayout | None
     first: int
-    stored: Mapping[int, tuple[Stored, ...]]
+    stored: Mapping[int, tuple[StoredSlice, ...]]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-def read_metadata(data: bytes, path: str) -> dict[str, Described]:
+def read_metadata(data: bytes, path: str) -> dict[str, TensorMetadata]:
     """{name: parameter} in the order of the file. DamagedFileError, whatever the bytes, unless every parameter is described
     once and without contradiction, and every slice of it is stored. Unknown keys are ignored; storage of a parameter that is
     not described is refused: its description was lost."""
@@ -78,7 +78,7 @@ class _Reader:
         self.files: set[str] = set()
         self.groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def read(self, value: Mapping[str, Any]) -> dict[str, Described]:
+    def read(self, value: Mapping[str, Any]) -> dict[str, TensorMetadata]:
         rows, storage = (value.get(key) for key in ("state_dict_metadata", "storage_data"))
         for key, found in (("state_dict_metadata", rows), ("storage_data", storage)):
             if not isinstance(found, dict):
@@ -105,7 +105,7 @@ class _Reader:
             found.setdefault(parsed[0], {})[parsed[1]] = rows
         return found
 
-    def described(self, name: str, row: Any, copies: Mapping[int, Any]) -> Described:
+    def described(self, name: str, row: Any, copies: Mapping[int, Any]) -> TensorMetadata:
         dtype = _needed(_needed(row, "properties"), "dtype")
         shape = _needed(row, "global_shape")
         if not isinstance(dtype, str) or dtype.lower().replace("_", "") not in _DTYPES:
@@ -125,9 +125,9 @@ class _Reader:
         if absent := [number for number in range(cut.slices) if not copies.get(number)]:
             raise ValueError(f"slice {absent[0]} of {cut.slices} is stored nowhere, expected a file in storage_data")
         stored = {number: self.stored(copies[number], number, cut, first) for number in range(cut.slices)}
-        return Described(name, dtype, tuple(shape), layout, first, stored)
+        return TensorMetadata(name, dtype, tuple(shape), layout, first, stored)
 
-    def stored(self, rows: Any, number: int, cut: Slices, first: int) -> tuple[Stored, ...]:
+    def stored(self, rows: Any, number: int, cut: Slices, first: int) -> tuple[StoredSlice, ...]:
         if not isinstance(rows, list):
             raise ValueError(f"slice {number} is stored in {_short(rows)}, expected a list of files")
         copies, checked = [], None
@@ -142,7 +142,7 @@ class _Reader:
                 raise ValueError(f"slice {number} is said to be that of rank {odd}, which has slice "
                                  f"{cut.ordinals[odd - first]} by its layout")
             checked = group
-            copies.append(Stored(file, rank, group))
+            copies.append(StoredSlice(file, rank, group))
         return tuple(copies)
 
     def group(self, value: Any) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def _short(value: Any) -> str:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
-def encode_metadata(tensors: Iterable[Described]) -> list[bytes]:
+def encode_metadata(tensors: Iterable[TensorMetadata]) -> list[bytes]:
     """The file in pieces that mindformers 1.8.0 and later read: their keys in their order, as the layout is taken apart by
     position; one parameter a line. One without layout is said to be whole on a rank that stored it, as they take no null.
     ValueError for what could not be read back, or where mindformers would not find a slice: it looks for the first rank that
@@ -244,7 +244,7 @@ class _Writer:
         self.files: dict[str, str] = {}
         self.groups: dict[tuple[int, ...], str] = {}
 
-    def cut(self, tensor: Described) -> tuple[Slices, tuple[int, ...]]:
+    def cut(self, tensor: TensorMetadata) -> tuple[Slices, tuple[int, ...]]:
         """And the first rank that holds each slice, counted within the stage."""
         key = tensor.layout, tensor.shape
         if key not in self.cuts:
@@ -253,7 +253,7 @@ class _Writer:
             self.cuts[key] = cut, tuple(map(cut.ordinals.index, range(cut.slices if layout else 0)))
         return self.cuts[key]
 
-    def head(self, tensor: Described) -> str:
+    def head(self, tensor: TensorMetadata) -> str:
         first = tensor.first if tensor.layout else min((copy.rank for copy in tensor.stored.get(0, ())), default=0)
         key = tensor.layout, tensor.shape, tensor.dtype, first
         if key not in self.heads:
@@ -276,7 +276,7 @@ class _Writer:
                 "chunk": [{"global_offset": [number], "local_shape": cut.lengths} for number in range(cut.slices)]})
         return self.heads[key]
 
-    def storage(self, tensor: Described) -> str:
+    def storage(self, tensor: TensorMetadata) -> str:
         cut, holders = self.cut(tensor)
         if set(tensor.stored) != set(range(cut.slices)) or not all(tensor.stored.values()):
             raise ValueError(f"stored are the slices {_short(sorted(tensor.stored))}, expected all of {cut.slices}")
@@ -292,7 +292,7 @@ class _Writer:
             slices.append(f"{_dump(slice_key(tensor.name, number))}:[{','.join(map(self.entry, copies))}]")
         return ",".join(slices)
 
-    def entry(self, copy: Stored) -> str:
+    def entry(self, copy: StoredSlice) -> str:
         file, rank, group = copy
         if file not in self.files:
             _check_file(file)

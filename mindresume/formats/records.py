@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mindresume.errors import RecordError
 from mindresume.formats import OURS, Candidate, Refusal, unseen
-from mindresume.formats.described import uncovered
+from mindresume.formats.described import missing_slices
 from mindresume.formats.iteration_files import parse_iteration
 from mindresume.formatting import listed
 from mindresume.manifest import (
@@ -251,7 +251,7 @@ def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int)
     """Of the last save of a job that was dying: what none of the ranks that were left holds; empty if that is nothing."""
     files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
     try:
-        return uncovered(files, any(record.deduplicated for record in records.values()),
+        return missing_slices(files, any(record.deduplicated for record in records.values()),
                          lambda rank: details_of(storage, path, rank))
     except (RecordError, OSError) as error:
         return f"a record cannot be read: {error}"

@@ -7,8 +7,8 @@ from typing import Any
 from mindresume.plugin import adapter, modelarts
 from mindresume.plugin.convert import choose_complete, prepare
 from mindresume.plugin.session import ResumePlan, TrainingContext
-from mindresume.reshard.source import Source
-from mindresume.reshard.strategies import strategies
+from mindresume.reshard.source import OpenCheckpoint
+from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume.choosing import CheckpointSelector, SelectionRequest
 from mindresume.resume.select import Choice
 from mindresume.store.storage import Storage
@@ -36,7 +36,7 @@ def choose(config: Any, path: str, named: str | None, context: TrainingContext, 
                                health_dir=str(config.get("output_dir") or "") if healthy else None,
                                output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
     selector = CheckpointSelector(storage, group, context.settings, context.emit, take_complete,
-                                  strategies(storage, config.get("src_strategy_path_or_dir") or None),
+                                  strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None),
                                   resources.remote, partial(modelarts.saved_to, config), resources.topology)
     found = selector.select(request)
     if found.choice is None:
@@ -48,7 +48,7 @@ def choose(config: Any, path: str, named: str | None, context: TrainingContext, 
     return plan
 
 
-def _last(sources: list[Source]) -> Source:
+def _last(sources: list[OpenCheckpoint]) -> OpenCheckpoint:
     return sources[-1]
 
 

@@ -36,9 +36,9 @@ from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
-from mindresume.reshard.source import Source, counted, open_complete, source_of
+from mindresume.reshard.source import OpenCheckpoint, checkpoint_of, open_complete, with_world_size
 from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
-from mindresume.reshard.weights import Weights
+from mindresume.reshard.weights import CheckpointView
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.settings import Settings
@@ -52,7 +52,8 @@ _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 # ---- at the choice -------------------------------------------------------------------------------------------------
 
-def choose_complete(storage: Storage, path: str, group: Group, settings: Settings, resume: bool = True) -> tuple[Choice, Source]:
+def choose_complete(storage: Storage, path: str, group: Group, settings: Settings, resume: bool = True
+                    ) -> tuple[Choice, OpenCheckpoint]:
     """Returns complete weights as the choice, and opened. Errors as of ``merged.choose_complete``."""
     return merged.choose_complete(storage, path, group, settings.verify == "full", resume)
 
@@ -90,18 +91,18 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | N
             notes.append(f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, step {candidate.step} was "
                          f"saved by {candidate.world_size}; its own records are used")
             strategy = None
-        counted(choice.root, candidate, strategy)
+        with_world_size(choice.root, candidate, strategy)
     aside = set_aside(storage, folder, strategy, identity) if folder else ""
     if aside:
         notes.append(f"the strategy files of earlier jobs are kept in {aside}")
     return {"strategy": strategy.to_json() if strategy else None, "notes": notes, "identity": identity}
 
 
-def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> Source:
+def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> OpenCheckpoint:
     """What was chosen, as weights. Its bytes were proven at the choice."""
-    candidate = counted(choice.root, choice.chosen, strategy)
+    candidate = with_world_size(choice.root, choice.chosen, strategy)
     scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have had none to prove
-    return source_of(storage, choice.root, candidate, strategy, identity, scalars)
+    return checkpoint_of(storage, choice.root, candidate, strategy, identity, scalars)
 
 
 # ---- at the load ---------------------------------------------------------------------------------------------------
@@ -131,19 +132,19 @@ def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Sto
     return arrays, traffic.read, source.what
 
 
-def _needs_files(group: Group, weights: Weights, regions: Mapping[str, Region]) -> bool:
+def _needs_files(group: Group, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
     """Whether some rank's file is not exactly what that rank loads. The same answer on all ranks."""
     return not all(report(group, partial(_as_it_is, group.rank, group.size, weights, regions)))
 
 
-def _as_it_is(rank: int, size: int, weights: Weights, regions: Mapping[str, Region]) -> bool:
-    path = weights.file_of(rank, next(iter(regions), ""))
+def _as_it_is(rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
+    path = weights.path_of(rank, next(iter(regions), ""))
     header = weights.header(path) if path and size == weights.world_size else None
     return header is not None and all(name in header.tensors and _held_by(rank, weights, name) == region
                                       for name, region in regions.items())
 
 
-def _held_by(rank: int, weights: Weights, name: str) -> Region | None:
+def _held_by(rank: int, weights: CheckpointView, name: str) -> Region | None:
     tensor = weights.tensors[name]
     if tensor.layout is None:
         return whole(tensor.shape)
@@ -151,7 +152,7 @@ def _held_by(rank: int, weights: Weights, name: str) -> Region | None:
     return held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
 
 
-def unify(config: Any, context: TrainingContext, storage: Storage, source: Source) -> str:
+def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
     """Writes complete weights to output/unified_checkpoint, every rank a share of the parts. Returns the folder. AgreementError
     on all ranks."""
     group = context.group
@@ -164,7 +165,7 @@ def unify(config: Any, context: TrainingContext, storage: Storage, source: Sourc
     return _by_all_ranks(storage, job, folder, context, group.size)
 
 
-def transform_files(config: Any, context: TrainingContext, storage: Storage, source: Source) -> str:
+def transform_files(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
     """Writes ckpt files for the ranks of this job. Returns their folder. ConfigError, StrategyError; AgreementError on all
     ranks."""
     group, emit = context.group, context.emit

@@ -33,13 +33,13 @@ from mindresume.plugin.convert import OPENING
 from mindresume.plugin.group import Passing
 from mindresume.plugin.load_progress import traffic_of_load
 from mindresume.plugin.session import LoadRequest, ResumePlan, TrainingContext
-from mindresume.reshard.balanced import Exchange, pass_on
-from mindresume.reshard.balanced import plan as plan_broadcasts
+from mindresume.reshard.balanced import Exchange, exchange_pieces
+from mindresume.reshard.balanced import plan_reads as plan_broadcasts
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.load import WORKERS, bytes_of, read_regions, wanted_regions
-from mindresume.reshard.source import Source
-from mindresume.reshard.weights import Weights
+from mindresume.reshard.source import OpenCheckpoint
+from mindresume.reshard.weights import CheckpointView
 from mindresume.state import is_transient
 from mindresume.store.storage import PosixStorage, Storage
 
@@ -184,7 +184,7 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
     loading.put(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 
 
-def _arrays(network: Any, source: Source, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
+def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
             context: TrainingContext, optional: Callable[[str], bool]) -> tuple[dict[str, Any], int]:
     """Returns ({name: array} of the parameters ``shapes`` of this rank of a compiled network, bytes read from files)."""
     emit, group, request = context.emit, context.group, context.plan.request
@@ -200,14 +200,14 @@ def _arrays(network: Any, source: Source, shapes: Mapping[str, tuple[tuple[int, 
     if exchanges:
         passing = Passing()
         dtypes = {name: source.weights.tensors[name].dtype for name in regions}
-        received = pass_on(arrays, exchanges, regions, dtypes, group.rank, passing)
+        received = exchange_pieces(arrays, exchanges, regions, dtypes, group.rank, passing)
         passing.close()
         emit(Notice(f"balanced load of rank {group.rank}: {traffic.read / 2**20:.1f} MiB read, {received / 2**20:.1f} MiB from "
                     f"other ranks"))
     return arrays, traffic.read
 
 
-def _shared(weights: Weights, regions: Mapping[str, Region], layouts: Mapping[str, Any], context: TrainingContext
+def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Mapping[str, Any], context: TrainingContext
             ) -> tuple[Mapping[str, Region], list[Exchange]]:
     """Returns, for a balanced load, what this rank reads and what the ranks broadcast to each other."""
     mine, exchanges = plan_broadcasts(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
@@ -218,7 +218,7 @@ def _shared(weights: Weights, regions: Mapping[str, Region], layouts: Mapping[st
     return mine, exchanges
 
 
-def _regions(weights: Weights, shapes: Mapping[str, tuple[tuple[int, ...], str]], layouts: Mapping[str, Any],
+def _regions(weights: CheckpointView, shapes: Mapping[str, tuple[tuple[int, ...], str]], layouts: Mapping[str, Any],
              of_model: Collection[str], rank: int, optional: Callable[[str], bool]) -> dict[str, Region]:
     absent = [name for name in shapes if name not in weights.tensors and not optional(name)]
     weights_alone = all(name in of_model or tensor.is_counter for name, tensor in weights.tensors.items())

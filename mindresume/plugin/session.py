@@ -30,7 +30,7 @@ from mindresume.events.event_file import EventFile
 from mindresume.plugin import adapter, modelarts
 from mindresume.plugin.group import group_of_job
 from mindresume.plugin.telling import MindFormersLog, TensorBoard
-from mindresume.reshard.source import Source
+from mindresume.reshard.source import OpenCheckpoint
 from mindresume.resume.account import SummaryRow
 from mindresume.resume.choosing import own_shard
 from mindresume.resume.lost import LostWork
@@ -80,7 +80,7 @@ class ResumePlan:
     request: LoadRequest | None = None
     choice: Choice | None = None
     selected: Choice | None = None
-    open_source: Callable[[], Source] | None = None
+    open_source: Callable[[], OpenCheckpoint] | None = None
     lost: LostWork | None = None
 
     @property

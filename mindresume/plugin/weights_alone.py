@@ -33,7 +33,7 @@ from mindresume.plugin.load_progress import traffic_of_load, waiting
 from mindresume.plugin.session import PREDICT, TRAIN, LoadRequest, TrainingContext
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.load import bytes_of, read_regions, wanted_regions
-from mindresume.reshard.source import Source, open_complete
+from mindresume.reshard.source import OpenCheckpoint, open_complete
 from mindresume.resume.choosing import islands_of, locate_checkpoints
 from mindresume.resume.prove import ShardSource
 from mindresume.state import is_transient
@@ -115,7 +115,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
     return True
 
 
-def _load(config: Any, cell: Any, network: Any, source: Source, context: TrainingContext) -> None:
+def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context: TrainingContext) -> None:
     """Loads by regions, from any layout into that of the job."""
     emit, group, tensors = context.emit, context.group, source.weights.tensors
     wanted = agreed(group, lambda: _wanted(cell, network, tensors))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindresume.reshard.strategies import strategies
+from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume.survey import COMPLETE, list_checkpoints, size_of
 from mindresume.store.claim import SAVING, lives, users_of
 from mindresume.store.storage import Storage
@@ -42,7 +42,7 @@ class CheckpointState:
 
 def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
     """Returns the checkpoints newest first, in the order in which a resume tries them."""
-    found, seen = list_checkpoints(storage, root, strategies(storage))
+    found, seen = list_checkpoints(storage, root, strategy_lookup(storage))
     rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
                              saved.committed, saved.saved_at, row.state,
                              row.problem.reason if row.problem else "; ".join(row.remarks))

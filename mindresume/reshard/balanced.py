@@ -1,10 +1,10 @@
-"""Balanced load: what several ranks need alike is read from disk by one of them and passed on.
+"""Balances a load: a piece that several ranks need is read from disk by one of them, which broadcasts it.
 
-    mine, exchanges = plan(regions, layouts, itemsizes, rank)           # the same plan on all ranks, without a message
+    mine, exchanges = plan_reads(regions, layouts, itemsizes, rank)             # the same plan on all ranks, without a message
     arrays = read_regions(weights, mine)
-    pass_on(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
+    exchange_pieces(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
 
-Every rank of a pipeline stage knows the layouts of the whole stage. Who reads a piece is decided like who writes it with
+Every rank of a pipeline stage knows the layouts of the whole stage. The reader of a piece is assigned as its writer is with
 redundancy removal (``store.share``): the bytes are spread evenly over the ranks that hold it.
 """
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import Region, elements, shape_of, slices_of
 from mindresume.store.share import shares
 
-MOST = 64 << 20             # bytes passed on at once
+MAX_EXCHANGE_BYTES = 64 << 20             # bytes in one exchange
 
-# (ranks, the one that has the bytes, bytes or None on the others, number of bytes) -> bytes, on every one of the ranks
+# (ranks, owner, bytes on the owner and None on the others, number of bytes) -> bytes, on each of the ranks
 Broadcast = Callable[[tuple[int, ...], int, np.ndarray | None, int], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What ``owner`` has read and passes on to ``ranks`` (ascending, itself among them): ``parts`` (name, first byte, end) of at
-    most MOST bytes in all."""
+    """Says what ``owner`` has read and broadcasts to ``ranks`` (ascending, itself among them): ``parts`` (name, first byte, end)
+    of at most MAX_EXCHANGE_BYTES in all."""
     ranks: tuple[int, ...]
     owner: int
     parts: tuple[tuple[str, int, int], ...]
@@ -38,11 +38,11 @@ class Exchange:
         return sum(stop - start for _, start, stop in self.parts)
 
 
-def plan(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
+def plan_reads(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
          itemsizes: Mapping[str, int], rank: int) -> tuple[dict[str, Region], list[Exchange]]:
-    """What this rank reads, and the exchanges it takes part in, in the order in which all ranks do theirs. ``layouts``: {name:
-    (layout, global shape)} of this job. A counter that is stored in other dimensions is no part of its layout: each rank reads
-    it."""
+    """Returns what this rank reads, and the exchanges it takes part in, in the order in which all ranks run them. ``layouts``:
+    {name: (layout, global shape)} of this job. Each rank reads a counter that is stored with another number of dimensions than
+    its layout has."""
     held = {name: (*layouts[name], itemsizes[name]) for name, region in regions.items()
             if name in layouts and layouts[name][0].copies > 1 and len(region) == len(layouts[name][1]) and elements(region)}
     if not held:
@@ -65,7 +65,7 @@ def plan(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout
 def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Mapping[str, Region],
               itemsizes: Mapping[str, int]) -> Iterator[Exchange]:
     parts: list[tuple[str, int, int]] = []
-    left = MOST
+    left = MAX_EXCHANGE_BYTES
     for name in names:
         start, end = 0, elements(regions[name]) * itemsizes[name]
         while start < end:
@@ -74,15 +74,15 @@ def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Map
             start, left = stop, left - (stop - start)
             if not left:
                 yield Exchange(ranks, owner, tuple(parts))
-                parts, left = [], MOST
+                parts, left = [], MAX_EXCHANGE_BYTES
     if parts:
         yield Exchange(ranks, owner, tuple(parts))
 
 
-def pass_on(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
+def exchange_pieces(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
             dtypes: Mapping[str, str], rank: int, broadcast: Broadcast) -> int:
-    """Adds to ``arrays`` what other ranks have read. Returns the bytes received. Every rank must come here: what failed before
-    was agreed upon before."""
+    """Adds to ``arrays`` what other ranks have read, and returns the bytes received. Collective: all ranks must call it, so they
+    must have agreed on earlier failures."""
     received, flat = 0, {}
     for exchange in exchanges:
         own = exchange.owner == rank

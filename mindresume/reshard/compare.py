@@ -1,6 +1,6 @@
 """Two checkpoints, tensor by tensor and bit by bit, whatever their layouts and formats.
 
-    for difference in compare(a, b):                    # Weights, as of open_source
+    for difference in compare(a, b):                    # CheckpointView, as of open_checkpoint
         difference.name, difference.kind, difference.absolute
 
 Whole tensors are compared, block by block, and memory is bounded. Of ranks that hold the same piece one is read. Recorded
@@ -19,8 +19,8 @@ from mindresume.files.model import DTYPES
 from mindresume.reshard.direct import TILE
 from mindresume.reshard.geometry import Region, blocks, elements, shape_of, whole
 from mindresume.reshard.load import WORKERS
-from mindresume.reshard.reading import OpenFiles, gather, plain
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.reading import OpenFiles, bits_dtype, gather
+from mindresume.reshard.weights import CheckpointView, Tensor
 
 ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
 PORTION = 1 << 16           # elements whose bits are compared at once: they and their numbers stay in the cache
@@ -53,7 +53,7 @@ class Difference:
         return tolerance is not None and self.kind == VALUES and self.absolute <= tolerance
 
 
-def compare(a: Weights, b: Weights, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
+def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
             progress: Callable[[int], None] = lambda count: None) -> list[Difference]:
     """What differs, in the order of the tensors of ``a``, then those only in ``b``. ``names``: only these. ``progress(bytes)`` is
     told what was compared, of ``comparable`` bytes, by any thread. A worker holds three buffers of ``tile`` bytes and the
@@ -73,14 +73,14 @@ def compare(a: Weights, b: Weights, names: Collection[str] | None = None, worker
             opened.close()
 
 
-def comparable(a: Weights, b: Weights, names: Collection[str] | None = None) -> tuple[int, int]:
+def comparable(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None) -> tuple[int, int]:
     """Of how many tensors, and how many bytes of each side, ``compare`` looks at the values."""
     sizes = [a.tensors[name].nbytes for name in _names(a, b, names)
              if _kind(a.tensors.get(name), b.tensors.get(name)) == VALUES]
     return len(sizes), sum(sizes)
 
 
-def _names(a: Weights, b: Weights, names: Collection[str] | None) -> list[str]:
+def _names(a: CheckpointView, b: CheckpointView, names: Collection[str] | None) -> list[str]:
     return [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if names is None or name in names]
 
 
@@ -92,10 +92,10 @@ def _kind(a: Tensor | None, b: Tensor | None) -> str:
     return VALUES if a.dtype == b.dtype else DTYPE
 
 
-def _values(a: Weights, b: Weights, files: tuple[OpenFiles, OpenFiles], name: str, tile: int,
+def _values(a: CheckpointView, b: CheckpointView, files: tuple[OpenFiles, OpenFiles], name: str, tile: int,
             progress: Callable[[int], None]) -> Difference | None:
     tensor = a.tensors[name]
-    dtype = plain(tensor.dtype)
+    dtype = bits_dtype(tensor.dtype)
     most = max(tile // dtype.itemsize, 1)
     room = min(most, elements(whole(tensor.shape)))
     buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)

@@ -29,8 +29,8 @@ from mindresume.record_details import Details, TensorRecord
 from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.direct import TargetFile
 from mindresume.reshard.geometry import shape_of
-from mindresume.reshard.made import CONVERSION, LIMIT, read_made
-from mindresume.reshard.weights import Weights
+from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion_manifest
+from mindresume.reshard.weights import CheckpointView
 from mindresume.store.commit import Committer
 from mindresume.store.lineage import continued
 from mindresume.store.shard import Place
@@ -39,7 +39,7 @@ from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, 
 LOCK = ".lock"                      # behind the name of the work folder
 _SPARE = 1 << 20                    # bytes of room for the small files
 
-Writer = Callable[[Weights, Storage, Sequence[TargetFile]], list[Checksums]]
+Writer = Callable[[CheckpointView, Storage, Sequence[TargetFile]], list[Checksums]]
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Conversion:
                 raise ConfigError(f"{self.target} is a file; give a folder that does not exist")
             return False
         try:
-            made = read_made(self.storage, self.target)
+            made = read_conversion_manifest(self.storage, self.target)
         except DamagedFileError:
             made = None
         if made is None or made.fingerprint != self.plan.fingerprint:

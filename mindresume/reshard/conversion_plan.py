@@ -22,7 +22,7 @@ from mindresume.manifest import FOLDER as RECORDS
 from mindresume.manifest import attempt_name, run_name
 from mindresume.reshard.counters import with_counters
 from mindresume.reshard.direct import TargetFile
-from mindresume.reshard.source import Source
+from mindresume.reshard.source import OpenCheckpoint
 from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
 from mindresume.strategy import Strategy
 
@@ -33,7 +33,7 @@ class ConversionPlan:
     rank, none for complete weights. ``base``: the iteration folder in the making that they are in, empty for others.
     ``strategy``: None for one rank and for complete weights. ``index``: (name, JSON value) of complete weights.
     ``fingerprint``: 32 hex digits of everything that decides the bytes."""
-    source: Source
+    source: OpenCheckpoint
     files: tuple[TargetFile, ...]
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str
@@ -58,7 +58,7 @@ class ConversionPlan:
         return sum(self.files[i].blueprint(tensors).size for group in (self.groups if groups is None else groups) for i in group)
 
 
-def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | None = None) -> ConversionPlan:
+def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share: int | None = None) -> ConversionPlan:
     """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
     pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
     source = with_counters(source)
@@ -78,7 +78,7 @@ def to_ranks(source: Source, strategy: Strategy | None, fmt: str, share: int | N
     return ConversionPlan(source, tuple(files), groups, fingerprint, shards, strategy=strategy)
 
 
-def to_iteration(source: Source, strategy: Strategy | None) -> ConversionPlan:
+def to_iteration(source: OpenCheckpoint, strategy: Strategy | None) -> ConversionPlan:
     """An iteration folder of Checkpoint 2.0, and the tracker. ``strategy`` None: of one rank. ConfigError for weights without a
     step; StrategyError, ConfigError: see ``rank_files``."""
     if source.state is None:
@@ -101,7 +101,7 @@ def _content(strategy: Strategy | None) -> Any:
     return strategy.to_json() | {"source": ""} if strategy else None
 
 
-def prefix_of(source: Source) -> str:
+def prefix_of(source: OpenCheckpoint) -> str:
     """Of the names of its files, as the user chose it; ``checkpoint`` where none is known."""
     if source.name is not None:
         return source.name.prefix
@@ -109,7 +109,7 @@ def prefix_of(source: Source) -> str:
     return (file.prefix if file else None) or "checkpoint"
 
 
-def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> ConversionPlan:
+def to_complete(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> ConversionPlan:
     """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
     source = with_counters(source) if kind == MINDSPORE else source
     files, index = complete_files(source.weights, kind, part_bytes, drop)
@@ -117,7 +117,7 @@ def to_complete(source: Source, kind: str, part_bytes: int = PART_BYTES, drop: t
     return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, index=index)
 
 
-def file_name(source: Source, rank: int, fmt: str) -> str:
+def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
     """That of the source with another rank; where it tells no step, the one of MindSpore's transform: ``checkpoint_3.ckpt``."""
     if source.name is not None:
         return str(source.name._replace(rank=rank, suffix=0, format=fmt))
@@ -126,7 +126,7 @@ def file_name(source: Source, rank: int, fmt: str) -> str:
     return f"checkpoint_{rank}.{fmt}"
 
 
-def _fingerprint(source: Source, wanted: Any) -> str:
+def _fingerprint(source: OpenCheckpoint, wanted: Any) -> str:
     """Of the source's bytes, of how they are understood, and of what is wanted."""
     layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
                for name, tensor in sorted(source.weights.tensors.items())]

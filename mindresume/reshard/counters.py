@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 
 from mindresume.files import encode, read_header
-from mindresume.reshard.source import Source
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.source import OpenCheckpoint
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.state import TrainingState
 
 
-def with_counters(source: Source) -> Source:
+def with_counters(source: OpenCheckpoint) -> OpenCheckpoint:
     """An iteration folder as if ``common.json`` were tensors of its files; any other source as it is."""
     if not source.is_iteration or source.state is None:
         return source
@@ -32,7 +32,7 @@ def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
     return found
 
 
-def _with(weights: Weights, arrays: dict[str, np.ndarray]) -> Weights:
+def _with(weights: CheckpointView, arrays: dict[str, np.ndarray]) -> CheckpointView:
     """And these tensors, in a file in memory: readers ask for ranges of files."""
     arrays = {name: array for name, array in arrays.items() if name not in weights.tensors}
     content = b"".join(piece for _, piece in encode("safetensors", arrays, {}))
@@ -40,7 +40,7 @@ def _with(weights: Weights, arrays: dict[str, np.ndarray]) -> Weights:
     header = read_header(io.BytesIO(content), "counters.safetensors")
     tensors = {**weights.tensors, **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()}}
     return replace(weights, tensors=tensors, headers={**weights.headers, memory.path: header},
-                   file_of=partial(_file_of, weights, arrays, memory))
+                   path_of=partial(_file_of, weights, arrays, memory))
 
 
 class _Memory:
@@ -55,5 +55,5 @@ class _Memory:
         os.close(self._handle)
 
 
-def _file_of(weights: Weights, arrays: dict[str, np.ndarray], memory: _Memory, rank: int, name: str) -> str | None:
-    return memory.path if name in arrays else weights.file_of(rank, name)
+def _file_of(weights: CheckpointView, arrays: dict[str, np.ndarray], memory: _Memory, rank: int, name: str) -> str | None:
+    return memory.path if name in arrays else weights.path_of(rank, name)

@@ -23,12 +23,12 @@ from mindresume.files import Blueprint, Spec, blueprint
 from mindresume.files.checksum import Checksums
 from mindresume.files.model import DTYPES
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, whole, within
-from mindresume.reshard.reading import OpenFiles, gather, plain
-from mindresume.reshard.weights import Place, Tensor, Weights
+from mindresume.reshard.reading import OpenFiles, bits_dtype, gather
+from mindresume.reshard.weights import CheckpointView, PieceLocation, Tensor
 from mindresume.store.storage import NewFile, Storage
 
 TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
-MOST_IN_TILE = 512          # small tensors
+MAX_BLOCKS_IN_TILE = 512          # small tensors
 BUFFERS = 3                 # of TILE bytes, a worker
 
 
@@ -62,7 +62,7 @@ def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, R
         itemsize = DTYPES[tensor.dtype].itemsize
         for region in blocks(tensor.shape, max(size // itemsize, 1)):
             count = elements(region) * itemsize
-            if tile and (used + count > size or len(tile) >= MOST_IN_TILE):
+            if tile and (used + count > size or len(tile) >= MAX_BLOCKS_IN_TILE):
                 yield tile
                 tile, used = [], 0
             tile.append((tensor, region))
@@ -81,7 +81,7 @@ class Traffic:
     progress: Callable[[int], None] = lambda count: None
 
 
-def transform(weights: Weights, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
+def transform(weights: CheckpointView, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
               traffic: Traffic | None = None) -> list[Checksums]:
     """Writes all ``targets`` (their folders are there, their names are not). Returns size and checksums of each, durable.
 
@@ -89,18 +89,18 @@ def transform(weights: Weights, storage: Storage, targets: Sequence[TargetFile],
     source is cut short or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
-    outs: list[_Out] = []
+    outs: list[_OutputFile] = []
     files = OpenFiles(weights.storage)
     try:
         for target in targets:
-            outs.append(_Out(storage, target, target.blueprint(weights.tensors)))
+            outs.append(_OutputFile(storage, target, target.blueprint(weights.tensors)))
             outs[-1].begin()
-        takers: dict[str, dict[Region, list[_Out]]] = {}
+        takers: dict[str, dict[Region, list[_OutputFile]]] = {}
         for out in outs:
             for name, region in out.target.holds.items():
                 takers.setdefault(name, {}).setdefault(region, []).append(out)
         traffic = traffic or Traffic()
-        job = _Job(weights, files, takers, tiles([weights.tensors[name] for name in names], tile), tile, traffic)
+        job = _Transfer(weights, files, takers, tiles([weights.tensors[name] for name in names], tile), tile, traffic)
         job.run(workers)
         traffic.read += files.bytes_read
         traffic.verified += job.sources.verified
@@ -117,7 +117,7 @@ def transform(weights: Weights, storage: Storage, targets: Sequence[TargetFile],
         files.close()
 
 
-class _Out:
+class _OutputFile:
     """One target file while it is written: its bytes pass in order, and are hashed."""
 
     def __init__(self, storage: Storage, target: TargetFile, plan: Blueprint):
@@ -176,14 +176,14 @@ class _Out:
             self._tensor = None
 
 
-class Sources:
+class SourceChecksums:
     """Checksums of the source tensors, as their bytes pass. One that does not pass whole and in order is not judged."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], tuple[Any, int]] = {}
         self.verified = 0
 
-    def hash(self, name: str, place: Place, start: int, data: memoryview) -> None:
+    def hash(self, name: str, place: PieceLocation, start: int, data: memoryview) -> None:
         if place.checksum is None:
             return
         key = name, place.rank
@@ -201,13 +201,13 @@ class Sources:
             self.verified += passed
 
 
-class _Job:
+class _Transfer:
     """The tiles, and the workers that take one after the other. ``_turn``: tiles are hashed in order."""
 
-    def __init__(self, weights: Weights, files: OpenFiles, takers: Mapping[str, Mapping[Region, list[_Out]]],
+    def __init__(self, weights: CheckpointView, files: OpenFiles, takers: Mapping[str, Mapping[Region, list[_OutputFile]]],
                  work: Iterator[list[tuple[Tensor, Region]]], tile: int, traffic: Traffic):
         self.weights, self.files, self.takers, self.tile, self.traffic = weights, files, takers, tile, traffic
-        self.sources = Sources()
+        self.sources = SourceChecksums()
         self._work = enumerate(work)
         self._taking, self._turn, self._done, self._ended = threading.Lock(), threading.Condition(), 0, 0
         self._error: BaseException | None = None
@@ -241,7 +241,7 @@ class _Job:
 
     def _serve(self) -> None:
         largest = max(self.tile, 8)
-        tile, staged, packed = (np.empty(largest + 8 * MOST_IN_TILE, np.uint8) for _ in range(BUFFERS))
+        tile, staged, packed = (np.empty(largest + 8 * MAX_BLOCKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
         while self._error is None:
             with self._taking:
                 number, blocks_ = next(self._work, (None, None))
@@ -259,11 +259,11 @@ class _Job:
 
     def _do(self, number: int, work: list[tuple[Tensor, Region]], tile: np.ndarray, staged: np.ndarray,
             packed: np.ndarray) -> None:
-        read: list[tuple[str, Place, int, memoryview]] = []
+        read: list[tuple[str, PieceLocation, int, memoryview]] = []
         filled: list[tuple[Tensor, Region, np.ndarray]] = []
         used = 0
         for tensor, region in work:
-            dtype = plain(tensor.dtype)
+            dtype = bits_dtype(tensor.dtype)
             count = elements(region) * dtype.itemsize
             out = tile[used:used + count].view(dtype).reshape(shape_of(region))
             gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count],
@@ -289,7 +289,7 @@ class _Job:
         self.traffic.progress(count)
 
     def _packed(self, filled: list[tuple[Tensor, Region, np.ndarray]], packed: np.ndarray
-                ) -> Iterator[tuple[_Out, str, int, memoryview]]:
+                ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
         """What goes where: (file, tensor, position, contiguous bytes)."""
         used = 0
         for tensor, region, block in filled:

@@ -14,7 +14,7 @@ from mindresume.errors import ConfigError
 from mindresume.files.checksum import Checksums
 from mindresume.reshard.conversion import Conversion, Writer
 from mindresume.reshard.direct import BUFFERS, TILE, TargetFile, Traffic, transform
-from mindresume.reshard.weights import Weights
+from mindresume.reshard.weights import CheckpointView
 from mindresume.store.storage import Storage, remove_tree
 
 ENGINES = ("auto", "direct", "mindspore")
@@ -42,9 +42,9 @@ def tile_for(memory: int | None, workers: int) -> int:
 def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TILE, traffic: Traffic | None = None,
            log: Callable[[str], None] = lambda text: None) -> Writer:
     """``engine``: direct or mindspore. What is returned writes the groups of ``conversion``."""
-    made: list[Weights] = []
+    made: list[CheckpointView] = []
 
-    def write(weights: Weights, storage: Storage, files: Sequence[TargetFile]) -> list[Checksums]:
+    def write(weights: CheckpointView, storage: Storage, files: Sequence[TargetFile]) -> list[Checksums]:
         if engine == "mindspore":
             if not made:
                 made.append(_transformed(weights, conversion, workers, log))
@@ -53,7 +53,7 @@ def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TI
     return write
 
 
-def _transformed(weights: Weights, conversion: Conversion, workers: int, log: Callable[[str], None]) -> Weights:
+def _transformed(weights: CheckpointView, conversion: Conversion, workers: int, log: Callable[[str], None]) -> CheckpointView:
     from mindresume.reshard.mindspore_engine import rewrite
     if conversion.storage.status(conversion.scratch) is not None:
         with suppress(OSError):         # of a process that was killed; its workers may not have noticed yet, and write on

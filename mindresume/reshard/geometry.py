@@ -1,6 +1,6 @@
-"""Regions of a tensor, as pure arithmetic. A region is ((start, stop), ...) per dimension, in elements; () of a 0-d tensor.
+"""Computes regions of a tensor. A region is ((start, stop), ...) per dimension, in elements; () of a 0-d tensor.
 
-What depends only on the kind of a tensor (layout and shape) is remembered: a model has thousands of tensors and a dozen kinds.
+Results that depend only on layout and shape are cached: a model has thousands of tensors of a dozen kinds.
 """
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ Region = tuple[tuple[int, int], ...]
 
 
 def whole(shape: Sequence[int]) -> Region:
+    """Returns the region of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
+    """Returns the size of a region by dimension."""
     return tuple(stop - start for start, stop in region)
 
 
 def elements(region: Region) -> int:
+    """Returns the number of elements of a region."""
     return math.prod(stop - start for start, stop in region)
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """None if they have no element in common."""
+    """Returns the common region, None if there is no common element."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(start < stop for start, stop in found) else None
 
 
 def within(inner: Region, outer: Region) -> Region:
-    """``inner`` as counted from the first element of ``outer``."""
+    """Returns ``inner`` relative to the first element of ``outer``."""
     return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True))
 
 
@@ -45,19 +48,19 @@ def slices_of(region: Region) -> tuple[slice, ...]:
 
 
 def view(array: np.ndarray, region: Region) -> np.ndarray:
-    """That part of an array, without a copy; of a 0-d array itself."""
+    """Returns a region of an array as a view; of a 0-d array the array itself."""
     return array[(*slices_of(region), ...)]
 
 
 @lru_cache(maxsize=1 << 16)
 def held(layout: TensorLayout, rank: int, shape: tuple[int, ...]) -> Region:
-    """What local ``rank`` holds of a tensor of global ``shape``. ValueError as for ``TensorLayout.slices``."""
+    """Returns the region of a tensor of global ``shape`` that local ``rank`` holds. ValueError as of ``TensorLayout.slices``."""
     return tuple((part.start, part.stop) for part in layout.slices(rank, shape))
 
 
 class Cut(NamedTuple):
-    """A part of a wanted region that lies in one piece. ``piece``: what its ``holders`` (local ranks, ascending) hold; ``part``:
-    what is wanted of it. Both in elements of the whole tensor."""
+    """Describes the ``part`` of a wanted region that lies in one ``piece``, which its ``holders`` (local ranks, ascending) hold.
+    Both are in elements of the whole tensor."""
     piece: Region
     holders: Sequence[int]
     part: Region
@@ -65,8 +68,8 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) -> tuple[Cut, ...]:
-    """The pieces that cover ``region`` of a tensor of global ``shape``, each once; empty for an empty region. ``layout`` None:
-    one piece, held by local rank 0. The cost grows with the number of these pieces, not with that of the ranks."""
+    """Returns the pieces that cover ``region`` of a tensor of global ``shape``, each once; none for an empty region. ``layout``
+    None: one piece, held by local rank 0. The cost grows with the number of pieces, not with the number of ranks."""
     if layout is None:
         return (Cut(whole(shape), (0,), region),) if elements(region) else ()
     lengths = layout.local_shape(shape)
@@ -83,7 +86,8 @@ def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) ->
 
 
 def runs(part: Region, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """A region of a C-ordered array of ``shape`` as contiguous runs: elements of each, and where each begins, ascending."""
+    """Splits a region of a C-ordered array of ``shape`` into contiguous runs. Returns the elements of each run, and their first
+    positions, ascending."""
     split = len(shape)
     while split and (part[split - 1] == (0, shape[split - 1])):
         split -= 1                                          # dimensions from here on are covered whole
@@ -99,7 +103,7 @@ def runs(part: Region, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
 
 
 def offset(part: Region, shape: Sequence[int]) -> int:
-    """Position of the first element of a region in a C-ordered array of ``shape``."""
+    """Returns the position of the first element of a region in a C-ordered array of ``shape``."""
     position = 0
     for (start, _), size in zip(part, shape, strict=True):
         position = position * size + start
@@ -107,8 +111,8 @@ def offset(part: Region, shape: Sequence[int]) -> int:
 
 
 def blocks(shape: Sequence[int], most: int) -> Iterator[Region]:
-    """A tensor in blocks of at most ``most`` elements (at least one), in the order of its elements. What a piece of the tensor
-    has of a block is contiguous in that piece, and what it has of the next block follows: so it is in every layout."""
+    """Yields a tensor in blocks of at most ``most`` elements (at least one), in the order of its elements. In every layout, the
+    part of a piece that lies in a block is contiguous in that piece, and the part in the next block follows it."""
     if not math.prod(shape):
         return
     dim, row = 0, math.prod(shape[1:])

@@ -1,10 +1,10 @@
-"""Weights seen in the other naming: a Hugging Face folder with MindSpore's names and order, and the other way round.
+"""Views weights under other names: a Hugging Face folder with MindSpore's names and order, and the other way round.
 
-    weights = of_folder(storage, "Qwen3-8B", wanted=wanted)     # as any other weights: ``wanted_regions``, ``read_regions``
+    weights = view_of_folder(storage, "Qwen3-8B", wanted=wanted)     # for ``wanted_regions``, ``read_regions``
     arrays = read_network(storage, "Qwen3-8B", wanted, layouts, rank, network=transformer_config)
 
-Nothing is converted beforehand: each tensor knows of which parts of which others it consists (``formats/huggingface.py``), and
-only the byte ranges of what is asked for are read.
+Nothing is converted beforehand: each tensor knows the parts of other tensors that it is composed of (``formats/huggingface.py``),
+and only the requested byte ranges are read.
 """
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.geometry import Cut, Region, shape_of
 from mindresume.reshard.load import WORKERS, read_regions, wanted_regions
-from mindresume.reshard.reading import OpenFiles, Woven, castable, gather, plain
-from mindresume.reshard.weights import Place, Tensor, Weights, of_complete
+from mindresume.reshard.reading import ComposedCut, OpenFiles, bits_dtype, castable, gather
+from mindresume.reshard.weights import CheckpointView, PieceLocation, Tensor, view_of_complete
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage, read_bytes
 
-IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: HF_HEAD beside tied weights, a table that follows
-_BUFFERS = ("*.num_tokens_per_expert", "*.router.fi_accu", "*.expert_load")     # of MindSpore: statistics, no weights
+IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: the head beside tied weights, a computed table
+_BUFFERS = ("*.num_tokens_per_expert", "*.router.fi_accu", "*.expert_load")     # in MindSpore: statistics, not weights
 _MAX_CONFIG = 16 << 20
 
 
 @dataclass(frozen=True)
-class WovenTensor(Tensor):
-    """A tensor put together by ``rule`` from those ``parts`` of other weights."""
+class ComposedTensor(Tensor):
+    """Describes a tensor that ``rule`` composes of ``parts``, tensors of another view."""
     rule: Rule | None = None
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def plain(self) -> str | None:
-        """The other tensor if this is all of it, bit for bit."""
+    def identical_to(self) -> str | None:
+        """Name of the other tensor if this one is all of it, bit for bit; else None."""
         block = self.rule.blocks[0]
         part = self.parts[block.name]
         same = len(self.rule.blocks) == 1 and not block.transposed and block.part == block.other
         return block.name if same and part.dtype == self.dtype and part.shape == self.shape else None
 
     def cuts(self, region: Region) -> tuple[Any, ...]:
-        """``Cut`` if ``plain``, else ``Woven``."""
-        if self.plain is not None:
-            return self.parts[self.plain].cuts(region)
+        """Returns cuts of type ``Cut`` if ``identical_to`` is set, else ``ComposedCut``."""
+        if self.identical_to is not None:
+            return self.parts[self.identical_to].cuts(region)
         found = []
         for block in self.rule.blocks:
             hit = _clip(block.part, region)
@@ -86,12 +86,12 @@ class WovenTensor(Tensor):
                 target = tuple(slice(indices[first + start] - low, indices[first + stop - 1] - low + 1, indices.step)
                                for indices, (first, _), (start, stop), (low, _) in
                                zip(block.part, hit, inner[order], region, strict=True))
-                found.append(Woven(cut.piece, cut.holders, block.name, part.dtype, local, target, block.transposed))
+                found.append(ComposedCut(cut.piece, cut.holders, block.name, part.dtype, local, target, block.transposed))
         return tuple(found)
 
 
 def _clip(part: Sequence[range], region: Region) -> tuple[tuple[int, int], ...] | None:
-    """Which of the indices of each dimension lie in ``region``: (start, stop), counted from the first of them. None if no element
+    """Returns which of the indices of each dimension lie in ``region``, as (start, stop) positions among them; None if no element
     does."""
     found = []
     for indices, (low, high) in zip(part, region, strict=True):
@@ -103,27 +103,29 @@ def _clip(part: Sequence[range], region: Region) -> tuple[tuple[int, int], ...] 
     return tuple(found)
 
 
-class Translated(Weights):
-    """``inner`` under other names. Recorded checksums are compared only of tensors that keep their bytes (``plain``)."""
+class TranslatedView(CheckpointView):
+    """Views ``inner`` under other names. Recorded checksums are compared only for tensors that keep their bytes
+    (``identical_to``)."""
 
-    def __init__(self, inner: Weights, tensors: Mapping[str, WovenTensor]):
+    def __init__(self, inner: CheckpointView, tensors: Mapping[str, ComposedTensor]):
         self.__dict__.update(inner.__dict__)
         self.inner, self.tensors = inner, tensors
 
-    def place(self, name: str, cut: Cut | Woven) -> Place:
-        """Errors as of ``Weights.place``, with the names of ``inner``."""
-        source = cut.source if isinstance(cut, Woven) else self.tensors[name].plain
-        return self.inner.place(source, Cut(cut.piece, cut.holders, cut.piece))
+    def locate(self, name: str, cut: Cut | ComposedCut) -> PieceLocation:
+        """Returns where a piece lies. Errors as of ``CheckpointView.locate``, with the names of ``inner``."""
+        source = cut.source if isinstance(cut, ComposedCut) else self.tensors[name].identical_to
+        return self.inner.locate(source, Cut(cut.piece, cut.holders, cut.piece))
 
-    def woven(self) -> list[str]:
-        """Tensors of ``inner`` that are taken apart, so that their checksums are not compared while they are read."""
-        return list(dict.fromkeys(block.name for tensor in self.tensors.values() if tensor.plain is None
+    def composed_sources(self) -> list[str]:
+        """Returns the tensors of ``inner`` that are read in parts, so that their checksums are not compared meanwhile."""
+        return list(dict.fromkeys(block.name for tensor in self.tensors.values() if tensor.identical_to is None
                                   for block in tensor.rule.blocks))
 
 
-def translated(inner: Weights, known: Mapping[str, Rule], dtypes: Mapping[str, str]) -> Translated:
-    """``known``: rules of the tensors that there shall be; all that they take parts from are in ``inner``, in their shapes.
-    ``dtypes`` by name of the new tensors; others keep what is stored. LoadError that names what cannot be converted."""
+def translated(inner: CheckpointView, known: Mapping[str, Rule], dtypes: Mapping[str, str]) -> TranslatedView:
+    """Views ``inner`` by the rules ``known`` of the new tensors; all tensors that they refer to are in ``inner``, in the right
+    shapes. ``dtypes``: by name of a new tensor; the others keep the stored dtype. LoadError that names what cannot be
+    converted."""
     tensors, problems = {}, []
     for name, rule in known.items():
         parts = {block.name: inner.tensors[block.name] for block in rule.blocks}
@@ -134,18 +136,18 @@ def translated(inner: Weights, known: Mapping[str, Rule], dtypes: Mapping[str, s
             problems.append(f"{name} would be of {' and '.join(sorted(stored))} at once")
         elif bad:
             problems.append(f"{name} is {bad[0]}, wanted {dtype}")
-        tensors[name] = WovenTensor(name, dtype, rule.shape, rule=rule, parts=parts)
+        tensors[name] = ComposedTensor(name, dtype, rule.shape, rule=rule, parts=parts)
     if problems:
         raise LoadError(f"{inner.name}: {len(problems)} tensors cannot be converted: {problems_text(problems)}. Possible: "
                         f"bfloat16 or float16 to float32, float32 to bfloat16")
-    return Translated(inner, tensors)
+    return TranslatedView(inner, tensors)
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
-    """The JSON object of a ``config.json``, or of that in a folder, and its path. ConfigError if there is none, DamagedFileError
-    if it is none."""
+    """Reads a ``config.json``, or that in a folder. Returns the object and the path. ConfigError if it is missing,
+    DamagedFileError if it is not a JSON object."""
     status = storage.status(path)
     if status is not None and status.is_folder:
         path = os.path.join(path, CONFIG)
@@ -159,12 +161,12 @@ def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
 
 
 def read_model(storage: Storage, path: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
-    """Of a Hugging Face folder, or its ``config.json``. Errors as of ``read_config`` and ``model_of``."""
+    """Reads the model of a Hugging Face folder or of its ``config.json``. Errors as of ``read_config`` and ``model_of``."""
     return model_of(*read_config(storage, path), attention, mlp)
 
 
 def is_huggingface(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is a folder with the configuration of a model that rules are known for."""
+    """Returns whether ``path`` is a folder with the configuration of a model that has rules here."""
     try:
         kind = read_config(storage, path)[0].get("model_type")
         return isinstance(kind, str) and kind in ARCHITECTURES
@@ -172,19 +174,22 @@ def is_huggingface(storage: Storage, path: str) -> bool:
         return False
 
 
-def of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED,
-              wanted: Mapping[str, tuple[tuple[int, ...], str]] | None = None) -> Translated:
-    """The Hugging Face ``folder`` with the names, shapes and order of MindSpore Transformers; ``attention`` and ``mlp``: orders
-    of ``formats/huggingface.py``. ``wanted``: {name: (shape, dtype)} of parameters, of which only the dtype counts: values are
-    converted to it while they are read. Headers are read, no tensor is.
+def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED,
+              wanted: Mapping[str, tuple[tuple[int, ...], str]] | None = None) -> TranslatedView:
+    """Views a Hugging Face folder with the names, shapes and order of MindSpore Transformers. Reads headers, and no tensor.
 
-    ConfigError: see ``model_of``. LoadError that names every tensor that is missing, of another shape, of a dtype that cannot be
-    converted, or that no rule knows. DamagedFileError: see ``read_complete``."""
+    Args:
+        attention, mlp: orders of ``formats/huggingface.py``.
+        wanted: {name: (shape, dtype)} of parameters; values are converted to the dtype while they are read.
+
+    Raises: ConfigError: see ``model_of``. LoadError that names every tensor that is missing, has another shape or a dtype that
+    cannot be converted, or has no rule. DamagedFileError: see ``read_complete``.
+    """
     return _of_folder(storage, folder, read_model(storage, folder, attention, mlp), wanted or {})
 
 
-def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> Translated:
-    inner, known = of_complete(storage, read_complete(storage, folder)), rules(model)
+def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> TranslatedView:
+    inner, known = view_of_complete(storage, read_complete(storage, folder)), rules(model)
     needed = shapes(known)
     missing = [name for name in needed if name not in inner.tensors]
     unknown = [name for name in inner.tensors if name not in needed and not any(fnmatchcase(name, p) for p in IGNORED)]
@@ -203,10 +208,16 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
                  layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, network: Any = None,
                  tied: bool | None = None, converters: Iterable[Any] = (), traffic: Traffic | None = None
                  ) -> dict[str, np.ndarray]:
-    """What one rank's network starts from: {parameter: its slice, in its dtype}. ``wanted`` and ``layouts``: of the parameters of
-    the network alone, as for ``wanted_regions``. ``network``: its TransformerConfig of mindformers, whose dimensions must be
-    those of the folder; ``tied``: whether it shares embedding and head; ``converters``: ``weight_converters`` of its template,
-    which must agree with the rules. ConfigError, LoadError, DamagedFileError, OSError."""
+    """Reads the weights of one rank's network from a Hugging Face folder. Returns {parameter: its slice, in its dtype}.
+
+    Args:
+        wanted, layouts: of the parameters of the network alone, as for ``wanted_regions``.
+        network: its TransformerConfig of mindformers, whose dimensions must be those of the folder.
+        tied: whether the network shares embedding and head.
+        converters: ``weight_converters`` of its template, which must agree with the rules.
+
+    Raises: ConfigError, LoadError, DamagedFileError, OSError.
+    """
     orders = orders_of(network)
     model = read_model(storage, folder, *orders)
     if network is not None:
@@ -225,15 +236,15 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
     return found | _read_turned(weights, turned, traffic)
 
 
-def _read_turned(weights: Translated, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:
-    """As ``read_regions``, of tensors with transposed blocks: block by block, since tiles cut by rows would need a few columns of
-    all rows of a file's tensor, again and again. Takes memory for one block (of an expert) a thread."""
+def _read_turned(weights: TranslatedView, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:
+    """Reads regions of tensors with transposed blocks, block by block: tiles of rows would read a few columns of every row of the
+    stored tensor, again and again. Takes memory for one block (of an expert) a thread."""
     files = OpenFiles(weights.storage)
 
     def one(item: tuple[str, Region]) -> np.ndarray:
         name, ((low, high), *others) = item
         tensor = weights.tensors[name]
-        out = np.empty(shape_of(item[1]), plain(tensor.dtype))
+        out = np.empty(shape_of(item[1]), bits_dtype(tensor.dtype))
         borders = {low, high, *(block.part[0].start for block in tensor.rule.blocks)}
         edges = sorted(edge for edge in borders if low <= edge <= high)
         for start, stop in itertools.pairwise(edges):
@@ -250,15 +261,15 @@ def _read_turned(weights: Translated, regions: Mapping[str, Region], traffic: Tr
 
 
 def orders_of(network: Any) -> tuple[str, str]:
-    """Orders of linear_qkv and linear_fc1 by a TransformerConfig of mindformers; None: its defaults."""
+    """Returns the orders of linear_qkv and linear_fc1 in a TransformerConfig of mindformers; of its defaults for None."""
     contiguous = getattr(network, "use_contiguous_weight_layout_attention", False)
     interleaved = getattr(network, "use_interleaved_weight_layout_mlp", True)
     return CONTIGUOUS if contiguous else INTERLEAVED, INTERLEAVED if interleaved else CONTIGUOUS
 
 
 def check_network(model: Model, network: Any) -> None:
-    """ConfigError unless a TransformerConfig of mindformers has the dimensions of ``model``. Heads and groups must be compared
-    here: other numbers of them can give the same shape."""
+    """Raises ConfigError unless a TransformerConfig of mindformers has the dimensions of ``model``. Heads and groups are compared
+    here because other numbers of them can give the same shapes."""
     rows = (("num_layers", model.layers), ("hidden_size", model.hidden), ("num_attention_heads", model.heads),
             ("num_query_groups", model.groups), ("kv_channels", model.head_dim), ("num_moe_experts", model.experts))
     other = [f"{key} {getattr(network, key, None) or 0} instead of {value}" for key, value in rows
@@ -269,8 +280,10 @@ def check_network(model: Model, network: Any) -> None:
 
 
 def is_no_weight(name: str) -> bool:
+    """Returns whether a parameter is transient, or a buffer with statistics."""
     return is_transient(name) or any(fnmatchcase(name, pattern) for pattern in _BUFFERS)
 
 
 def problems_text(names: Sequence[str], most: int = 5) -> str:
+    """Returns names or sentences as one text."""
     return listed(names, most, "; " if any(" " in name for name in names) else ", ")

@@ -22,19 +22,26 @@ from mindresume.reshard.direct import Traffic
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import is_no_weight, problems_text, translated
 from mindresume.reshard.load import check_tensors
-from mindresume.reshard.source import Source
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.source import OpenCheckpoint
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.store.storage import publish_json
 
 KEEP = "keep"                                       # the dtype that is there
 DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write
 
 
-def to_huggingface(source: Source, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None
+def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None
                    ) -> ConversionPlan:
-    """The weights in ``source``, without counters and states of the optimizer, under the names of Hugging Face. ``dtype``: one of
-    DTYPES. ``config``: what ``Export`` will write as config.json. LoadError that names what the model needs and the source lacks
-    or has in another shape, with the arithmetic, and what belongs to no rule; ConfigError if a layout makes the order unknown."""
+    """Plans the export of the weights in ``source``, without counters and optimizer states, under the names of Hugging Face.
+
+    Args:
+        dtype: one of DTYPES.
+        part_bytes: size of a part at most.
+        config: what ``Export`` will write as config.json.
+
+    Raises: LoadError that names the tensors which the source lacks or has in another shape, with the arithmetic, and those
+    without a rule. ConfigError if a layout makes the order unknown.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     inner, known = source.weights, rules(model)
@@ -51,7 +58,7 @@ def to_huggingface(source: Source, model: Model, dtype: str, part_bytes: int, co
                    index=plan.index if len(files) > 1 else None)
 
 
-def _check(inner: Weights, known: Mapping[str, Rule], model: Model) -> None:
+def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> None:
     tensors = inner.tensors
     missing = [name for name in known if name not in tensors]
     other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.why}" for name, rule in known.items()
@@ -70,32 +77,32 @@ def _check(inner: Weights, known: Mapping[str, Rule], model: Model) -> None:
 
 
 def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
-    """A weight, the state that an optimizer keeps of one (``adam_m.NAME``), a counter or a buffer."""
+    """Returns whether a tensor is a weight, an optimizer state of one (``adam_m.NAME``), a counter or a buffer."""
     parts = name.split(".")
     if any(".".join(parts[i:]) in known for i in range(len(parts))):
         return True
     if HEAD not in known and parts[1:] == HEAD.split("."):
-        return True                                 # of a head that is named itself
+        return True                                 # an optimizer state of the tied head
     return tensor.is_counter or is_no_weight(name)
 
 
-def verify_woven(plan: ConversionPlan, traffic: Traffic | None = None) -> None:
-    """Compares the recorded checksums of those tensors that the export takes apart, which cannot be done while it runs.
+def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None) -> None:
+    """Compares the recorded checksums of the tensors that the export reads in parts, as it cannot do that while it runs.
     DamagedFileError."""
     view = plan.source.weights
     inner = view.inner
-    recorded = [name for name in view.woven() if any(
-        inner.place(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
+    recorded = [name for name in view.composed_sources() if any(
+        inner.locate(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
     check_tensors(inner, recorded, traffic=traffic)
 
 
 @dataclass
 class Export(Conversion):
-    """A conversion whose target also gets a ``config.json``: ``config``, with the dtype of the weights."""
+    """Runs a conversion and writes ``config`` with the dtype of the weights as ``config.json`` beside them."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def commit(self) -> None:
-        """As of ``Conversion``."""
+        """Writes ``config.json`` and commits. Errors as of ``Conversion``."""
         dtypes = {tensor.dtype for tensor in self.plan.source.weights.tensors.values()}
         document = dict(self.config)
         if len(dtypes) == 1:

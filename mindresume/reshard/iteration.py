@@ -1,7 +1,6 @@
-"""An iteration folder as weights: layouts and files by ``metadata.json``, or by the records where that is damaged or not there
-yet.
+"""Views an iteration folder: layouts and files by ``metadata.json``, or by the records where that is damaged or still missing.
 
-    weights = of_iteration(storage, root, candidate)
+    weights = view_of_iteration(storage, root, candidate)
 """
 from __future__ import annotations
 
@@ -15,42 +14,42 @@ import xxhash
 from mindresume.errors import DamagedFileError, LoadError, StrategyError
 from mindresume.files import Header
 from mindresume.formats import Candidate
-from mindresume.formats.described import described
+from mindresume.formats.described import metadata_from_records
 from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_bytes, metadata_of
-from mindresume.formats.metadata import Described, read_metadata
+from mindresume.formats.metadata import TensorMetadata, read_metadata
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.layout import is_scalar
 from mindresume.record_details import Details
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.resume.prove import record_of
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage
 
 
-def of_iteration(storage: Storage, root: str, candidate: Candidate) -> Weights:
-    """DamagedFileError if ``metadata.json`` is none, or a file that it names is missing and no other has the piece;
-    StrategyError for tensors that it does not name, unless they are counters or the checkpoint is of one rank."""
+def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> CheckpointView:
+    """Views an iteration folder. DamagedFileError if ``metadata.json`` is damaged, or a file that it names is missing and no
+    other holds the piece; StrategyError for tensors that it does not name, except counters and those of one rank."""
     folder = os.path.join(root, candidate.base)
     records = _Records(storage, candidate)
     named = _described(storage, root, candidate, records)
     where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
              for name, row in named.items()}
     tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
-                            also=_also(row, where[name])) for name, row in named.items()}
+                            other_stages=_other_stages(row, where[name])) for name, row in named.items()}
     headers: dict[str, Header | None] = {}
     for name, rank, path, tensor in _others(storage, root, candidate, named, headers):
         tensors[name], where[name] = tensor, {rank: path}
     paths = {rank: tuple(os.path.join(root, file.path) for file in files) for rank, files in candidate.files.items()}
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
-    return Weights(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
+    return CheckpointView(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
                    world_size=candidate.world_size if candidate.attempt else size, headers=headers,
                    paths=lambda rank: paths.get(rank, ()))
 
 
-def _also(row: Described, where: Mapping[int, str]) -> tuple[int, ...]:
-    """First ranks of further stages that stored it."""
+def _other_stages(row: TensorMetadata, where: Mapping[int, str]) -> tuple[int, ...]:
+    """Returns the first ranks of further stages that stored the tensor."""
     if row.layout is None:
         return ()
     size = row.layout.stage_size
@@ -58,7 +57,7 @@ def _also(row: Described, where: Mapping[int, str]) -> tuple[int, ...]:
 
 
 class _Records:
-    """The records of a checkpoint that has some, each read once."""
+    """Reads the records of a checkpoint, each once."""
 
     def __init__(self, storage: Storage, candidate: Candidate):
         self.storage, self.candidate = storage, candidate
@@ -77,15 +76,15 @@ class _Records:
         row = self.details(rank).tensors.get(name)
         return row.checksum if row else None
 
-    def described(self) -> dict[str, Described]:
+    def tensor_metadata(self) -> dict[str, TensorMetadata]:
         files = [[os.path.basename(file.path) for file in self.candidate.files.get(rank, ())]
                  for rank in range(self.candidate.world_size)]
-        return {row.name: row for row in described(files, self.candidate.deduplicated, self.details)}
+        return {row.name: row for row in metadata_from_records(files, self.candidate.deduplicated, self.details)}
 
 
-def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, Described]:
-    """Records say the same as the metadata: of few ranks if all of a stage hold the same tensors, else of all, and then one
-    file is read instead of thousands."""
+def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, TensorMetadata]:
+    """Returns {tensor: description}, from the records, which say the same as ``metadata.json``. With redundancy removal the
+    records of all ranks would be needed, so that file is read instead, if its checksum is the recorded one."""
     folder = os.path.join(root, candidate.base)
     if candidate.attempt is None:
         return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
@@ -93,17 +92,17 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
         return {}
     written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
     if candidate.deduplicated and written is not None:
-        with suppress(DamagedFileError):                        # then by the records
+        with suppress(DamagedFileError):                        # the records decide then
             data = metadata_bytes(storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA))
-    return records.described()
+    return records.tensor_metadata()
 
 
-def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, Described],
+def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],
             headers: dict[str, Header | None]) -> list[tuple[str, int, str, Tensor]]:
-    """What the metadata does not name, of the first rank: (name, rank, path, tensor). mindformers leaves out what the strategy
-    does not name: the counters of the optimizer."""
+    """Returns (name, rank, path, tensor) of the tensors of the first rank that the metadata does not name: mindformers leaves out
+    what the strategy does not name, the counters of the optimizer."""
     if not candidate.files:
         return []
     rank, found, lost = min(candidate.files), [], []
@@ -122,5 +121,5 @@ def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[st
             found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
     if lost:
         raise StrategyError(f"{os.path.join(root, candidate.base)}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
-                            f"{METADATA} does not name them, so nobody knows how they are cut")
+                            f"{METADATA} does not name them, so how they are cut is unknown")
     return found

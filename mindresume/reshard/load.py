@@ -1,4 +1,4 @@
-"""What one rank of a training needs of a checkpoint of any layout, read into memory: its own regions and no byte more.
+"""Reads into memory the regions that one rank of a training needs, from a checkpoint of any layout, and no byte more.
 
     regions = wanted_regions(weights, wanted, layouts, rank)
     arrays = read_regions(weights, regions)
@@ -14,23 +14,30 @@ import numpy as np
 from mindresume.errors import LoadError
 from mindresume.files.model import DTYPES
 from mindresume.layout import TensorLayout, same_shape
-from mindresume.reshard.direct import TILE, Sources, Traffic
+from mindresume.reshard.direct import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
-from mindresume.reshard.reading import OpenFiles, gather, plain
-from mindresume.reshard.weights import Place, Weights
+from mindresume.reshard.reading import OpenFiles, bits_dtype, gather
+from mindresume.reshard.weights import CheckpointView, PieceLocation
 from mindresume.settings import allow_text
 from mindresume.state import is_transient
 
-WORKERS = 4                 # threads: reading is waiting
+WORKERS = 4                 # threads: reading mostly waits
 
 
-def wanted_regions(weights: Weights, wanted: Mapping[str, tuple[tuple[int, ...], str]],
+def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int,
                    may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> dict[str, Region]:
-    """Which region of which tensor this rank loads. ``wanted``: {name: (shape, dtype)} of its parameters; ``layouts``: {name:
-    (layout, global shape)} of those that are cut. LoadError that names every parameter that the checkpoint lacks or holds in
-    another global shape or dtype; with ``allow`` it says how to go on without those that are lacking. A counter may have another
-    number of dimensions."""
+    """Returns {tensor: region} of what this rank loads.
+
+    Args:
+        wanted: {name: (shape, dtype)} of the parameters of this rank.
+        layouts: {name: (layout, global shape)} of those that are cut.
+        may_miss: whether the checkpoint may lack a parameter.
+        allow: whether the error says how to load without the missing parameters.
+
+    Raises: LoadError that names every parameter that the checkpoint lacks or holds in another global shape or dtype. A counter
+    may have another number of dimensions.
+    """
     regions: dict[str, Region] = {}
     problems, missing = [], []
     for name, (shape, dtype) in wanted.items():
@@ -56,19 +63,20 @@ def wanted_regions(weights: Weights, wanted: Mapping[str, tuple[tuple[int, ...],
     return regions
 
 
-def bytes_of(weights: Weights, regions: Mapping[str, Region]) -> int:
+def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
+    """Returns the bytes of the regions."""
     return sum(elements(region) * DTYPES[weights.tensors[name].dtype].itemsize for name, region in regions.items())
 
 
-def read_regions(weights: Weights, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
+def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
                  ) -> dict[str, np.ndarray]:
-    """{name: array} of the regions. A piece that is needed whole is compared with its recorded checksum. DamagedFileError,
-    LoadError or OSError."""
-    room = Room()
+    """Returns {name: array} of the regions. A piece that is read as a whole is compared with its recorded checksum.
+    DamagedFileError, LoadError or OSError."""
+    room = ThreadBuffer()
 
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
-        dtype = plain(weights.tensors[name].dtype)
-        out, staging, sources = np.empty(shape_of(region), dtype), room.of_thread, Sources()
+        dtype = bits_dtype(weights.tensors[name].dtype)
+        out, staging, sources = np.empty(shape_of(region), dtype), room.buffer, SourceChecksums()
         for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
             part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
             _pass(weights, files, name, part, view(out, block), staging, sources)
@@ -76,15 +84,14 @@ def read_regions(weights: Weights, regions: Mapping[str, Region], workers: int =
     return _each(weights, regions, read, workers, traffic or Traffic())
 
 
-def check_tensors(weights: Weights, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
-    """Reads whole tensors and compares every piece with its recorded checksum; nothing is kept. Errors as of
-    ``read_regions``."""
-    buffers, room = Room(), Room()
+def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
+    """Reads whole tensors, compares every piece with its recorded checksum, and keeps nothing. Errors as of ``read_regions``."""
+    buffers, room = ThreadBuffer(), ThreadBuffer()
 
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
-        dtype, staging, sources = plain(weights.tensors[name].dtype), room.of_thread, Sources()
+        dtype, staging, sources = bits_dtype(weights.tensors[name].dtype), room.buffer, SourceChecksums()
         most = max(TILE // dtype.itemsize, 1)
-        buffer = buffers.of_thread[:most * dtype.itemsize].view(dtype)
+        buffer = buffers.buffer[:most * dtype.itemsize].view(dtype)
         for block in blocks(shape_of(region), most):
             out = buffer[:elements(block)].reshape(shape_of(block))
             _pass(weights, files, name, block, out, staging, sources)
@@ -92,23 +99,24 @@ def check_tensors(weights: Weights, names: Iterable[str], workers: int = WORKERS
     _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
 
 
-class Room(threading.local):
-    """A buffer of a tile a thread, used again: memory that is new costs more than what is read into it."""
+class ThreadBuffer(threading.local):
+    """Holds one buffer of a tile a thread, which is reused: new memory costs more than the read into it."""
 
     def __init__(self) -> None:
-        self.of_thread = np.empty(TILE, np.uint8)
+        self.buffer = np.empty(TILE, np.uint8)
 
 
-def _pass(weights: Weights, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray, sources: Sources
-          ) -> None:
-    seen: list[tuple[str, Place, int, memoryview]] = []
+def _pass(weights: CheckpointView, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray,
+          sources: SourceChecksums) -> None:
+    seen: list[tuple[str, PieceLocation, int, memoryview]] = []
     gather(weights, files, name, part, out, staging, lambda *row: seen.append(row))
     for row in seen:
         sources.hash(*row)
 
 
-def _each(weights: Weights, regions: Mapping[str, Region], read: Callable[[OpenFiles, str, Region], tuple[np.ndarray, int]],
-          workers: int, traffic: Traffic) -> dict[str, np.ndarray]:
+def _each(weights: CheckpointView, regions: Mapping[str, Region],
+          read: Callable[[OpenFiles, str, Region], tuple[np.ndarray, int]], workers: int, traffic: Traffic
+          ) -> dict[str, np.ndarray]:
     files = OpenFiles(weights.storage)
 
     def one(item: tuple[str, Region]) -> tuple[np.ndarray, int]:

@@ -18,7 +18,7 @@ LIMIT = 256 << 20                   # bytes of it: checksums of all tensors
 
 
 @dataclass(frozen=True)
-class Made:
+class ConversionManifest:
     """``fingerprint`` of everything that decided the bytes; ``what`` it was made from; ``files`` with sizes and checksums, paths
     relative to the folder. ``tensors``: {name: checksum}, of complete weights only."""
     fingerprint: str
@@ -27,7 +27,7 @@ class Made:
     tensors: Mapping[str, str]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Made:
+    def from_json(cls, value: Mapping[str, Any]) -> ConversionManifest:
         """RecordError if a field is missing, or one cannot be."""
         rows, tensors = value.get("files"), value.get("tensors", {})
         if not isinstance(value.get("fingerprint"), str) or not isinstance(value.get("what"), str) or not isinstance(rows, list):
@@ -48,13 +48,13 @@ def _file(row: Any) -> FileRecord:
     return file
 
 
-def read_made(storage: Storage, folder: str) -> Made | None:
+def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifest | None:
     """None if mindresume did not convert it. DamagedFileError if what says so cannot be read: nobody knows then what the files
     should be."""
     path = os.path.join(folder, CONVERSION)
     try:
         with storage.open(path) as file:
-            return Made.from_json(unseal(file, "conversion", LIMIT)[0])
+            return ConversionManifest.from_json(unseal(file, "conversion", LIMIT)[0])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, RecordError) as error:
@@ -62,19 +62,19 @@ def read_made(storage: Storage, folder: str) -> Made | None:
                                      f"{error}. To go by their headers and sizes alone, remove it") from error
 
 
-def made_of(storage: Storage, path: str) -> Made | None:
-    """Of complete weights, a folder or one file of it: what mindresume wrote there. Errors as of ``read_made``."""
+def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | None:
+    """Of complete weights, a folder or one file of it: what mindresume wrote there. Errors as of ``read_conversion_manifest``."""
     status = storage.status(path)
     if status is None or status.is_folder:
-        made = read_made(storage, path)
+        made = read_conversion_manifest(storage, path)
         return made if made and made.tensors else None          # without: rank folders
     folder, name = os.path.split(path)
-    made = read_made(storage, folder or ".")
+    made = read_conversion_manifest(storage, folder or ".")
     files = tuple(file for file in made.files if file.path == name) if made and made.tensors else ()
     return replace(made, files=files) if made and files else None
 
 
-def check_names(made: Made, folder: str, tensors: Mapping[str, Any]) -> None:
+def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
     """DamagedFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
     gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
     if gone or more:

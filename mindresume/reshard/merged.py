@@ -18,8 +18,8 @@ from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formatting import listed
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.load import check_tensors
-from mindresume.reshard.made import Made, made_of
-from mindresume.reshard.source import Source, open_complete
+from mindresume.reshard.made import ConversionManifest, conversion_manifest_of
+from mindresume.reshard.source import OpenCheckpoint, open_complete
 from mindresume.resume.prove import OnBytesRead
 from mindresume.resume.select import Choice
 from mindresume.resume.survey import CheckpointStatus
@@ -27,7 +27,7 @@ from mindresume.state import TrainingState
 from mindresume.store.storage import Storage
 
 
-def candidate_of(source: Source, state: TrainingState | None) -> Candidate:
+def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candidate:
     """As one saved step, of one rank that has it all."""
     files = source.made.files if source.made else tuple(
         FileRecord(os.path.basename(path), header.format) for path, header in source.weights.headers.items())
@@ -35,11 +35,11 @@ def candidate_of(source: Source, state: TrainingState | None) -> Candidate:
     return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, (0.0,), state, epoch=epoch)
 
 
-def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, Source]:
+def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
     """Complete weights as the choice. ``full``: every rank reads its share of the bytes, where checksums were recorded.
     AgreementError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
     training was."""
-    opened: list[Source] = []
+    opened: list[OpenCheckpoint] = []
     read = ProgressReporter.silent()
 
     def check() -> object:
@@ -78,14 +78,15 @@ def verify(storage: Storage, path: str, progress: OnBytesRead) -> tuple[Candidat
     """Every byte of every file, where ``conversion.json`` has checksums; then what ``look`` looks at."""
     candidate, problem = look(storage, path)
     try:
-        made = made_of(storage, path)
+        made = conversion_manifest_of(storage, path)
     except DamagedFileError:
         made = None                                     # which is the problem
     found = [bad for file in made.files if (bad := _file_problem(storage, _folder(path), made, file, progress))] if made else []
     return candidate, found or ([problem] if problem else [])
 
 
-def _file_problem(storage: Storage, folder: str, made: Made, file: FileRecord, progress: OnBytesRead) -> Refusal | None:
+def _file_problem(storage: Storage, folder: str, made: ConversionManifest, file: FileRecord, progress: OnBytesRead
+                  ) -> Refusal | None:
     path = os.path.join(folder, file.path)
     try:
         with storage.open(path) as opened:

@@ -26,7 +26,7 @@ from mindresume.reshard.direct import TargetFile, transform, whole_tensors
 from mindresume.reshard.geometry import Region, shape_of
 from mindresume.reshard.target import METADATA, holdings
 from mindresume.reshard.transform_processes import COMMAND, failure, run
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.store.storage import PosixStorage, parallel
 from mindresume.strategy import Strategy
 from mindresume.strategy_file import encode_strategy
@@ -36,8 +36,8 @@ UNMERGED = "accu_grads"     # prefix of what unified_safetensors leaves cut
 Log = Callable[[str], None]
 
 
-def rewrite(weights: Weights, target: Strategy | None, work: str, *, workers: int = 1, timeout: float = 7200.0,
-            log: Log = lambda text: None, command: Sequence[str] = COMMAND) -> Weights:
+def rewrite(weights: CheckpointView, target: Strategy | None, work: str, *, workers: int = 1, timeout: float = 7200.0,
+            log: Log = lambda text: None, command: Sequence[str] = COMMAND) -> CheckpointView:
     """``weights`` in the layouts of ``target``, None = uncut, in files below ``work``: an empty folder of the caller, who removes
     it. ``timeout``: seconds for all processes together. ``command``: of a worker, before its jobs.
 
@@ -52,7 +52,7 @@ def rewrite(weights: Weights, target: Strategy | None, work: str, *, workers: in
     return task.collect()
 
 
-def source_strategy(weights: Weights) -> Strategy | None:
+def source_strategy(weights: CheckpointView) -> Strategy | None:
     """How the source is cut; None if it is not. A parameter that several stages share is in the first of them."""
     layouts = [tensor.layout for tensor in weights.tensors.values() if tensor.layout is not None]
     if not layouts:
@@ -70,7 +70,7 @@ def source_strategy(weights: Weights) -> Strategy | None:
 @dataclass(frozen=True)
 class Task:
     """``held``: for each rank of the target {tensor: region}; ``jobs``: files, one a worker."""
-    weights: Weights
+    weights: CheckpointView
     target: Strategy | None
     work: str
     format: str
@@ -78,14 +78,14 @@ class Task:
     jobs: tuple[str, ...]
     unified: bool
 
-    def collect(self) -> Weights:
+    def collect(self) -> CheckpointView:
         """What MindSpore wrote. EngineError, with rank and parameter, if it is not what the target needs."""
         if self.unified:
             return _collect_unified(self)
         return _collect_ranks(self)
 
 
-def prepare(weights: Weights, target: Strategy | None, work: str, workers: int = 1) -> Task | None:
+def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers: int = 1) -> Task | None:
     """Everything up to the start of the workers; None if neither source nor target is cut. Errors as for ``rewrite``."""
     work = os.path.abspath(work)
     source = source_strategy(weights)
@@ -131,11 +131,11 @@ def prepare(weights: Weights, target: Strategy | None, work: str, workers: int =
     return Task(weights, target, work, fmt, held, tuple(jobs), unified)
 
 
-def _refusal(weights: Weights, reason: str) -> EngineError:
+def _refusal(weights: CheckpointView, reason: str) -> EngineError:
     return EngineError(f"{weights.name} cannot be rewritten by MindSpore: {reason}. Use --engine direct, which can")
 
 
-def _check_strategies(weights: Weights, source: Strategy | None, target: Strategy | None) -> None:
+def _check_strategies(weights: CheckpointView, source: Strategy | None, target: Strategy | None) -> None:
     for name, tensor in weights.tensors.items():
         if source is not None and tensor.layout is None and not tensor.is_counter:
             raise _refusal(weights, f"no layout of {name} {tensor.shape} is known; MindSpore would copy it as it is")
@@ -156,7 +156,7 @@ def _check_strategies(weights: Weights, source: Strategy | None, target: Strateg
                                 f"MindSpore looks for more ranks than there are")
 
 
-def _check_layouts(weights: Weights, strategy: Strategy | None, wrong: Callable[[TensorLayout], bool], why: str) -> None:
+def _check_layouts(weights: CheckpointView, strategy: Strategy | None, wrong: Callable[[TensorLayout], bool], why: str) -> None:
     for stage in strategy.stages if strategy else ():
         for name, layout in stage.items():
             if name in weights.tensors and wrong(layout):
@@ -176,7 +176,7 @@ def _is_misread(layout: TensorLayout) -> bool:
             and used != sorted(used, reverse=True))
 
 
-def _write_strategy(weights: Weights, strategy: Strategy | None, path: str) -> str | None:
+def _write_strategy(weights: CheckpointView, strategy: Strategy | None, path: str) -> str | None:
     if strategy is None:
         return None
     try:
@@ -187,10 +187,10 @@ def _write_strategy(weights: Weights, strategy: Strategy | None, path: str) -> s
     return path
 
 
-def _files(weights: Weights, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
+def _files(weights: CheckpointView, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
     """{rank: path}, and whether every rank has everything that it should hold."""
     if source is None:
-        places = set(weights.paths(0) if weights.found_in is None else weights.found_in.values())
+        places = set(weights.paths(0) if weights.path_by_tensor is None else weights.path_by_tensor.values())
         if len(places) == 1 and (path := places.pop()) and set(_header(weights, 0, path).tensors) == set(weights.tensors):
             return {0: path}, True
         merged = os.path.join(work, "merged.safetensors")           # of several files MindSpore would take the last one
@@ -206,14 +206,14 @@ def _files(weights: Weights, source: Strategy | None, work: str) -> tuple[dict[i
     return paths, redundant
 
 
-def _header(weights: Weights, rank: int, path: str | None) -> Header:
+def _header(weights: CheckpointView, rank: int, path: str | None) -> Header:
     header = weights.header(path) if path else None
     if header is None:
         raise _refusal(weights, f"rank {rank} has no file; MindSpore takes no copies of other ranks")
     return header
 
 
-def _check_rank(weights: Weights, source: Strategy, rank: int, header: Header) -> bool:
+def _check_rank(weights: CheckpointView, source: Strategy, rank: int, header: Header) -> bool:
     """Whether the file holds everything it should. EngineError if it holds something that MindSpore would take for another."""
     wanted = set(source.of_rank(rank))
     if rank == 0:
@@ -230,7 +230,7 @@ def _check_rank(weights: Weights, source: Strategy, rank: int, header: Header) -
     return wanted <= set(header.tensors)
 
 
-def _shared(weights: Weights, source: Strategy | None, target: Strategy | None, paths: Mapping[int, str]) -> set[str]:
+def _shared(weights: CheckpointView, source: Strategy | None, target: Strategy | None, paths: Mapping[int, str]) -> set[str]:
     """Parameters of more than one stage, such as an embedding that is the head too, if the number of stages changes."""
     stages, others = (strategy.stages if strategy else () for strategy in (target, source))
     if max(len(stages), 1) == max(len(others), 1):
@@ -242,7 +242,7 @@ def _shared(weights: Weights, source: Strategy | None, target: Strategy | None, 
     return shared & set(weights.tensors)
 
 
-def _check_nan(weights: Weights, path: str) -> None:
+def _check_nan(weights: CheckpointView, path: str) -> None:
     """MindSpore reads bfloat16 of a ckpt as float32, and writes every NaN as 0x7fc0."""
     header = weights.header(path)
     with weights.storage.open(path) as file:
@@ -256,7 +256,7 @@ def _check_nan(weights: Weights, path: str) -> None:
 
 # ---- afterwards ------------------------------------------------------------------------------------------------------
 
-def _collect_ranks(task: Task) -> Weights:
+def _collect_ranks(task: Task) -> CheckpointView:
     def path(rank: int) -> str:
         return os.path.join(task.work, "out", f"rank_{rank}", f"weights{rank}.{task.format}")
 
@@ -269,26 +269,26 @@ def _collect_ranks(task: Task) -> Weights:
     headers = parallel(storage, checked, list(range(len(task.held))))
     name, known = f"{task.weights.name}, rewritten by MindSpore", {path(rank): header for rank, header in enumerate(headers)}
     if task.target is None:
-        return Weights(storage, name, _uncut(task), lambda rank, tensor: path(0), headers=dict(known),
-                       found_in=dict.fromkeys(task.held[0], path(0)))
+        return CheckpointView(storage, name, _uncut(task), lambda rank, tensor: path(0), headers=dict(known),
+                       path_by_tensor=dict.fromkeys(task.held[0], path(0)))
     size, tensors = task.target.stage_size, {}
     for tensor in task.weights.tensors.values():
         stage = task.target.stage_of(tensor.name)
         layout = None if stage is None else task.target.stages[stage][tensor.name]
         tensors[tensor.name] = Tensor(tensor.name, tensor.dtype, tensor.shape, layout, (stage or 0) * size)
-    return Weights(storage, name, tensors, lambda rank, tensor: path(rank) if 0 <= rank < len(task.held) else None,
+    return CheckpointView(storage, name, tensors, lambda rank, tensor: path(rank) if 0 <= rank < len(task.held) else None,
                    world_size=len(task.held), headers=dict(known), paths=lambda rank: (path(rank),))
 
 
-def _collect_unified(task: Task) -> Weights:
+def _collect_unified(task: Task) -> CheckpointView:
     out = os.path.join(task.work, "out")
     paths = [os.path.join(out, file) for file in sorted(os.listdir(out)) if file.endswith(".safetensors")]
     headers = {path: _written(task, 0, path) for path in paths}
     found = {name: path for path, header in headers.items() for name in header.tensors}
     entries = {name: headers[path].tensors[name] for name, path in found.items()}
     _compare(task, 0, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
-    return Weights(PosixStorage(), f"{task.weights.name}, rewritten by MindSpore", _uncut(task),
-                   lambda rank, tensor: found[tensor], found_in=found, headers=dict(headers))
+    return CheckpointView(PosixStorage(), f"{task.weights.name}, rewritten by MindSpore", _uncut(task),
+                   lambda rank, tensor: found[tensor], path_by_tensor=found, headers=dict(headers))
 
 
 def _uncut(task: Task) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""Bytes of tensors from many files at once: a region of a tensor into memory, by any thread.
+"""Reads regions of tensors from many files into memory, from any thread.
 
     files = OpenFiles(storage)
     gather(weights, files, "embedding.weight", region, out, staging)        # out: array of the region's shape
 
-Only what is asked for is read. Ranges that are contiguous in a file come in one call; strided ones run by run.
+Only the requested bytes are read: a contiguous range of a file with one call, a strided one run by run.
 """
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from mindresume.errors import DamagedFileError, LoadError
 from mindresume.files import TensorEntry
 from mindresume.files.model import DTYPES
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
-from mindresume.reshard.weights import Place, Weights
+from mindresume.reshard.weights import CheckpointView, PieceLocation
 from mindresume.store.storage import Storage
 
-MOST_OPEN = 256             # files at once: a checkpoint may have thousands, a process may often open 1,024
-SHORT_RUN = 256             # bytes: runs so short cost more as calls than the bytes in between that are read in vain, ...
-MOST_SPAN = 4               # ... unless these are more than so many times the bytes that are needed
-SHORT_ROW = 64 << 10        # bytes: the same within matrices that are taken apart, where short runs come by the thousand
-WOVEN = 2 * MOST_SPAN + 3   # most memory for a part of these, as a multiple of it: with what is read in vain, then without, in
-                            # twice the bytes an element, and then converted
+MOST_OPEN = 256             # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
+SHORT_RUN = 256             # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
+MOST_SPAN = 4               # ... while runs and gaps together are at most so many times the bytes of the runs
+SHORT_ROW = 64 << 10        # bytes: as SHORT_RUN, within matrices of composed tensors, which have thousands of short runs
+# Memory for a composed part, as a multiple of its size: with the gaps, then without, at twice the bytes an element, converted.
+COMPOSED_MEMORY = 2 * MOST_SPAN + 3
 _CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")}
 
-Seen = Callable[[str, Place, int, memoryview], None]
+OnRead = Callable[[str, PieceLocation, int, memoryview], None]
 
 
-class Woven(NamedTuple):
-    """Like a ``Cut``, of weights whose tensors are put together from others: a part of a wanted region that lies in one piece of
-    the tensor ``source``, of ``dtype``. Of that ``piece``, counted from its first element, it is ``local`` (indices of each
-    dimension; only those of the first may have gaps), with the two dimensions exchanged if ``transposed``; of the region it is
-    ``target``. Its values are converted (``cast``) if the wanted tensor has another dtype."""
+class ComposedCut(NamedTuple):
+    """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others. The part lies in one piece of
+    the tensor ``source``, of ``dtype``. ``local``: its indices in that ``piece``, by dimension, counted from the first element of
+    the piece; only those of the first dimension may have gaps. ``transposed``: the two dimensions are exchanged. ``target``: its
+    slices in the wanted region. Values are converted (``cast``) if the wanted tensor has another dtype."""
     piece: Region
     holders: Sequence[int]
     source: str
@@ -50,7 +50,7 @@ class Woven(NamedTuple):
 
 
 class OpenFiles:
-    """Files kept open while they are in use, for reading at positions. ``bytes_read`` counts all there was."""
+    """Keeps files open for positioned reads, at most ``most`` at once besides those in use. ``bytes_read`` counts all reads."""
 
     def __init__(self, storage: Storage, most: int = MOST_OPEN):
         self.storage, self.most, self.bytes_read = storage, most, 0
@@ -58,7 +58,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def read(self, path: str, position: int, out: memoryview) -> None:
-        """Fills ``out``. DamagedFileError if the file ends before."""
+        """Fills ``out`` from byte ``position`` on. DamagedFileError if the file ends before."""
         with self._lease(path) as file:
             handle, count = file.fileno(), len(out)
             while out:
@@ -99,22 +99,22 @@ class OpenFiles:
             self._open.clear()
 
 
-def plain(dtype: str) -> np.dtype:
-    """An integer type of the same width: what is copied is bits, whatever they mean."""
+def bits_dtype(dtype: str) -> np.dtype:
+    """Returns the unsigned integer type of the same width: bits are copied, whatever they mean."""
     return np.dtype(f"u{DTYPES[dtype].itemsize}")
 
 
-def gather(weights: Weights, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray,
-           seen: Seen | None = None) -> None:
-    """Reads ``region`` of a tensor into ``out``, of its shape and of ``plain`` dtype. ``staging``: bytes, at least as many as
-    ``out`` has. ``seen(tensor, place, first byte of the piece, bytes)`` is shown what was read of a piece if that is one
-    contiguous range of it, in memory that stays as it is until the next ``gather`` with the same ``out`` and ``staging``; nothing
-    is shown of ``Woven`` parts."""
+def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray,
+           on_read: OnRead | None = None) -> None:
+    """Reads ``region`` of a tensor into ``out``, which has its shape and its ``bits_dtype``. ``staging``: a buffer of at least as
+    many bytes as ``out``. ``on_read(tensor, location, first byte in the piece, bytes)`` is called with each contiguous range of a
+    piece that was read; its memory is valid until the next ``gather`` with the same ``out`` and ``staging``. It is not called for
+    ``ComposedCut``."""
     used = 0
     for cut in weights.tensors[name].cuts(region):
-        place = weights.place(name, cut)
-        if isinstance(cut, Woven):
-            _weave(files, place, cut, out, weights.tensors[name].dtype)
+        place = weights.locate(name, cut)
+        if isinstance(cut, ComposedCut):
+            _gather_composed(files, place, cut, out, weights.tensors[name].dtype)
             continue
         part = view(out, within(cut.part, region))
         local, shape = within(cut.part, cut.piece), shape_of(cut.piece)
@@ -127,8 +127,8 @@ def gather(weights: Weights, files: OpenFiles, name: str, region: Region, out: n
         if length == count:
             start = next(starts) * out.itemsize
             read_range(files, place.path, place.entry, start, memoryview(flat))
-            if seen:
-                seen(name, place, start, memoryview(flat))
+            if on_read:
+                on_read(name, place, start, memoryview(flat))
         elif length < SHORT_RUN and _span(local, shape) * out.itemsize <= MOST_SPAN * count:
             flat[:] = _spanned(files, place, local, shape, out.dtype)
         else:
@@ -141,13 +141,14 @@ def gather(weights: Weights, files: OpenFiles, name: str, region: Region, out: n
 
 
 def _span(local: Region, shape: tuple[int, ...]) -> int:
-    """Elements from the first to the last one of a region."""
+    """Returns the number of elements from the first to the last one of a region."""
     return offset(tuple((stop - 1, stop) for _, stop in local), shape) + 1 - offset(local, shape)
 
 
-def _spanned(files: OpenFiles, place: Place, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
+def _spanned(files: OpenFiles, place: PieceLocation, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
              ) -> np.ndarray:
-    """A region of short runs, of its rows every ``step``-th, cut out of the whole range from its first to its last element."""
+    """Reads the range from the first to the last element of a region of short runs, and returns the region's bytes, of every
+    ``step``-th row."""
     raw = np.empty(_span(local, shape) * dtype.itemsize, np.uint8)
     read_range(files, place.path, place.entry, offset(local, shape) * dtype.itemsize, memoryview(raw))
     rows, *others = np.cumprod([dtype.itemsize, *reversed(shape[1:])])[::-1]
@@ -157,9 +158,9 @@ def _spanned(files: OpenFiles, place: Place, local: Region, shape: tuple[int, ..
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
 
 
-def _weave(files: OpenFiles, place: Place, cut: Woven, out: np.ndarray, dtype: str) -> None:
-    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``. Takes ``WOVEN`` times the memory of ``out`` at most."""
-    stored, shape = plain(cut.dtype), shape_of(cut.piece)
+def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, out: np.ndarray, dtype: str) -> None:
+    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most ``COMPOSED_MEMORY`` times its memory."""
+    stored, shape = bits_dtype(cut.dtype), shape_of(cut.piece)
     sizes = tuple(map(len, cut.local))
     step = cut.local[0].step
     local = tuple((indices[0], indices[-1] + 1) for indices in cut.local)
@@ -180,13 +181,13 @@ def _weave(files: OpenFiles, place: Place, cut: Woven, out: np.ndarray, dtype: s
             done = done[length:]
     found = flat.view(stored).reshape(sizes)
     if cut.dtype != dtype:
-        found = cast(found.view(DTYPES[cut.dtype]), dtype).view(plain(dtype))
+        found = cast(found.view(DTYPES[cut.dtype]), dtype).view(bits_dtype(dtype))
     out[cut.target] = found.T if cut.transposed else found
 
 
 def cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Values in another dtype: bfloat16 and float16 to float32, which is exact, and float32 to bfloat16, to the nearest, ties to
-    even. The same array if it has that dtype. LoadError for anything else."""
+    """Converts values to another dtype: bfloat16 and float16 to float32 (exact), float32 to bfloat16 (nearest, ties to even).
+    Returns the same array if it has that dtype. LoadError for any other pair."""
     if array.dtype.name == dtype:
         return array
     if not castable(array.dtype.name, dtype):
@@ -197,12 +198,12 @@ def cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def castable(stored: str, wanted: str) -> bool:
-    """Whether ``cast`` does it."""
+    """Returns whether ``cast`` converts between these dtypes."""
     return stored == wanted or (stored, wanted) in _CASTS
 
 
 def read_range(files: OpenFiles, path: str, entry: TensorEntry, start: int, out: memoryview) -> None:
-    """Bytes of a tensor from its byte ``start`` on, wherever they lie in the file."""
+    """Fills ``out`` with the bytes of a tensor from its byte ``start`` on, across its ranges in the file."""
     for position, count in entry.ranges:
         part = min(count - start, len(out))
         if part > 0:

@@ -1,9 +1,9 @@
-"""What the user names, opened as weights: a checkpoint folder, one step of it, merged weights or a single file.
+"""Opens what a user names: a folder of checkpoints, one step of it, complete weights or a single file.
 
-    source = open_source(storage, "output/checkpoint", step=200)
+    source = open_checkpoint(storage, "output/checkpoint", step=200)
     source.weights.tensors, source.state, source.identity
 
-    with reading(storage, "output/checkpoint") as source: ...       # a job that saves there does not remove it meanwhile
+    with open_and_hold(storage, "output/checkpoint") as source: ...     # with a read lock: no job removes it
 """
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
 from mindresume.formats.scalar_state import is_without_step, state_from_scalars
 from mindresume.formatting import ranks_count
-from mindresume.reshard.copies import check_copies
+from mindresume.reshard.copies import check_replicas
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.iteration import of_iteration
-from mindresume.reshard.made import Made, check_names, made_of
-from mindresume.reshard.strategies import identity_of, stamp, strategy_for
-from mindresume.reshard.weights import Weights, of_candidate, of_complete
+from mindresume.reshard.iteration import view_of_iteration
+from mindresume.reshard.made import ConversionManifest, check_names, conversion_manifest_of
+from mindresume.reshard.strategies import file_identity, identity_of, strategy_for
+from mindresume.reshard.weights import CheckpointView, view_of_candidate, view_of_complete
 from mindresume.resume.prove import verify_rank
 from mindresume.resume.select import candidates_for
 from mindresume.resume.understood import IterationMetadata
@@ -41,16 +41,19 @@ from mindresume.store.holds import hold
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 
-_TRIES = 10                     # looks at a folder in which a job completes and removes checkpoints
+_TRIES = 10                     # of opening, in a folder in which a job completes and removes checkpoints meanwhile
 
 
 @dataclass(frozen=True)
-class Source:
-    """``state`` None: nothing there says which step it is. ``name``: how its files are called, None for other names. ``folder``:
-    into which nothing is written, None for a single file. ``identity``: a value for JSON; equal for equal bytes as far as can be
-    told without reading them. ``refused``: newer checkpoints that were not taken. ``made``: of complete weights that mindresume
-    wrote, what it says of them."""
-    weights: Weights
+class OpenCheckpoint:
+    """Holds an opened checkpoint.
+
+    ``state``: None if nothing says which step it is. ``name``: the parts of its file names, None for names of another form.
+    ``identity``: a value for JSON, equal for equal bytes as far as that is known without reading them. ``what``: a description
+    for messages. ``folder``: the root, into which nothing is written; None for a single file. ``refused``: newer checkpoints that
+    were refused. ``made``: the manifest of complete weights that mindresume wrote.
+    """
+    weights: CheckpointView
     state: TrainingState | None
     name: FileName | None
     identity: Any
@@ -59,11 +62,11 @@ class Source:
     candidate: Candidate | None = None
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
-    made: Made | None = None
+    made: ConversionManifest | None = None
 
     @property
     def is_iteration(self) -> bool:
-        """Of Checkpoint 2.0: what its steps are is in ``common.json``."""
+        """Whether it is an iteration folder of Checkpoint 2.0, whose counters are in ``common.json``."""
         return self.candidate is not None and bool(self.candidate.base)
 
 
@@ -71,14 +74,14 @@ Keep = Callable[[str, Candidate], None]
 
 
 class _Gone(MissingCheckpointError):
-    """A job has removed it, or given it its final name: what is there has to be looked for anew."""
+    """A job has removed the checkpoint, or renamed it at its commit: the folder must be scanned again."""
 
 
 @contextmanager
-def reading(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-            log: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
-    """Opens a source as ``open_source`` does, and holds the checkpoint until the end of the block: neither a job nor ``prune``
-    removes it meanwhile. Where nothing can be written it is read all the same; ``log`` says so."""
+def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
+            log: Callable[[str], None] = lambda text: None) -> Iterator[OpenCheckpoint]:
+    """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
+    ``prune`` removes it. On a read-only folder it is read without the lock, and ``log`` says so."""
     held: list[Claim] = []
 
     def leave() -> None:
@@ -92,7 +95,7 @@ def reading(storage: Storage, path: str, step: int | None = None, strategy: str 
             held.append(claim)
 
     try:
-        yield open_source(storage, path, step, strategy, keep)
+        yield open_checkpoint(storage, path, step, strategy, keep)
     finally:
         leave()
 
@@ -101,7 +104,7 @@ def hold_candidate(storage: Storage, root: str, candidate: Candidate, log: Calla
                    ) -> Claim | None:
     """Returns what keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``; None where nobody removes it, and
     where nothing can be written: then ``log`` says so. MissingCheckpointError if it is gone already."""
-    if candidate.origin != OURS or not candidate.box:           # mindresume removes nothing else
+    if candidate.origin != OURS or not candidate.box:           # mindresume never removes it
         return None
     try:
         claim = hold(storage, root, candidate.name, candidate.box)
@@ -113,12 +116,18 @@ def hold_candidate(storage: Storage, root: str, candidate: Candidate, log: Calla
     return claim
 
 
-def open_source(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-                keep: Keep = lambda root, candidate: None) -> Source:
-    """``step``: of a folder with several, default the newest that is whole. ``strategy``: file or folder, needed for what
-    mindformers wrote on several ranks unless the folder ``strategy`` lies beside. Headers and records are checked, no tensor is
-    read. ``keep(root, candidate)``: called before the files of a checkpoint are looked at. MissingCheckpointError,
-    NoUsableCheckpointError, StrategyError, DamagedFileError."""
+def open_checkpoint(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
+                    keep: Keep = lambda root, candidate: None) -> OpenCheckpoint:
+    """Opens a checkpoint. Checks headers and records, and reads no tensor.
+
+    Args:
+        step: which one of several, by default the newest complete one.
+        strategy: file or folder, required for checkpoints that mindformers wrote on several ranks, unless the folder
+            ``strategy`` lies beside them.
+        keep: ``keep(root, candidate)`` is called before the files of a checkpoint are read.
+
+    Raises: MissingCheckpointError, NoUsableCheckpointError, StrategyError, DamagedFileError.
+    """
     if is_complete(storage, path):
         if strategy is not None:
             raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
@@ -132,8 +141,8 @@ def open_source(storage: Storage, path: str, step: int | None = None, strategy: 
     raise AssertionError
 
 
-def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> Source:
-    """_Gone if what is there changes while it is looked at."""
+def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> OpenCheckpoint:
+    """Opens the newest candidate that can be used. _Gone if the folder changes meanwhile."""
     found, insists = candidates_for(storage, path)
     if found.strange:
         raise MissingCheckpointError(found.strange)
@@ -158,7 +167,7 @@ def _newest(storage: Storage, path: str, step: int | None, strategy: str | None,
                                   + "\n".join(f"  {refusal}" for refusal in refused), refused)
 
 
-def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> Source:
+def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> OpenCheckpoint:
     """One saved step of rank folders."""
     if candidate.problem is not None and not is_without_step(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
@@ -166,33 +175,36 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     if candidate.base and strategy is not None:
         raise ConfigError(f"{os.path.join(root, candidate.base)} knows its layouts; leave {strategy} away")
     layouts = None if candidate.base else strategy_for(storage, root, candidate, strategy, identity)
-    candidate = counted(root, candidate, layouts)
+    candidate = with_world_size(root, candidate, layouts)
     known = IterationMetadata(storage, root, candidate)
     proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, layouts=known),
                       sorted(candidate.files))
     for proof in proofs:
         if isinstance(proof, Refusal):
             raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
-    source = source_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
-    cover(source.weights)
-    check_copies(source.weights)
+    source = checkpoint_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
+    check_all_pieces(source.weights)
+    check_replicas(source.weights)
     return source
 
 
-def source_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
-              scalars: Mapping[str, Any]) -> Source:
-    """A candidate of ``counted`` ranks that somebody has proven. ``scalars``: counters of its first file, for one without
-    records. StrategyError and LoadError: see ``of_candidate``."""
+def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
+              scalars: Mapping[str, Any]) -> OpenCheckpoint:
+    """Opens a candidate that was verified; its number of ranks must be known (``with_world_size``). ``scalars``: counters of its
+    first file, for one without records. StrategyError, LoadError: see ``view_of_candidate``."""
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
-    weights = of_iteration(storage, root, candidate) if candidate.base else of_candidate(storage, root, candidate, strategy)
+    if candidate.base:
+        weights = view_of_iteration(storage, root, candidate)
+    else:
+        weights = view_of_candidate(storage, root, candidate, strategy)
     what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
-    return Source(weights, state, name, identity, what, root, candidate)
+    return OpenCheckpoint(weights, state, name, identity, what, root, candidate)
 
 
-def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
-    """With the number of ranks by the strategy, where a scan could only count files. StrategyError if there are files of more
-    ranks."""
+def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
+    """Returns the candidate with the number of ranks of the strategy, where the scan could only count files. StrategyError if
+    there are files of more ranks."""
     if candidate.origin == OURS or strategy is None:
         return candidate
     beyond = [rank for rank in candidate.files if rank >= strategy.world_size]
@@ -202,33 +214,33 @@ def counted(root: str, candidate: Candidate, strategy: Strategy | None) -> Candi
     return replace(candidate, world_size=strategy.world_size)
 
 
-def open_complete(storage: Storage, path: str, step: int | None = None) -> Source:
-    """Merged weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; DamagedFileError if they are ours, and have
-    other tensors than were written."""
+def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
+    """Opens complete weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; DamagedFileError if mindresume wrote
+    them with other tensors."""
     found = read_complete(storage, path)
     state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
-    weights, made = of_complete(storage, found), made_of(storage, path)
+    weights, made = view_of_complete(storage, found), conversion_manifest_of(storage, path)
     if made is not None:
         if found.kind != FILE:
             check_names(made, found.root, found.tensors)
         weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
-    return Source(weights, state, None, [stamp(storage, p) for p in paths],
+    return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)
 
 
-def cover(weights: Weights) -> None:
-    """LoadError or DamagedFileError unless every piece of every tensor is in some file. Looks at every header."""
+def check_all_pieces(weights: CheckpointView) -> None:
+    """Reads every header. Raises LoadError or DamagedFileError unless every piece of every tensor is in some file."""
     for tensor in weights.tensors.values():
         for cut in tensor.cuts(whole(tensor.shape)):
-            weights.place(tensor.name, cut)
+            weights.locate(tensor.name, cut)
 
 
 def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
-    """From the counters that mindformers writes into its files. Steps per epoch follow from the name where it tells."""
+    """Returns the state by the counters in a file of mindformers, None without a step. ``name`` tells the steps per epoch."""
     step = scalars.get("step_num")
     if not is_count(step, 1):
         return None
@@ -240,6 +252,6 @@ def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState
 
 
 def _count(value: Any, least: int = 0) -> int | None:
-    """A counter that may have been kept as a float; None if it counts nothing."""
+    """Returns a counter, which may have been saved as a float; None if it is below ``least`` or no number."""
     value = int(value) if is_number(value) else None
     return value if is_count(value, least) else None

@@ -18,7 +18,7 @@ from mindresume.errors import StrategyError
 from mindresume.files import CHUNK
 from mindresume.formats import OURS, Candidate
 from mindresume.layout import TensorLayout
-from mindresume.reshard.weights import Weights
+from mindresume.reshard.weights import CheckpointView
 from mindresume.store.storage import Storage, publish_json, read_json
 from mindresume.strategy import Strategy, read_strategy
 
@@ -30,10 +30,11 @@ def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
     """A value for JSON that tells one saved step from another: its records, or names, sizes and times of its files."""
     if candidate.records:
         return [candidate.run, candidate.step, *candidate.records]
-    return [stamp(storage, os.path.join(root, file.path)) for _, files in sorted(candidate.files.items()) for file in files]
+    return [file_identity(storage, os.path.join(root, file.path))
+            for _, files in sorted(candidate.files.items()) for file in files]
 
 
-def stamp(storage: Storage, path: str) -> list[Any]:
+def file_identity(storage: Storage, path: str) -> list[Any]:
     """Folder, name, size and time of a file."""
     found = storage.status(path)
     return [os.path.basename(os.path.dirname(path)), os.path.basename(path), found.size if found else None,
@@ -60,9 +61,9 @@ def _place(storage: Storage, root: str, candidate: Candidate, given: str | None,
     return path if given or storage.list(path) else None
 
 
-def own_strategy(weights: Weights) -> Strategy | None:
+def own_strategy(weights: CheckpointView) -> Strategy | None:
     """That of the job which saved these weights; None if it was one rank. StrategyError for complete weights."""
-    if weights.found_in is not None:
+    if weights.path_by_tensor is not None:
         raise StrategyError(f"{weights.name} holds complete weights, which have no layout of their own; say which one the result "
                             f"is to have (--to)")
     if weights.world_size == 1:
@@ -74,12 +75,12 @@ def own_strategy(weights: Weights) -> Strategy | None:
         if tensor.is_counter:
             continue
         layout = tensor.layout or TensorLayout((size,), (-1,) * len(tensor.shape))
-        for first in (tensor.first, *tensor.also):
+        for first in (tensor.first, *tensor.other_stages):
             stages[first // size][name] = layout
     return Strategy(tuple(stages), weights.name)
 
 
-def strategies(storage: Storage, given: str | None = None) -> Callable[[str, Candidate], Strategy | None]:
+def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str, Candidate], Strategy | None]:
     """A function that tells (root, candidate) which strategy the job had that saved it, as ``strategy_for``: None if none says
     so, or it cannot be read. It reads each folder once: ask for a new function when the files may have changed."""
     @cache

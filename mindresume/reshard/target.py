@@ -17,8 +17,8 @@ from mindresume.formats.scalar_state import SCALARS
 from mindresume.formatting import listed
 from mindresume.reshard.direct import TargetFile, in_order
 from mindresume.reshard.geometry import Region, held, whole
-from mindresume.reshard.names import missing, splits
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.names import missing_parameters, prefix_splits
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.strategy import Strategy
 
 PART_BYTES = 3 << 30                # of a part of complete weights; what MindSpore's unified_safetensors makes
@@ -26,7 +26,7 @@ METADATA = {"format": "ms"}
 IN_COMMON = frozenset(SCALARS) - {"global_step"}       # which is a parameter of the optimizer
 
 
-def holdings(weights: Weights, strategy: Strategy | None) -> list[dict[str, Region]]:
+def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
     """For each rank of the target: {tensor: region}. ``strategy`` None: one rank that holds everything. StrategyError if strategy
     and weights do not fit: a tensor that no stage holds, one that the weights lack, a shape that does not divide; named."""
     tensors = weights.tensors
@@ -48,7 +48,7 @@ def holdings(weights: Weights, strategy: Strategy | None) -> list[dict[str, Regi
     return found
 
 
-def check_names(weights: Weights, strategy: Strategy) -> None:
+def check_names(weights: CheckpointView, strategy: Strategy) -> None:
     """StrategyError if a tensor would be lost, or is not there and should be (``names.missing``)."""
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in weights.tensors.items() if name not in named and not tensor.is_counter]
@@ -56,7 +56,7 @@ def check_names(weights: Weights, strategy: Strategy) -> None:
         raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
                             f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {listed(lost, 3)}. Is "
                             f"it the strategy of the same model, with all its stages?")
-    absent = missing(named, weights.tensors)
+    absent = missing_parameters(named, weights.tensors)
     if absent:
         raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
                             f"example {listed(absent, 3)}. Is it the strategy of the same model?")
@@ -66,7 +66,7 @@ def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
     return name in SCALARS or (not layout_known and elements == 1 and "." not in name)
 
 
-def rank_files(weights: Weights, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
+def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
                metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
     """One file a rank. StrategyError as for ``holdings``; ConfigError for a dtype that the format cannot hold."""
     files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
@@ -78,7 +78,7 @@ def rank_files(weights: Weights, strategy: Strategy | None, path: Callable[[int]
     return files
 
 
-def iteration_files(weights: Weights, strategy: Strategy | None, path: Callable[[str, int, int], str],
+def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[str, int, int], str],
                     metadata: Mapping[str, str]) -> list[TargetFile]:
     """Two files a rank, in turn: the network's weights, and the rest. ``path(kind, rank, ranks)``. What Checkpoint 2.0 keeps in
     ``common.json`` stays away. Errors as of ``rank_files``."""
@@ -96,10 +96,10 @@ def iteration_files(weights: Weights, strategy: Strategy | None, path: Callable[
 def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
     """Which tensors are the network's: no counters, and none that is named after another one (``adam_m.`` and its name)."""
     return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
-            and not any(rest in tensors for _, rest in splits(name))}
+            and not any(rest in tensors for _, rest in prefix_splits(name))}
 
 
-def complete_files(weights: Weights, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+def complete_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
                    ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
     """Files of complete weights, and the index: (file name, JSON value). ``drop``: patterns of names that stay away, and with
     HUGGINGFACE all counters do: single numbers that no strategy names and whose names, unlike those of parameters, have no dot.

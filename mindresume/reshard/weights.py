@@ -1,12 +1,12 @@
-"""A checkpoint of any kind as tensors in global shape, and where each piece of a tensor lies.
+"""Views a checkpoint of any format as tensors in global shape, and locates each piece of a tensor.
 
-    weights = of_candidate(storage, root, candidate, strategy)      # rank folders, with records or with a strategy
-    weights = of_complete(read_complete(storage, path))             # uncut
+    weights = view_of_candidate(storage, root, candidate, strategy)     # rank folders, with records or with a strategy
+    weights = view_of_complete(storage, read_complete(storage, path))   # uncut
     for cut in weights.tensors["embedding.weight"].cuts(region):
-        place = weights.place("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
+        location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
 
-Nothing but headers and records is read here. Of ranks that hold the same piece the first one is taken whose file has it: copies
-that were removed as redundant, and files that are lost, are no obstacle while one copy is left.
+Only headers and records are read here. Of the ranks that hold a piece the first one is taken whose file has it, so redundancy
+removal and lost files do no harm while one copy is left.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindresume.formatting import listed
 from mindresume.layout import TensorLayout, is_scalar
 from mindresume.record_details import Details
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
-from mindresume.reshard.names import missing
+from mindresume.reshard.names import missing_parameters
 from mindresume.resume.prove import record_of
 from mindresume.state import is_transient
 from mindresume.store.storage import Storage, parallel
@@ -35,38 +35,42 @@ from mindresume.strategy import Strategy
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in global ``shape``. ``first``: the first rank of the pipeline stage that holds it. ``layout`` None: it is not
-    cut, and each of ``copies`` ranks from there on has all of it. ``also``: first ranks of further stages that hold it too."""
+    """Describes one tensor in global ``shape``, in elements. ``first``: the first rank of the pipeline stage that holds it.
+    ``layout`` None: it is not cut, and each of ``copies`` ranks from ``first`` on holds all of it. ``other_stages``: the first
+    ranks of further stages that hold it."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     layout: TensorLayout | None = None
     first: int = 0
     copies: int = 1
-    also: tuple[int, ...] = ()
+    other_stages: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def is_counter(self) -> bool:
-        """Whether it is outside the strategy, and alike on all ranks."""
+        """Whether it is a counter of the training: no strategy names it, and it is alike on all ranks."""
         return self.layout is None and is_scalar(self.shape)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The pipeline stages that hold it, ascending; none if it is not cut."""
-        return () if self.layout is None else tuple(sorted(first // self.layout.stage_size for first in (self.first, *self.also)))
+        if self.layout is None:
+            return ()
+        return tuple(sorted(first // self.layout.stage_size for first in (self.first, *self.other_stages)))
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
+        """Returns the pieces that cover ``region``, each once."""
         found = cuts(self.layout, self.shape, region)
         return found if self.layout else tuple(cut._replace(holders=range(self.copies)) for cut in found)
 
 
-class Place(NamedTuple):
-    """One piece of a tensor: all of ``entry`` in ``path``. ``checksum`` None: nobody recorded one."""
+class PieceLocation(NamedTuple):
+    """Locates one piece of a tensor: all of ``entry`` in the file ``path`` of ``rank``. ``checksum``: as recorded, else None."""
     rank: int
     path: str
     entry: TensorEntry
@@ -74,16 +78,19 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Weights:
-    """``tensors`` by name. ``file_of(rank, tensor)``: path of the file in which a rank's piece of a tensor lies, None if there is
-    none. ``checksum(rank, tensor)``: the recorded one. ``name``: for messages. ``found_in``: {tensor: path} of complete weights.
-    ``paths(rank)``: of all files of a rank; several in an iteration folder."""
+class CheckpointView:
+    """Gives access to the tensors of a checkpoint. ``name`` is for messages; ``tensors`` by name.
+
+    ``path_of(rank, tensor)`` returns the path of the file that holds a rank's piece of a tensor, None if there is none;
+    ``checksum(rank, tensor)`` its recorded checksum or None; ``paths(rank)`` all files of a rank (an iteration folder has
+    several). ``path_by_tensor``: of complete weights, else None. ``headers``: by path, as far as they were read.
+    """
     storage: Storage
     name: str
     tensors: Mapping[str, Tensor]
-    file_of: Callable[[int, str], str | None]
+    path_of: Callable[[int, str], str | None]
     checksum: Callable[[int, str], str | None] = lambda rank, name: None
-    found_in: Mapping[str, str] | None = None
+    path_by_tensor: Mapping[str, str] | None = None
     paths: Callable[[int], tuple[str, ...]] = lambda rank: ()
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
@@ -91,17 +98,17 @@ class Weights:
 
     @property
     def format(self) -> str:
-        """Of its files."""
+        """Format of its files."""
         return next(header.format for header in self.headers.values() if header)
 
-    def place(self, name: str, cut: Cut, first: int | None = None) -> Place:
-        """Where a piece lies; ``first``: in another pipeline stage that holds the tensor too, the one that begins with this rank.
-        DamagedFileError if the file holds another dtype or shape than it should; LoadError if none of its holders has it."""
+    def locate(self, name: str, cut: Cut, first: int | None = None) -> PieceLocation:
+        """Returns where a piece lies; with ``first`` in the pipeline stage that begins with this rank, instead of the first that
+        holds the tensor. DamagedFileError if the file holds another dtype or shape; LoadError if no holder has the piece."""
         tensor = self.tensors[name]
         asked = []
         for holder in cut.holders:
             rank = (tensor.first if first is None else first) + holder
-            path = self.file_of(rank, name)
+            path = self.path_of(rank, name)
             header = self.header(path) if path is not None else None
             entry = header.tensors.get(name) if header else None
             if entry is None:
@@ -112,17 +119,17 @@ class Weights:
                 raise DamagedFileError(path, f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
                                              f"{tensor.dtype} of shape {expected}, a part of {tensor.shape}: the strategy is not "
                                              f"that of these weights, or the file is of another job", tensor=name)
-            return Place(rank, path, entry, self.checksum(rank, name))
+            return PieceLocation(rank, path, entry, self.checksum(rank, name))
         raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
                         f"{listed(asked)}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
 
     def entries(self, rank: int) -> dict[str, TensorEntry] | None:
-        """Everything in the files of a rank; None if none of them is there."""
+        """Returns all tensors in the files of a rank; None if no file of it is there."""
         headers = [header for path in self.paths(rank) if (header := self.header(path))]
         return {name: entry for header in headers for name, entry in header.tensors.items()} if headers else None
 
     def header(self, path: str) -> Header | None:
-        """None if there is no such file. Read once."""
+        """Returns the header of a file, None if there is no such file. Each is read once."""
         with self._lock:
             if path in self.headers:
                 return self.headers[path]
@@ -133,7 +140,7 @@ class Weights:
 
 
 def _read(storage: Storage, path: str) -> Header | None:
-    """None if there is no such file."""
+    """Returns the header of a file, None if there is no such file."""
     try:
         with storage.open(path) as file:
             return read_header(file, path)
@@ -141,8 +148,8 @@ def _read(storage: Storage, path: str) -> Header | None:
         return None
 
 
-def of_complete(storage: Storage, weights: CompleteWeights) -> Weights:
-    """Uncut weights."""
+def view_of_complete(storage: Storage, weights: CompleteWeights) -> CheckpointView:
+    """Views complete weights. LoadError if one of them is a text."""
     paths = {name: os.path.join(weights.root, file) for name, file in weights.tensors.items()}
     entries = {name: weights.headers[file].tensors[name] for name, file in weights.tensors.items()}
     texts = [name for name, entry in entries.items() if entry.dtype not in DTYPES]
@@ -150,24 +157,25 @@ def of_complete(storage: Storage, weights: CompleteWeights) -> Weights:
         raise LoadError(f"{paths[texts[0]]}: {texts[0]} is a text, not a tensor; it can be part of no other layout")
     tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
     headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
-    return Weights(storage, weights.root, tensors, lambda rank, name: paths[name], found_in=paths, headers=dict(headers))
+    return CheckpointView(storage, weights.root, tensors, lambda rank, name: paths[name], path_by_tensor=paths,
+                          headers=dict(headers))
 
 
-def of_candidate(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None = None) -> Weights:
-    """Rank folders. ``strategy``: needed for what mindformers wrote on several ranks; where records know the layouts it must
-    agree with them. StrategyError if there is no layout for a tensor that needs one, or it does not fit; all named."""
+def view_of_candidate(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None = None) -> CheckpointView:
+    """Views rank folders. ``strategy``: required for checkpoints that mindformers wrote on several ranks; where records hold the
+    layouts it must agree with them. StrategyError that names the tensors whose layout is unknown or does not fit."""
     if strategy is not None and strategy.world_size != candidate.world_size:
         raise StrategyError(f"{strategy.source}: a strategy of {strategy.world_size} ranks ({len(strategy.stages)} stages of "
                             f"{strategy.stage_size}), the checkpoint {root}, step {candidate.step}, is of {candidate.world_size}")
     builder = _RankFolders(storage, root, candidate)
     tensors = builder.tensors(strategy)
-    return Weights(storage, root, tensors, lambda rank, name: builder.path(rank), builder.checksum,
+    return CheckpointView(storage, root, tensors, lambda rank, name: builder.path(rank), builder.checksum,
                    world_size=candidate.world_size, headers=builder.headers,
                    paths=lambda rank: tuple(filter(None, [builder.path(rank)])))
 
 
 class _RankFolders:
-    """Reads as little as the layouts need: one header (and record) a stage, more only where redundancy was removed."""
+    """Finds tensors and layouts of rank folders. Reads one header (and record) a stage; more only after redundancy removal."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):
         self.storage, self.root, self.candidate = storage, root, candidate
@@ -188,7 +196,7 @@ class _RankFolders:
         return self.headers[path]
 
     def details(self, rank: int) -> Details | None:
-        """What the record of a rank says; None where mindformers wrote without records."""
+        """Returns the details in the record of a rank; None if mindformers wrote it, without records."""
         if self.candidate.attempt is None or rank not in self.candidate.files:
             return None
         with self._lock:
@@ -223,7 +231,7 @@ class _RankFolders:
                 if known is None:
                     found[name] = Tensor(name, dtype, full, layout, first, size)
                 else:                               # shared by several stages, or a counter
-                    found[name] = _also(known, dtype, full, layout, first, self.root)
+                    found[name] = _shared_by(known, dtype, full, layout, first, self.root)
             self._check_lost(first, size, given, found)
         if lost:
             source = strategy.source if strategy else "the checkpoint records no layout for them, and no strategy is given " \
@@ -233,7 +241,7 @@ class _RankFolders:
         return found
 
     def _stage_size(self) -> int:
-        """Ranks of a stage by the records; all ranks of the job where they know of no layout."""
+        """Returns the ranks a stage, by the records; those of the job if no record has a layout."""
         for rank in self.candidate.files:
             details = self.details(rank)
             sizes = {row.layout.stage_size for row in details.tensors.values() if row.layout} if details else set()
@@ -246,8 +254,8 @@ class _RankFolders:
         return self.candidate.world_size
 
     def _held(self, first: int, size: int, named: Collection[str]) -> dict[str, tuple[int, str, tuple[int, ...]]]:
-        """{tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was removed: that
-        a safetensors file says, and of others it is suspected where a tensor that the strategy names is missing."""
+        """Returns {tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was
+        removed: a safetensors file says so; of a ckpt file it is assumed if a tensor of the strategy (``named``) is missing."""
         one = next((rank for rank in range(first, first + size) if self.header(rank) is not None), None)
         if one is None:
             raise LoadError(f"{self.root}, step {self.candidate.step}: the files of all ranks from {first} to "
@@ -266,11 +274,11 @@ class _RankFolders:
         return found
 
     def _check_lost(self, first: int, size: int, given: Mapping[str, TensorLayout] | None, found: Mapping[str, Tensor]) -> None:
-        """LoadError if a tensor of this stage was only in files that are missing: the records or the strategy name it."""
+        """Raises LoadError if a tensor of this stage, by its records or the strategy, was only in files that are missing."""
         gone = [rank for rank in range(first, first + size) if self.header(rank) is None] if self._read_all(first, size) else []
         for rank in gone:
             details = self.details(rank)
-            lost = [name for name in details.tensors if name not in found] if details else missing(given or {}, found)
+            lost = [name for name in details.tensors if name not in found] if details else missing_parameters(given or {}, found)
             if lost:
                 raise LoadError(f"{self.root}, step {self.candidate.step}: the file of rank {rank} is missing, and with it "
                                 f"{len(lost)} tensors that no other rank has, for example {lost[0]}")
@@ -302,20 +310,21 @@ class _RankFolders:
         return known
 
     def _same_everywhere(self, name: str, shape: tuple[int, ...], ranks: Iterable[int]) -> bool:
-        """Whether a tensor without a layout is the same on these ranks: a counter, or proven by the records (data parallel)."""
+        """Returns whether a tensor without a layout is alike on ``ranks``: a counter, or one whose recorded checksums agree (data
+        parallel)."""
         if is_scalar(shape):
             return True
         rows = [self._recorded(rank, name) for rank in ranks]
         return len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1 and rows[0] is not None
 
 
-def _also(known: Tensor, dtype: str, shape: tuple[int, ...], layout: TensorLayout | None, first: int, where: str) -> Tensor:
-    """Held by the stage that begins with rank ``first``, too. StrategyError if that has it in another form."""
+def _shared_by(known: Tensor, dtype: str, shape: tuple[int, ...], layout: TensorLayout | None, first: int, where: str) -> Tensor:
+    """Adds the stage that begins with rank ``first`` to the holders. StrategyError if it holds another dtype, shape or layout."""
     if (known.dtype, known.shape, known.layout) != (dtype, shape, layout) and not is_scalar(shape):
         raise StrategyError(f"{where}: the pipeline stage of rank {known.first} holds {known.name} as {known.dtype} of whole "
                             f"shape {known.shape}, cut as {known.layout}, that of rank {first} as {dtype} of {shape}, cut as "
                             f"{layout}; expected the same on both")
-    return replace(known, also=(*known.also, first))
+    return replace(known, other_stages=(*known.other_stages, first))
 
 
 def _global_shape(layout: TensorLayout, held: tuple[int, ...], name: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from mindresume.errors import DamagedFileError, StrategyError
 from mindresume.files.checksum import tensor_checksum
 from mindresume.files.model import TensorEntry
 from mindresume.formats import MINDFORMERS, Candidate
-from mindresume.formats.described import stage_size, uncovered
+from mindresume.formats.described import missing_slices, stage_size
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.record_details import Details, TensorRecord
@@ -57,7 +57,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
         return candidate, ranks
     files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
     try:
-        lost = uncovered(files, True, details_by_strategy(storage, root, candidate, strategy))
+        lost = missing_slices(files, True, details_by_strategy(storage, root, candidate, strategy))
     except (DamagedFileError, StrategyError) as error:
         lost = str(error)
     if not lost:

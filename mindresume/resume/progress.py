@@ -26,7 +26,7 @@ from fractions import Fraction
 from math import gcd
 from typing import Any
 
-from mindresume.data import IGNORED, SKIPPED, DataPosition, DataWish
+from mindresume.data import IGNORED, SKIPPED, DataPosition, DataRequest
 from mindresume.errors import ConfigError, ProgressError
 from mindresume.resume.dataset import dataset_differences
 from mindresume.state import TrainingState
@@ -48,7 +48,7 @@ class RunSettings:
     size: int
     sink_size: int | None = None
     identity: Mapping[str, str] | None = None
-    wish: DataWish = DataWish()
+    wish: DataRequest = DataRequest()
     epochs: int | None = None
 
 
@@ -82,13 +82,13 @@ class ResumeProgress:
     moved: int = 0
 
 
-def data_wish(ignore: Any, skip: Any) -> DataWish:
+def data_wish(ignore: Any, skip: Any) -> DataRequest:
     """Returns what ``ignore_data_skip`` and ``data_skip_steps`` ask for. Raises ConfigError for values of another kind."""
     if ignore not in (None, False, True):
         raise ConfigError(f"{IGNORED} is {ignore!r}; expected True or False")
     if skip is not None and (isinstance(skip, bool) or not isinstance(skip, int) or skip < 0):
         raise ConfigError(f"{SKIPPED} is {skip!r}; expected a whole number of steps, at least 0")
-    return DataWish(bool(ignore), skip)
+    return DataRequest(bool(ignore), skip)
 
 
 def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:

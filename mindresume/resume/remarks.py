@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from mindresume.errors import DamagedFileError, RecordError
 from mindresume.files.checksum import file_checksum
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.described import described
+from mindresume.formats.described import metadata_from_records
 from mindresume.formats.iteration_files import COMMON, METADATA
 from mindresume.formats.iterations import common_from, common_of, metadata_of
 from mindresume.formats.metadata import encode_metadata, read_metadata
@@ -92,6 +92,6 @@ def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple
 def _recorded(storage: Storage, candidate: Candidate) -> object:
     """Returns the parsed ``metadata.json`` that the records imply."""
     files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
-    pieces = encode_metadata(described(files, candidate.deduplicated,
+    pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated,
                                        lambda rank: details_of(storage, candidate.attempt or "", rank)))
     return read_metadata(b"".join(pieces), METADATA)

@@ -16,7 +16,7 @@ from mindresume.files import Header
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_files import METADATA
 from mindresume.formats.iterations import metadata_of
-from mindresume.formats.metadata import Described
+from mindresume.formats.metadata import TensorMetadata
 from mindresume.formats.slices import region_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
@@ -37,8 +37,8 @@ class IterationMetadata:
         self.storage, self.root, self.candidate = storage, root, candidate
         self._lock = threading.Lock()
         self._read = False
-        self._rows: Mapping[str, Described] = {}
-        self._by_file: dict[str, list[tuple[Described, int]]] = {}      # {file name: [(tensor, number of the slice)]}
+        self._rows: Mapping[str, TensorMetadata] = {}
+        self._by_file: dict[str, list[tuple[TensorMetadata, int]]] = {}      # {file name: [(tensor, number of the slice)]}
         self._problem: Refusal | None = None
 
     def problem(self) -> Refusal | None:

@@ -16,9 +16,9 @@ from mindresume.errors import MindResumeError
 from mindresume.events import Notice, warning
 from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
-from mindresume.reshard.copies import check_copies
+from mindresume.reshard.copies import check_replicas
 from mindresume.reshard.engine import writer
-from mindresume.reshard.source import Source, reading
+from mindresume.reshard.source import OpenCheckpoint, open_and_hold
 from mindresume.reshard.strategies import own_strategy
 from mindresume.resume.absent import unknown_strategy
 from mindresume.resume.select import Choice, select
@@ -81,11 +81,11 @@ def convert(play: Play) -> None:
 
         def said(text: str, process: Process = process) -> None:
             process.emit(Notice(text))
-        with _judged(play, "conversion"), reading(storage, training.root, log=said) as source:
+        with _judged(play, "conversion"), open_and_hold(storage, training.root, log=said) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 
-def _carry_out(storage: _Files, source: Source, target: str, training: Training) -> None:
+def _carry_out(storage: _Files, source: OpenCheckpoint, target: str, training: Training) -> None:
     strategy = own_strategy(source.weights)
     job = to_iteration(source, strategy) if source.is_iteration else to_ranks(source, strategy, source.weights.format)
     conversion = _Conversion(storage, job, target)
@@ -93,7 +93,7 @@ def _carry_out(storage: _Files, source: Source, target: str, training: Training)
         return
 
     def write() -> None:
-        check_copies(source.weights, read=True)
+        check_replicas(source.weights, read=True)
         conversion.write(writer("direct", conversion, workers=1, tile=1 << 10))
     conversion.run(write)
 

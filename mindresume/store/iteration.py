@@ -22,7 +22,7 @@ from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.file_record import FileRecord
 from mindresume.formats import Candidate
-from mindresume.formats.described import described
+from mindresume.formats.described import metadata_from_records
 from mindresume.formats.iteration_files import (
     COMMON,
     METADATA,
@@ -46,7 +46,7 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
     contents = {COMMON: [encode_common(common_from(state), with_status=state.health is not None)]}
     if place.world_size > 1:
         try:
-            contents[METADATA] = encode_metadata(described(
+            contents[METADATA] = encode_metadata(metadata_from_records(
                 [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
                 lambda rank: details_of(place.storage, place.attempt(state.step), rank)))
         except ValueError as error:

@@ -35,7 +35,7 @@ from mindresume.reshard.conversion import LOCK, Conversion
 from mindresume.reshard.conversion_plan import to_ranks
 from mindresume.reshard.engine import writer
 from mindresume.reshard.made import CONVERSION
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store.storage import TEMPORARY, PosixStorage
 from mindresume.strategy import Strategy, write_strategy
 
@@ -487,7 +487,7 @@ def test_a_kill_in_the_middle_and_the_same_command_again(source, tmp_path, read,
 def running(source, tmp_path):
     """The same conversion as ``--to dp=2,pp=2``, begun by somebody else."""
     plan = Plan.parse("dp2pp2").strategy()
-    made = Conversion(PosixStorage(), to_ranks(open_source(STORAGE, str(source)), Strategy(plan.stages), "safetensors"),
+    made = Conversion(PosixStorage(), to_ranks(open_checkpoint(STORAGE, str(source)), Strategy(plan.stages), "safetensors"),
                       str(tmp_path / "new"))
     made.prepare()
     made.write(writer("direct", made), [0])

@@ -12,7 +12,7 @@ from mindresume.formats.metadata import read_metadata
 from mindresume.formats.scan import scan
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.strategy import write_strategy
@@ -28,7 +28,7 @@ def no_flush(monkeypatch):
 
 
 def values(folder):
-    weights = open_source(STORAGE, str(folder)).weights
+    weights = open_checkpoint(STORAGE, str(folder)).weights
     return {name: array.tobytes() for name, array in read_regions(
         weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}).items()}
 
@@ -43,7 +43,7 @@ def test_there_and_back(tmp_path, call, plan, dedup):
     assert sorted(os.listdir(tmp_path / "new")) == sorted([".mindresume", "conversion.json", NAME, TRACKER])
     assert (tmp_path / "new" / TRACKER).read_text() == str(STEP)
     common = json.loads((tmp_path / "new" / NAME / "common.json").read_text())
-    state = open_source(STORAGE, str(tmp_path / "old")).state
+    state = open_checkpoint(STORAGE, str(tmp_path / "old")).state
     assert (common["step_num"], common["global_batch_size"]) == (STEP, state.global_batch_size)
     if plan.world_size > 1:
         path = tmp_path / "new" / NAME / "metadata.json"

@@ -9,7 +9,7 @@ from formats.test_huggingface import GROUPED, assemble
 from reshard.test_huggingface import complete, document, everything, put
 
 from mindresume.formats.huggingface import rules, shapes
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store.storage import PosixStorage
 
 COMMAND = "export-hf"
@@ -51,7 +51,7 @@ def test_several_files_with_an_index(read, call, source, config, tmp_path):
     assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)}
     assert call(source, tmp_path / "one", "--config", config, "--step", "5")[0] == 0
     storage = PosixStorage()
-    one, several = (everything(open_source(storage, str(tmp_path / name)).weights) for name in ("one", "hf"))
+    one, several = (everything(open_checkpoint(storage, str(tmp_path / name)).weights) for name in ("one", "hf"))
     assert one.keys() == several.keys() and all((one[name] == several[name]).all() for name in one)
 
 
@@ -97,7 +97,7 @@ def test_contiguous_orders(call, config, tmp_path):
     complete(tmp_path / "source", given)
     (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
     assert call(tmp_path / "source", tmp_path / "hf", "--config", config, "--contiguous-attention", "--contiguous-mlp")[0] == 0
-    found = everything(open_source(PosixStorage(), str(tmp_path / "hf")).weights)
+    found = everything(open_checkpoint(PosixStorage(), str(tmp_path / "hf")).weights)
     qkv, fc1 = (given[f"decoder.layers.0.{name}.weight"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1"))
     np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], qkv[48:72])
     np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], fc1[12:])

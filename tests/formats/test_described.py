@@ -2,7 +2,7 @@
 import pytest
 
 from mindresume.errors import RecordError
-from mindresume.formats.described import described
+from mindresume.formats.described import metadata_from_records
 from mindresume.formats.metadata import encode_metadata, read_metadata
 from mindresume.formats.slices import region_of
 from mindresume.layout import TensorLayout
@@ -26,7 +26,7 @@ def made(world, tables, deduplicated=False):
     def details_of(rank):
         read.append(rank)
         return Details(tables[rank])
-    rows = described(files_of(world), deduplicated, details_of)
+    rows = metadata_from_records(files_of(world), deduplicated, details_of)
     assert read_metadata(b"".join(encode_metadata(rows)), "metadata.json") is not None
     return {found.name: found for found in rows}, read
 
@@ -89,7 +89,7 @@ def test_counters_are_not_described():
 
 
 def test_tensors_without_any_layout_make_an_empty_description():
-    assert described(files_of(2), False, lambda rank: Details({"w": TensorRecord("float32", (1,), SUM)})) == []
+    assert metadata_from_records(files_of(2), False, lambda rank: Details({"w": TensorRecord("float32", (1,), SUM)})) == []
 
 
 def test_stages_of_different_size_are_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mindresume.errors import DamagedFileError
 from mindresume.formats.iteration_files import slice_key
-from mindresume.formats.metadata import MAX_METADATA, Described, Stored, encode_metadata, read_metadata
+from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.slices import folded, ordinals
 from mindresume.layout import MAX_RANKS, TensorLayout
 
@@ -21,9 +21,9 @@ def described(name, layout, shape, *, first=0, dtype="float32", copies=True, kin
     groups = {}
     for rank, number in enumerate(ordinals(layout, shape), first):
         groups.setdefault(number, []).append(rank)
-    stored = {number: tuple(Stored(f"net-{kind}-{rank:07d}-0000099.safetensors", rank, tuple(group))
+    stored = {number: tuple(StoredSlice(f"net-{kind}-{rank:07d}-0000099.safetensors", rank, tuple(group))
                             for rank in (group if copies else group[-1:])) for number, group in groups.items()}
-    return Described(name, dtype, tuple(shape), layout, first, stored)
+    return TensorMetadata(name, dtype, tuple(shape), layout, first, stored)
 
 
 def encoded(*tensors):
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back(rows):
     found = read_metadata(encoded(*tensors), "m")
     assert list(found) == list(rows)
     for tensor in tensors:
-        assert found[tensor.name] == Described(tensor.name, tensor.dtype, tensor.shape, folded(tensor.layout), tensor.first,
+        assert found[tensor.name] == TensorMetadata(tensor.name, tensor.dtype, tensor.shape, folded(tensor.layout), tensor.first,
                                                tensor.stored)
 
 
@@ -68,15 +68,15 @@ def test_the_file_is_that_of_mindformers_line_by_line():
 
 
 def test_a_parameter_without_layout_is_written_as_whole_on_the_rank_that_stored_it():
-    tensor = Described("w", "int32", (3,), None, 0, {0: (Stored("f.safetensors", 3), Stored("e.safetensors", 2))})
+    tensor = TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3), StoredSlice("e.safetensors", 2))})
     found = read_metadata(encoded(tensor), "m")["w"]
-    assert found == Described("w", "int32", (3,), TensorLayout((1,), (-1,)), 2, tensor.stored)
+    assert found == TensorMetadata("w", "int32", (3,), TensorLayout((1,), (-1,)), 2, tensor.stored)
 
 
 def test_a_layout_of_null_is_read():
-    rows = json.loads(encoded(Described("w", "int32", (3,), None, 0, {0: (Stored("f.safetensors", 3),)})))
+    rows = json.loads(encoded(TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3),)})))
     rows["state_dict_metadata"]["w"]["layout"] = None
-    expected = Described("w", "int32", (3,), None, 0, {0: (Stored("f.safetensors", 3),)})
+    expected = TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3),)})
     assert read_metadata(json.dumps(rows).encode(), "m") == {"w": expected}
 
 
@@ -92,7 +92,7 @@ def test_parameters_that_are_alike_but_for_one_thing():
 def test_a_parameter_of_two_stages():
     layout = TensorLayout((2,), (0,))
     one, two = (described("w", layout, (4,), first=first) for first in (0, 6))
-    both = Described("w", "float32", (4,), layout, 0, {number: one.stored[number] + two.stored[number] for number in (0, 1)})
+    both = TensorMetadata("w", "float32", (4,), layout, 0, {number: one.stored[number] + two.stored[number] for number in (0, 1)})
     assert read_metadata(encoded(both), "m") == {"w": both}
 
 
@@ -108,18 +108,18 @@ def test_no_parameters():
 def test_what_could_not_be_read_back_is_not_written(change, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):
-        encode_metadata([Described(**{**vars(tensor), **change})])
+        encode_metadata([TensorMetadata(**{**vars(tensor), **change})])
 
 
 @pytest.mark.parametrize("copies, reason", [
-    ((Stored("../x.safetensors", 5, (5, 7)),), "file_name"), ((Stored("x.ckpt", 5, (5, 7)),), "file_name"),
-    ((Stored("x.safetensors", -1, (5, 7)),), "rank"), ((Stored("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
-    ((Stored("x.safetensors", 4, (5, 7)),), "rank 4"), ((Stored("x.safetensors", 5, (5, 6)),), "rank 6"),
-    ((Stored("x.safetensors", 7),), "rank 5 is in no group")])
+    ((StoredSlice("../x.safetensors", 5, (5, 7)),), "file_name"), ((StoredSlice("x.ckpt", 5, (5, 7)),), "file_name"),
+    ((StoredSlice("x.safetensors", -1, (5, 7)),), "rank"), ((StoredSlice("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
+    ((StoredSlice("x.safetensors", 4, (5, 7)),), "rank 4"), ((StoredSlice("x.safetensors", 5, (5, 6)),), "rank 6"),
+    ((StoredSlice("x.safetensors", 7),), "rank 5 is in no group")])
 def test_copies_that_mindformers_would_not_find_are_not_written(copies, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):
-        encode_metadata([Described(**{**vars(tensor), "stored": {**tensor.stored, 1: copies}})])
+        encode_metadata([TensorMetadata(**{**vars(tensor), "stored": {**tensor.stored, 1: copies}})])
 
 
 def test_a_parameter_twice_is_not_written():

@@ -16,7 +16,7 @@ from mindformers import MindFormerConfig  # noqa: E402
 from mindresume.errors import AgreementError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.plugin import adapter, convert, job_start, loading, session  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
-from mindresume.reshard.source import open_source  # noqa: E402
+from mindresume.reshard.source import open_checkpoint  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.strategy import write_strategy  # noqa: E402
@@ -223,8 +223,8 @@ def test_merged_weights_besides(tmp_path):
     recorded(tmp_path / "checkpoint", source, TENSORS)
     found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, Settings(unified_checkpoint=1)))
     right(plan, 0, found[0][0])
-    merged = open_source(STORAGE, str(tmp_path / "out" / "unified_checkpoint"))
-    assert compare(merged.weights, open_source(STORAGE, str(tmp_path / "checkpoint")).weights) == []
+    merged = open_checkpoint(STORAGE, str(tmp_path / "out" / "unified_checkpoint"))
+    assert compare(merged.weights, open_checkpoint(STORAGE, str(tmp_path / "checkpoint")).weights) == []
     assert merged.state.step == STEP
 
 

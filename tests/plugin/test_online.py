@@ -13,7 +13,10 @@ from mindformers.tools.register import MindFormerConfig  # noqa: E402
 from mindresume.errors import ConfigError, LoadError, MissingCheckpointError  # noqa: E402
 from mindresume.plugin import online, session  # noqa: E402
 from mindresume.plugin.online import common_for, load_request  # noqa: E402
-from mindresume.reshard.weights import Tensor, Weights  # noqa: E402
+from mindresume.reshard.weights import (
+    CheckpointView,  # noqa: E402
+    Tensor,  # noqa: E402
+)
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.state import TrainingState  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
@@ -245,7 +248,7 @@ def test_a_step_that_does_not_scale_is_rounded_down(current):
 # ---- what is wanted --------------------------------------------------------------------------------------------------
 
 def weights_of(**shapes):
-    return Weights(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
+    return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
                                        for name, shape in shapes.items()}, lambda rank, name: None)
 
 

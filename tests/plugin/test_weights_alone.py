@@ -20,7 +20,7 @@ from mindresume.plugin.session import EVALUATE, PREDICT, TRAIN  # noqa: E402
 from mindresume.reshard.conversion import Conversion  # noqa: E402
 from mindresume.reshard.conversion_plan import to_complete, to_iteration  # noqa: E402
 from mindresume.reshard.engine import writer  # noqa: E402
-from mindresume.reshard.source import open_source  # noqa: E402
+from mindresume.reshard.source import open_checkpoint  # noqa: E402
 from mindresume.reshard.strategies import own_strategy  # noqa: E402
 from mindresume.resume import choosing  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
@@ -116,7 +116,7 @@ def written(root, origin, plan):
         return path
     recorded(path, plan, TENSORS)
     if origin in ("merged", "iteration"):
-        source, target = open_source(STORAGE, str(path)), root / origin
+        source, target = open_checkpoint(STORAGE, str(path)), root / origin
         conversion = Conversion(STORAGE, to_complete(source, "mindspore") if origin == "merged" else
                                 to_iteration(source, own_strategy(source.weights)), str(target))
         conversion.run(lambda: conversion.write(writer("direct", conversion)))

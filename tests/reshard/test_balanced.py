@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mindresume.layout import TensorLayout
 from mindresume.reshard import balanced
-from mindresume.reshard.balanced import pass_on, plan
+from mindresume.reshard.balanced import exchange_pieces, plan_reads
 from mindresume.reshard.geometry import held, shape_of, whole
 from mindresume.simulation.threads import Condition
 
@@ -38,7 +38,7 @@ class Cable:
 
         def call(ranks, owner, data, count):
             assert rank in ranks and owner in ranks and (data is not None) == (rank == owner)
-            assert 0 < count <= balanced.MOST and (data is None or len(data) == count)
+            assert 0 < count <= balanced.MAX_EXCHANGE_BYTES and (data is None or len(data) == count)
             number = counts[ranks] = counts.get(ranks, 0) + 1
             with self.condition:
                 calls = self.calls.setdefault((ranks, number), {})
@@ -56,11 +56,11 @@ def load(ranks, layouts, tensors, dtypes, sizes):
 
     def work(rank):
         regions = regions_of(rank, layouts)
-        mine, exchanges = plan(regions, layouts, sizes, rank)
+        mine, exchanges = plan_reads(regions, layouts, sizes, rank)
         read[rank] = set(mine)
         arrays = {name: np.ascontiguousarray(tensors[name][tuple(slice(*part) for part in region)])
                   for name, region in mine.items()}
-        pass_on(arrays, exchanges, regions, dtypes, rank, cable.broadcast(rank))
+        exchange_pieces(arrays, exchanges, regions, dtypes, rank, cable.broadcast(rank))
         results[rank] = arrays
     assert Ranks(ranks).run(lambda group: work(group.rank)) == [None] * ranks
     return results, read
@@ -75,7 +75,7 @@ def tensors_for(layouts, dtypes):
 
 @pytest.mark.parametrize("most", [1, 10, 64, 64 << 20])
 def test_every_rank_gets_its_part_and_each_piece_is_read_once(monkeypatch, most):
-    monkeypatch.setattr(balanced, "MOST", most)
+    monkeypatch.setattr(balanced, "MAX_EXCHANGE_BYTES", most)
     tensors = tensors_for(LAYOUTS, DTYPES)
     tensors["rows"][0, 0], tensors["rows"][1, 1] = -0.0, np.nan
     found, read = load(4, LAYOUTS, tensors, DTYPES, SIZES)
@@ -113,14 +113,15 @@ def test_any_stage_of_any_job(stages, dp, tp, count):
 def test_nothing_is_passed_on_where_nothing_is_alike():
     layouts = {"w": (TensorLayout((4,), (0,)), (8,))}
     regions = {"w": held(layouts["w"][0], 1, (8,)), "global_step": whole((1,))}
-    assert plan(regions, layouts, {"w": 4, "global_step": 4}, 1) == (regions, [])
+    assert plan_reads(regions, layouts, {"w": 4, "global_step": 4}, 1) == (regions, [])
 
 
 @pytest.mark.parametrize("saved, mine", [((1,), ()), ((), (1,)), ((1, 1), (1,))])
 def test_a_counter_of_other_dimensions_is_read_by_each_rank(saved, mine):
     """One element, () in the network and (1,) in the checkpoint: its layout says nothing of the region that is read."""
     layouts = {"scale": (TensorLayout((2, 2), (-1,) * len(mine)), mine), "copied": (TensorLayout((2, 2), (-1,)), (5,))}
-    plans = [plan({"scale": whole(saved), "copied": whole((5,))}, layouts, {"scale": 4, "copied": 2}, rank) for rank in range(4)]
+    plans = [plan_reads({"scale": whole(saved), "copied": whole((5,))}, layouts, {"scale": 4, "copied": 2}, rank)
+             for rank in range(4)]
     assert all("scale" in regions for regions, _ in plans)
     assert sum("copied" in regions for regions, _ in plans) == 1
     assert {tuple(exchanges) for _, exchanges in plans} == {tuple(plans[0][1])}

@@ -19,7 +19,7 @@ from mindresume.files.model import DTYPES
 from mindresume.formats.complete import read_complete
 from mindresume.reshard import compare as module
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES, by_size, comparable, compare
-from mindresume.reshard.weights import of_candidate, of_complete
+from mindresume.reshard.weights import view_of_candidate, view_of_complete
 
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
          **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
@@ -33,17 +33,17 @@ SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.5)
 
 def uncut(path, tensors):
     """Weights of one file with these tensors."""
-    return of_complete(STORAGE, read_complete(STORAGE, str(put(Path(path), tensors))))
+    return view_of_complete(STORAGE, read_complete(STORAGE, str(put(Path(path), tensors))))
 
 
 def opened(root, kind, text, fmt="safetensors", tensors=TENSORS):
     """Weights of a checkpoint written under the plan."""
     if kind == "complete":
-        return of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
+        return view_of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
     plan = Plan.parse(text, MODEL)
     write = foreign if "foreign" in kind else recorded
     candidate = write(root, plan, tensors, fmt, dedup="dedup" in kind)
-    return of_candidate(STORAGE, str(root), candidate, plan.strategy() if "foreign" in kind else None)
+    return view_of_candidate(STORAGE, str(root), candidate, plan.strategy() if "foreign" in kind else None)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
     foreign(tmp_path / "a", plan, TENSORS)
     with open(path, "rb") as file:
         flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0] + byte)
-    a = of_candidate(STORAGE, str(tmp_path / "a"), newest(tmp_path / "a"), plan.strategy())
+    a = view_of_candidate(STORAGE, str(tmp_path / "a"), newest(tmp_path / "a"), plan.strategy())
     (it,) = compare(a, b, tile=256)
     array = TENSORS.get(name, COUNTERS.get(name))
     indices = np.arange(array.size).reshape(array.shape)
@@ -185,10 +185,10 @@ MEASURED = """
 import sys, tracemalloc
 from mindresume.formats.complete import read_complete
 from mindresume.reshard import compare
-from mindresume.reshard.weights import of_complete
+from mindresume.reshard.weights import view_of_complete
 from mindresume.store.storage import PosixStorage
 compare.PORTION = 4096
-a, b = (of_complete(PosixStorage(), read_complete(PosixStorage(), path)) for path in sys.argv[1:])
+a, b = (view_of_complete(PosixStorage(), read_complete(PosixStorage(), path)) for path in sys.argv[1:])
 tracemalloc.start()
 (it,) = compare.compare(a, b, workers=1, tile=1 << 16)
 print(tracemalloc.get_traced_memory()[1], it.count, it.absolute, it.relative)
@@ -219,4 +219,4 @@ def test_a_file_cut_short_and_a_piece_that_is_nowhere(tmp_path):
         candidate = newest(tmp_path / "a")
         lose(tmp_path / "a", candidate, [1])
         with pytest.raises(LoadError, match="is nowhere"):
-            compare(of_candidate(STORAGE, str(tmp_path / "a"), candidate), b)
+            compare(view_of_candidate(STORAGE, str(tmp_path / "a"), candidate), b)

@@ -34,8 +34,8 @@ from mindresume.reshard import conversion as module
 from mindresume.reshard.conversion import LOCK, Conversion, remove_tree
 from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.engine import writer
-from mindresume.reshard.made import CONVERSION, read_made
-from mindresume.reshard.source import open_source
+from mindresume.reshard.made import CONVERSION, read_conversion_manifest
+from mindresume.reshard.source import open_checkpoint
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.strategy import Strategy, write_strategy
@@ -63,11 +63,11 @@ def root(tmp_path_factory):
 
 
 def ranks_job(root, text="pp2", fmt="safetensors"):
-    return to_ranks(open_source(STORAGE, str(root)), Plan.parse(text, TINY).strategy(), fmt)
+    return to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse(text, TINY).strategy(), fmt)
 
 
 def complete_job(root):
-    return to_complete(open_source(STORAGE, str(root)), MINDSPORE, 32)
+    return to_complete(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32)
 
 
 JOBS = {"ranks": ranks_job, "complete": complete_job}
@@ -291,7 +291,7 @@ def test_going_on_with_another_share(tmp_path, root, expected):
     first.prepare()
     first.write(writer("direct", first), [0])
     first._release()
-    job = to_ranks(open_source(STORAGE, str(root)), Plan.parse("pp2", TINY).strategy(), "safetensors", share=2)
+    job = to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse("pp2", TINY).strategy(), "safetensors", share=2)
     carry_out(conversion(job, tmp_path / "new"))
     assert contents(tmp_path / "new") == expected["ranks"][0]
 
@@ -321,10 +321,10 @@ def test_the_same_conversion_again_does_nothing(tmp_path, root, what):
 
 def other_jobs(root):
     return {"plan": ranks_job(root, "tp2"), "format": ranks_job(root, fmt="ckpt"), "complete": complete_job(root),
-            "one rank": to_ranks(open_source(STORAGE, str(root)), None, "safetensors"),
-            "kind": to_complete(open_source(STORAGE, str(root)), HUGGINGFACE, 32),
-            "parts": to_complete(open_source(STORAGE, str(root)), MINDSPORE, 64),
-            "drop": to_complete(open_source(STORAGE, str(root)), MINDSPORE, 32, ("embedding*",))}
+            "one rank": to_ranks(open_checkpoint(STORAGE, str(root)), None, "safetensors"),
+            "kind": to_complete(open_checkpoint(STORAGE, str(root)), HUGGINGFACE, 32),
+            "parts": to_complete(open_checkpoint(STORAGE, str(root)), MINDSPORE, 64),
+            "drop": to_complete(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32, ("embedding*",))}
 
 
 def test_every_conversion_is_another_one(tmp_path, root):
@@ -354,7 +354,7 @@ def test_another_strategy_of_the_source_is_another_conversion(tmp_path):
     foreign(tmp_path / "from", Plan.parse("tp2", model), tensors)
     for name, cuts in (("wrong", (-1, 0)), ("right", (0, -1))):
         write_strategy(Strategy(({"w": TensorLayout((1, 2), cuts)},)), str(tmp_path / name))
-        source = open_source(STORAGE, str(tmp_path / "from"), strategy=str(tmp_path / name))
+        source = open_checkpoint(STORAGE, str(tmp_path / "from"), strategy=str(tmp_path / name))
         made = conversion(to_ranks(source, None, "safetensors"), tmp_path / "new")
         if name == "right":
             with pytest.raises(ConfigError, match="is not empty: it was converted from"):
@@ -614,7 +614,7 @@ def test_removal_does_not_follow_links(tmp_path):
 def convert(source, target, plan, fmt="safetensors", model=MODEL, **options):
     """``plan``: text, or None for one rank. Returns the target."""
     strategy = None if plan is None else Plan.parse(plan, model).strategy()
-    carry_out(conversion(to_ranks(open_source(STORAGE, str(source), **options), strategy, fmt), target))
+    carry_out(conversion(to_ranks(open_checkpoint(STORAGE, str(source), **options), strategy, fmt), target))
     return target
 
 
@@ -749,7 +749,7 @@ def test_lost_files_of_the_target_stand_in_for_each_other(tmp_path):
 # ---- complete weights ------------------------------------------------------------------------------------------------
 
 def merge(source, target, kind=MINDSPORE, part_bytes=2000, drop=()):
-    carry_out(conversion(to_complete(open_source(STORAGE, str(source)), kind, part_bytes, drop), target))
+    carry_out(conversion(to_complete(open_checkpoint(STORAGE, str(source)), kind, part_bytes, drop), target))
     return read_complete(STORAGE, str(target))
 
 
@@ -764,7 +764,7 @@ def test_merged_weights_are_read_back_and_cut_again(tmp_path, write, fmt):
         {name: (a.dtype, a.shape, a.tobytes()) for name, a in {**ALL, **COUNTERS}.items()}
     assert found.kind == MINDSPORE and found.notes == () and len(found.files) > 3 and found.files[-1] == "hyper_param.safetensors"
     assert {name for name, file in found.tensors.items() if file == found.files[-1]} == {*COUNTERS, "layers.1.none"}
-    source = open_source(STORAGE, str(tmp_path / "merged"))
+    source = open_checkpoint(STORAGE, str(tmp_path / "merged"))
     assert (source.state.step, source.state.global_step, source.state.global_batch_size, source.state.loss_scale) == (
         STEP, STEP, 8, 1.0)
     convert(tmp_path / "merged", tmp_path / "again", "tp4", fmt)
@@ -784,17 +784,17 @@ def test_what_merged_weights_were_made_from(tmp_path):
     """Their checksums are recorded for whoever loads them."""
     recorded(tmp_path / "a", Plan.parse("tp2", TINY), TENSORS)
     merge(tmp_path / "a", tmp_path / "merged", part_bytes=32)
-    made = read_made(STORAGE, str(tmp_path / "merged"))
+    made = read_conversion_manifest(STORAGE, str(tmp_path / "merged"))
     assert made.what == f"{tmp_path}/a, step 15, 2 ranks"
     assert [file.path for file in made.files] == ["part0.safetensors", "part1.safetensors", "hyper_param.safetensors"]
     assert made.tensors == {name: array_checksum(array) for name, array in {**TENSORS, **COUNTERS}.items()}
     for file in made.files:
         content = (tmp_path / "merged" / file.path).read_bytes()
         assert (file.size, file.checksum) == (len(content), xxhash.xxh3_128_hexdigest(content))
-    assert read_made(STORAGE, str(tmp_path / "a")) is None
+    assert read_conversion_manifest(STORAGE, str(tmp_path / "a")) is None
     flip_bit(tmp_path / "merged" / CONVERSION)
     with pytest.raises(DamagedFileError, match="conversion.json: it cannot be read, and nothing else says .* remove it"):
-        read_made(STORAGE, str(tmp_path / "merged"))
+        read_conversion_manifest(STORAGE, str(tmp_path / "merged"))
 
 
 def test_weights_of_hugging_face(tmp_path):

@@ -41,8 +41,8 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard import direct, reading
 from mindresume.reshard.direct import TargetFile, Traffic, tiles, transform, whole_tensors
 from mindresume.reshard.geometry import elements, shape_of, whole
-from mindresume.reshard.reading import OpenFiles, gather, plain
-from mindresume.reshard.weights import Tensor, Weights, of_candidate, of_complete
+from mindresume.reshard.reading import OpenFiles, bits_dtype, gather
+from mindresume.reshard.weights import CheckpointView, Tensor, view_of_candidate, view_of_complete
 from mindresume.store.storage import PosixStorage
 
 TENSORS = random_tensors(MODEL)
@@ -78,7 +78,7 @@ def sources(tmp_path_factory):
 def weights_of(source, text, kind, fmt):
     root, candidate = source(text, kind.removesuffix(" and strategy"), fmt)
     needed = "foreign" in kind or "strategy" in kind
-    return of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if needed else None)
+    return view_of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if needed else None)
 
 
 def targets_of(root, plan, fmt, extra=COUNTERS):
@@ -133,7 +133,7 @@ def test_every_byte_of_every_rank(sources, tmp_path, given, wanted, kind, source
 @pytest.mark.parametrize("kind, wanted, fmt", [("mindspore", "dp2tp2pp2opt2", "safetensors"), ("huggingface", "tp4", "ckpt"),
                                                ("mindspore", "tp1", "ckpt"), ("huggingface", "dp4opt4", "safetensors")])
 def test_from_complete_weights(tmp_path, kind, wanted, fmt):
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "from", TENSORS, kind))))
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "from", TENSORS, kind))))
     plan = Plan.parse(wanted)
     targets = targets_of(tmp_path / "to", plan, fmt)
     check(targets, transform(weights, STORAGE, targets, 2, 512), plan, TENSORS)
@@ -160,7 +160,7 @@ def test_all_bit_patterns_of_two_bytes(tmp_path, given, wanted, source_format, t
     model = {"w": Spec((128, 512), 1, 0, np.dtype(dtype).name), "tail": Spec((2,), None, 1, "int32")}
     tensors["tail"] = np.array([-1, 2], np.int32)
     source, target = Plan.parse(given, model), Plan.parse(wanted, model)
-    weights = of_candidate(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors, source_format), source.strategy())
+    weights = view_of_candidate(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors, source_format), source.strategy())
     targets = targets_of(tmp_path / "to", target, target_format)
     check(targets, transform(weights, STORAGE, targets, 2, 8192), target, tensors)
 
@@ -176,7 +176,7 @@ SMALL = {"scale": Spec((), None, 0), "one": Spec((1,), None, 0, "bfloat16"), "bo
 def test_numbers_and_empty_tensors(tmp_path, given, wanted, source_format, target_format):
     tensors = random_tensors(SMALL)
     source, target = Plan.parse(given, SMALL), Plan.parse(wanted, SMALL)
-    weights = of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, source_format))
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, source_format))
     targets = targets_of(tmp_path / "to", target, target_format)
     check(targets, transform(weights, STORAGE, targets, 3, 64), target, tensors)
 
@@ -187,7 +187,7 @@ def test_tensors_in_several_slices_of_a_ckpt(tmp_path, monkeypatch, slice_bytes,
     monkeypatch.setattr(ckpt, "SLICE_BYTES", slice_bytes)
     model = transformer(layers=2)
     tensors, source, target = random_tensors(model), Plan.parse("dp2tp2opt2", model), Plan.parse("tp2pp2", model)
-    weights = of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, "ckpt"))
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, "ckpt"))
     assert any(len(entry.ranges) > 2 for header in weights.headers.values() for entry in header.tensors.values()) or \
         slice_bytes == 1000
     targets = targets_of(tmp_path / "to", target, "ckpt")
@@ -209,7 +209,7 @@ def test_any_layout_to_any_other(one, other, dtype, tile, workers):
     with tempfile.TemporaryDirectory() as folder:
         paths = [put(Path(folder, f"{rank}.safetensors"), {"w": part_of(array, source, rank)})
                  for rank in range(source.stage_size)]
-        weights = Weights(STORAGE, "test", {"w": Tensor("w", dtype, shape, source)}, lambda rank, name: str(paths[rank]))
+        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, source)}, lambda rank, name: str(paths[rank]))
         targets = [TargetFile(f"{folder}/new{rank}.ckpt", "ckpt", {"w": region_of(shape, wanted, rank)})
                    for rank in range(wanted.stage_size)]
         for rank, sums in enumerate(transform(weights, STORAGE, targets, workers, tile)):
@@ -234,12 +234,12 @@ def test_no_tensors_no_targets(sources, tmp_path):
 
 def test_tiles_are_bounded_and_in_order():
     tensors = [Tensor(name, spec.dtype, spec.shape) for name, spec in MODEL.items()]
-    tensors += [Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct.MOST_IN_TILE)]
+    tensors += [Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct.MAX_BLOCKS_IN_TILE)]
     for size in (1, 64, 1000, 1 << 20):
         found = list(tiles(tensors, size))
-        sizes = {name: np.dtype(plain(tensor.dtype)).itemsize for name, tensor in ((t.name, t) for t in tensors)}
+        sizes = {name: np.dtype(bits_dtype(tensor.dtype)).itemsize for name, tensor in ((t.name, t) for t in tensors)}
         assert all(sum(elements(region) * sizes[tensor.name] for tensor, region in tile) <= max(size, 8) for tile in found)
-        assert all(0 < len(tile) <= direct.MOST_IN_TILE for tile in found)
+        assert all(0 < len(tile) <= direct.MAX_BLOCKS_IN_TILE for tile in found)
         order = [tensor.name for tile in found for tensor, _ in tile]
         assert [name for name, before in zip(order, ["", *order], strict=False) if name != before] == [
             tensor.name for tensor in tensors if math.prod(tensor.shape)]
@@ -304,7 +304,7 @@ def test_one_rank_gathers_what_it_needs_and_no_more(sources, monkeypatch, given,
         for name, region in plan.regions(rank).items():
             files = Watched(STORAGE)
             tensor, expected = weights.tensors[name], shard[name]
-            out = np.empty(shape_of(region), plain(tensor.dtype))
+            out = np.empty(shape_of(region), bits_dtype(tensor.dtype))
             gather(weights, files, name, region, out, np.empty(out.nbytes, np.uint8))
             files.close()
             assert out.tobytes() == expected.tobytes(), (rank, name)
@@ -324,8 +324,8 @@ def test_any_region_is_gathered(data):
     with tempfile.TemporaryDirectory() as folder:
         paths = [put(Path(folder, f"{rank}.ckpt"), {"v": np.ones(3), "w": part_of(array, layout, rank)})
                  for rank in range(layout.stage_size)]
-        weights = Weights(STORAGE, "test", {"w": Tensor("w", dtype, shape, layout)}, lambda rank, name: str(paths[rank]))
-        out, files, shown = np.empty(shape_of(region), plain(dtype)), OpenFiles(STORAGE), []
+        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, layout)}, lambda rank, name: str(paths[rank]))
+        out, files, shown = np.empty(shape_of(region), bits_dtype(dtype)), OpenFiles(STORAGE), []
         gather(weights, files, "w", region, out, np.empty(out.nbytes, np.uint8), lambda *row: shown.append(row))
         files.close()
         expected = array[(*(slice(a, b) for a, b in region), ...)]
@@ -354,9 +354,9 @@ LITTLE = {name: spec for name, spec in transformer(layers=2).items() if "accu" n
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2opt2", LITTLE), Plan.parse("tp2pp2", LITTLE)
-    weights = of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, fmt))
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, fmt))
     targets = targets_of(tmp_path / "to", target, "safetensors")
-    places = [weights.place(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
+    places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     names = [name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))]
     assert set(names) == {*LITTLE, *COUNTERS} - {"layers.1.none"}
     for number, (name, place) in enumerate(zip(names, places, strict=True)):
@@ -379,7 +379,7 @@ def test_a_flipped_bit_in_a_copy_that_is_not_read_is_no_matter(tmp_path):
     candidate = recorded(tmp_path, source, tensors)
     for rank in (2, 3):                 # of ranks 0 and 1
         flip_bit(tmp_path / candidate.files[rank][0].path, -2)
-    weights = of_candidate(STORAGE, str(tmp_path), candidate)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
     targets = targets_of(tmp_path / "to", target, "safetensors")
     check(targets, transform(weights, STORAGE, targets), target, tensors)
 
@@ -390,9 +390,9 @@ def test_a_flipped_bit_in_a_copy_that_is_not_read_is_no_matter(tmp_path):
 def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, rank):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
     candidate = foreign(tmp_path, source, tensors, fmt)
-    weights = of_candidate(STORAGE, str(tmp_path), candidate, source.strategy())
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate, source.strategy())
     path = str(tmp_path / candidate.files[rank][0].path)
-    places = [weights.place(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
+    places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
     targets = targets_of(tmp_path / "to", target, "safetensors")
     ends = r"the file ends at byte .* cut short since its header was read"
@@ -407,7 +407,7 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
 def test_a_source_that_disappears(tmp_path, workers, header_read):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
     candidate = foreign(tmp_path, source, tensors)
-    weights = of_candidate(STORAGE, str(tmp_path), candidate, source.strategy())
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate, source.strategy())
     path = str(tmp_path / candidate.files[2][0].path)
     weights.headers.pop(path, None)
     if header_read:
@@ -462,7 +462,7 @@ class FailingFile:
 def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
     model = {name: spec for name, spec in LITTLE.items() if not name.startswith("adam")}
     tensors, source, target = random_tensors(model), Plan.parse("tp2", model), Plan.parse("dp2tp2opt2", model)
-    weights = of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors))
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors))
     targets, working = targets_of(tmp_path / "to", target, "safetensors"), Failing()
     check(targets, transform(weights, working, targets, workers, 512), target, tensors)
     for made in targets:
@@ -485,7 +485,7 @@ def test_a_target_that_is_there_already_stays(sources, tmp_path):
 
 def test_a_dtype_that_the_format_cannot_hold(tmp_path):
     path = put(tmp_path / "a.safetensors", {"w": np.zeros(4, ml_dtypes.float8_e5m2)})
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(path)))
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(path)))
     with pytest.raises(ValueError, match="ckpt cannot hold dtype float8_e5m2"):
         transform(weights, STORAGE, [TargetFile(str(tmp_path / f"b.{fmt}"), fmt, whole_tensors(weights.tensors))
                                      for fmt in ("safetensors", "ckpt")])
@@ -495,14 +495,14 @@ def test_a_dtype_that_the_format_cannot_hold(tmp_path):
 def test_a_text_of_a_ckpt_is_refused(tmp_path):
     path = put(tmp_path / "a.ckpt", {"note": np.array("abc"), "w": np.arange(4)})
     with pytest.raises(LoadError, match="a.ckpt: note is a text, not a tensor"):
-        of_complete(STORAGE, read_complete(STORAGE, str(path)))
+        view_of_complete(STORAGE, read_complete(STORAGE, str(path)))
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------
 
 def little(tmp_path, wanted="tp2pp2"):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse(wanted, LITTLE)
-    weights = of_candidate(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors), source.strategy())
+    weights = view_of_candidate(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors), source.strategy())
     return weights, targets_of(tmp_path / "to", target, "safetensors")
 
 
@@ -574,7 +574,7 @@ def waits_for_workers(thread):
         found.add(frame.f_code)
         frame = frame.f_back
     waiting = {threading.Thread.join.__code__, threading.Condition.wait.__code__}
-    return bool(found & waiting) and not found & {direct._Job._serve.__code__, threading.Thread.start.__code__}
+    return bool(found & waiting) and not found & {direct._Transfer._serve.__code__, threading.Thread.start.__code__}
 
 
 def end(threads):

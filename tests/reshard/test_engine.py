@@ -11,7 +11,7 @@ from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.direct import BUFFERS, TILE, Traffic
 from mindresume.reshard.engine import ENGINES, LEAST_TILE, engine_for, tile_for, writer
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 
 MODEL = {"embedding.weight": Spec((64, 32), 0, "first"), "layers.0.weight": Spec((32, 64), 1, 0, "bfloat16"),
          "layers.1.weight": Spec((32, 64), 1, 1, "float16")}
@@ -22,8 +22,9 @@ NBYTES = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
 @pytest.fixture
 def made(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2", MODEL), TENSORS)
-    return Conversion(STORAGE, to_ranks(open_source(STORAGE, str(tmp_path / "a")), Plan.parse("dp2tp2pp2opt2", MODEL).strategy(),
-                                        "safetensors"), str(tmp_path / "new"))
+    target = Plan.parse("dp2tp2pp2opt2", MODEL).strategy()
+    return Conversion(STORAGE, to_ranks(open_checkpoint(STORAGE, str(tmp_path / "a")), target, "safetensors"),
+                      str(tmp_path / "new"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -82,7 +83,7 @@ def test_what_is_done_is_not_written_again(made):
 
 
 def test_every_source_byte_is_read_once_for_complete_weights(tmp_path, made):
-    source = open_source(STORAGE, str(tmp_path / "a"))
+    source = open_checkpoint(STORAGE, str(tmp_path / "a"))
     merged, traffic = Conversion(STORAGE, to_complete(source, "mindspore", 4096), str(tmp_path / "merged")), Traffic()
     merged.run(lambda: merged.write(writer("direct", merged, traffic=traffic)))
     assert traffic.read == traffic.verified == traffic.written == NBYTES

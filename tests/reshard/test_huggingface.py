@@ -23,11 +23,11 @@ from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.engine import writer
 from mindresume.reshard.geometry import held, slices_of, whole
-from mindresume.reshard.huggingface import check_network, is_huggingface, of_folder, orders_of, read_model, read_network
-from mindresume.reshard.huggingface_export import Export, to_huggingface, verify_woven
+from mindresume.reshard.huggingface import check_network, is_huggingface, orders_of, read_model, read_network, view_of_folder
+from mindresume.reshard.huggingface_export import Export, to_huggingface, verify_composed
 from mindresume.reshard.load import read_regions, wanted_regions
 from mindresume.reshard.reading import cast
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.store.storage import PosixStorage
 
 STORAGE = PosixStorage()
@@ -86,7 +86,7 @@ def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
     monkeypatch.setattr(reading, "SHORT_ROW", row)
     model = MODELS[name]
     tensors = random(model)
-    weights = of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
+    weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
     same(everything(weights), assemble(rules(model), tensors))
     assert {tensor.dtype for tensor in weights.tensors.values()} == {"float32"} and weights.format == "safetensors"
 
@@ -100,7 +100,7 @@ def test_any_region(tmp_path, data):
     if not os.path.exists(folder):
         os.makedirs(folder)
         folder_of(Path(folder), model, tensors)
-    weights = of_folder(STORAGE, folder, model.attention, model.mlp)
+    weights = view_of_folder(STORAGE, folder, model.attention, model.mlp)
     name = data.draw(st.sampled_from(sorted(n for n in weights.tensors if ".layers.0." not in n)))
     region = []
     for size in weights.tensors[name].shape:
@@ -171,7 +171,7 @@ def test_other_conversions_are_refused(tmp_path, stored, wanted):
     tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].astype(DTYPES[stored])
     folder = folder_of(tmp_path / "hf", GROUPED, tensors)
     with pytest.raises(LoadError, match=rf"1 tensors cannot be converted: {QKV} (is|would be)"):
-        of_folder(STORAGE, folder, wanted={QKV: ((96, 16), wanted)})
+        view_of_folder(STORAGE, folder, wanted={QKV: ((96, 16), wanted)})
 
 
 def test_parts_of_several_dtypes_need_a_wanted_one(tmp_path):
@@ -180,8 +180,8 @@ def test_parts_of_several_dtypes_need_a_wanted_one(tmp_path):
     tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
     folder = folder_of(tmp_path / "hf", GROUPED, tensors)
     with pytest.raises(LoadError, match=f"{QKV} would be of bfloat16 and float32 at once"):
-        of_folder(STORAGE, folder)
-    found = everything(of_folder(STORAGE, folder, wanted={QKV: ((96, 16), "float32")}))
+        view_of_folder(STORAGE, folder)
+    found = everything(view_of_folder(STORAGE, folder, wanted={QKV: ((96, 16), "float32")}))
     same(found, assemble(rules(GROUPED), {**tensors, name: tensors[name].astype(np.float32)}))
 
 
@@ -192,7 +192,7 @@ def test_folders_that_are_refused(tmp_path):
 
     def refused(found, *words, model=GROUPED):
         with pytest.raises(LoadError) as error:
-            of_folder(STORAGE, folder_of(tmp_path / str(len(list(tmp_path.iterdir()))), model, found))
+            view_of_folder(STORAGE, folder_of(tmp_path / str(len(list(tmp_path.iterdir()))), model, found))
         assert all(word in str(error.value) for word in words), error.value
     refused({key: value for key, value in tensors.items() if key != name}, f"missing: {name}")
     refused({**tensors, "model.layers.2.mlp.up_proj.weight": tensors[name]}, "no rule knows: model.layers.2.mlp.up_proj.weight")
@@ -200,7 +200,7 @@ def test_folders_that_are_refused(tmp_path):
     refused({**tensors, name: tensors[name][:-1]}, f"{name} is (11, 16), not (12, 16)", "2 x intermediate_size 12 = 24")
     refused(tensors, "q_proj.weight is (48, 16), not (24, 16)", model=replace(GROUPED, heads=4))
     refused({key: value for key, value in tensors.items() if key != "lm_head.weight"}, "missing: lm_head.weight")
-    assert of_folder(STORAGE, folder_of(tmp_path / "more", GROUPED, {
+    assert view_of_folder(STORAGE, folder_of(tmp_path / "more", GROUPED, {
         **tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3, np.float32)}))
 
 
@@ -208,10 +208,10 @@ def test_tied_weights(tmp_path):
     model = MODELS["tied"]
     tensors = random(model)
     folder = folder_of(tmp_path / "hf", model, tensors)
-    found = everything(of_folder(STORAGE, folder))
+    found = everything(view_of_folder(STORAGE, folder))
     np.testing.assert_array_equal(found[HEAD], tensors["model.embed_tokens.weight"])
     both = folder_of(tmp_path / "both", model, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
-    same(everything(of_folder(STORAGE, both)), found)                      # transformers ties them, whatever is in the file
+    same(everything(view_of_folder(STORAGE, both)), found)                      # transformers ties them, whatever is in the file
     wanted = {name: (rule.shape, "float32") for name, rule in rules(model).items() if name != HEAD}
     assert read_network(STORAGE, folder, wanted, {}, 0, tied=True).keys() == wanted.keys()
     untied = folder_of(tmp_path / "untied", GROUPED, random(GROUPED))
@@ -272,7 +272,7 @@ def test_what_is_a_hugging_face_folder(tmp_path):
     other.mkdir()
     assert not is_huggingface(STORAGE, str(other)) and not is_huggingface(STORAGE, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="config.json does not exist"):
-        of_folder(STORAGE, str(other))
+        view_of_folder(STORAGE, str(other))
     (other / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     assert not is_huggingface(STORAGE, str(other))
     (other / "config.json").write_text('["qwen3"]', encoding="utf-8")
@@ -299,15 +299,16 @@ def test_round_trip(tmp_path, name, dtype):
     """Hugging Face -> complete weights of MindSpore -> Hugging Face: the same bits under the same names."""
     model = MODELS[name]
     tensors = bits(random(model), dtype)
-    weights = of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
+    weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
     if model.tied:
         weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key != HEAD}
-    source = replace(open_source(STORAGE, str(tmp_path / "hf")), weights=weights)
-    middle = open_source(STORAGE, convert(Conversion(STORAGE, to_complete(source, MINDSPORE, 3000), str(tmp_path / "middle"))))
+    source = replace(open_checkpoint(STORAGE, str(tmp_path / "hf")), weights=weights)
+    merged = Conversion(STORAGE, to_complete(source, MINDSPORE, 3000), str(tmp_path / "middle"))
+    middle = open_checkpoint(STORAGE, convert(merged))
     assert middle.weights.tensors.keys() == weights.tensors.keys()
     back = exported(middle, tmp_path / "back", model, part=2000)
     assert "model.safetensors.index.json" in os.listdir(back) and not [f for f in os.listdir(tmp_path) if f.startswith(".")]
-    same(everything(open_source(STORAGE, back).weights), tensors)
+    same(everything(open_checkpoint(STORAGE, back).weights), tensors)
     found = json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))
     assert found == {**document(model), "torch_dtype": dtype}
 
@@ -318,14 +319,14 @@ def test_round_trip(tmp_path, name, dtype):
 def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
     """Cut over ranks or not, with or without copies; states of the optimizer and counters stay away."""
     strategy = FIXTURES / fixture / "output" / "strategy"
-    source = open_source(STORAGE, str(FIXTURES / fixture / "output" / "checkpoint"), 15,
+    source = open_checkpoint(STORAGE, str(FIXTURES / fixture / "output" / "checkpoint"), 15,
                          str(strategy) if strategy.exists() and "_10_" in fixture else None)
     model = replace(GROUPED, hidden=32, heads=4, head_dim=8, inner=64, vocabulary=128)
     known = rules(model)
     merged = read_regions(source.weights, {name: whole(known[name].shape) for name in known})
     expected = assemble(backwards(known), merged)
     back = exported(source, tmp_path / "hf", model, dtype)
-    same(everything(open_source(STORAGE, back).weights),
+    same(everything(open_checkpoint(STORAGE, back).weights),
          bits(expected, "float32" if dtype == "keep" else dtype))
     assert sorted(os.listdir(back)) == ["config.json", "conversion.json", "model.safetensors"]
 
@@ -333,7 +334,7 @@ def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
 def complete(folder, tensors):
     folder.mkdir()
     put(folder / "model.safetensors", tensors, {"format": "ms"})
-    return open_source(STORAGE, str(folder))
+    return open_checkpoint(STORAGE, str(folder))
 
 
 def test_sources_that_do_not_fit(tmp_path):
@@ -373,10 +374,10 @@ def test_recorded_checksums_are_compared(tmp_path):
         folder.mkdir()
         source = complete(folder / "source", assemble(rules(GROUPED), random(GROUPED)))
         merged = convert(Conversion(STORAGE, to_complete(source, MINDSPORE), str(folder / "merged")))
-        source = open_source(STORAGE, merged)
+        source = open_checkpoint(STORAGE, merged)
         job = to_huggingface(source, GROUPED, "keep", 1 << 30)
         traffic, tensors = Traffic(), source.weights.tensors
-        verify_woven(job, traffic)
+        verify_composed(job, traffic)
         woven = [one for one in tensors if "linear_qkv" in one or "linear_fc1" in one]
         assert traffic.verified == traffic.read == sum(tensors[one].nbytes for one in woven)
         path = os.path.join(merged, "part0.safetensors")
@@ -384,13 +385,13 @@ def test_recorded_checksums_are_compared(tmp_path):
         os.chmod(path, 0o644)
         flip_bit(Path(path), at + 5)
         with pytest.raises(DamagedFileError, match=name):
-            verify_woven(job)
+            verify_composed(job)
             exported(source, folder / "hf", GROUPED)
         assert not os.path.exists(folder / "hf")
 
 
 def test_wanted_regions_speak_of_the_network(tmp_path):
     """As any weights: another dtype is a problem unless it was asked for."""
-    weights = of_folder(STORAGE, folder_of(tmp_path / "hf", GROUPED, bits(random(GROUPED), "bfloat16")))
+    weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", GROUPED, bits(random(GROUPED), "bfloat16")))
     with pytest.raises(LoadError, match=f"{QKV} is bfloat16 in the checkpoint, float32 in the network"):
         wanted_regions(weights, {QKV: ((96, 16), "float32")}, {}, 0)

@@ -15,7 +15,7 @@ from mindresume.manifest import FOLDER
 from mindresume.reshard import iteration
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.reshard.strategies import own_strategy
 from mindresume.store.commit import Committer
 from mindresume.store.shard import Place, iteration_shard, write_shard
@@ -52,7 +52,7 @@ def without_records(root):
 
 
 def values(root):
-    weights = open_source(STORAGE, str(root)).weights
+    weights = open_checkpoint(STORAGE, str(root)).weights
     found = read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
     assert found.pop("global_step").tolist() == [STEP]
     return found
@@ -95,12 +95,12 @@ def test_which_of_the_two_is_read(tmp_path, monkeypatch):
 def test_the_layout_of_the_source_itself(tmp_path):
     for plan in PLANS[1:]:
         iterated(tmp_path / plan, plan)
-        strategy = own_strategy(open_source(STORAGE, str(tmp_path / plan)).weights)
+        strategy = own_strategy(open_checkpoint(STORAGE, str(tmp_path / plan)).weights)
         assert strategy.world_size == Plan.parse(plan).world_size
         for rank in range(strategy.world_size):
             assert set(strategy.of_rank(rank)) == set(Plan.parse(plan).layouts(rank)), (plan, rank)
     iterated(tmp_path / "one", "dp1")
-    assert own_strategy(open_source(STORAGE, str(tmp_path / "one")).weights) is None
+    assert own_strategy(open_checkpoint(STORAGE, str(tmp_path / "one")).weights) is None
 
 
 def test_a_file_is_missing_and_replicas_have_it_or_not(tmp_path):
@@ -110,7 +110,7 @@ def test_a_file_is_missing_and_replicas_have_it_or_not(tmp_path):
     folder = iterated(tmp_path / "b", "dp2tp2opt2")
     os.remove(folder / "net-model-0000000-0000004.safetensors")
     candidate = scan(STORAGE, str(tmp_path / "b")).candidates[0]
-    weights = iteration.of_iteration(STORAGE, str(tmp_path / "b"), candidate)
+    weights = iteration.view_of_iteration(STORAGE, str(tmp_path / "b"), candidate)
     with pytest.raises(LoadError, match="is nowhere: it should be in the file of rank 0"):
         read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
 
@@ -125,13 +125,13 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
     (folder / METADATA).write_text(json.dumps(content))
     candidate = scan(STORAGE, str(tmp_path)).candidates[0]
     with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name"):
-        iteration.of_iteration(STORAGE, str(tmp_path), candidate)
+        iteration.view_of_iteration(STORAGE, str(tmp_path), candidate)
     (folder / METADATA).write_text("{")
     with pytest.raises(DamagedFileError, match="metadata.json"):
-        iteration.of_iteration(STORAGE, str(tmp_path), candidate)
+        iteration.view_of_iteration(STORAGE, str(tmp_path), candidate)
 
 
 def test_a_tensor_whose_layout_nobody_knew_is_refused_by_name(tmp_path):
     iterated(tmp_path, "tp2", skip=("embedding.weight",))
     with pytest.raises(StrategyError, match=r"embedding.weight \("):
-        open_source(STORAGE, str(tmp_path), STEP)
+        open_checkpoint(STORAGE, str(tmp_path), STEP)

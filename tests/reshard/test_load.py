@@ -15,7 +15,7 @@ from mindresume.reshard import load
 from mindresume.reshard.direct import Traffic
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.load import check_tensors, read_regions, wanted_regions
-from mindresume.reshard.weights import Tensor, Weights, of_candidate, of_complete
+from mindresume.reshard.weights import CheckpointView, Tensor, view_of_candidate, view_of_complete
 
 TENSORS = random_tensors(MODEL)
 EVERYTHING = {**TENSORS, **COUNTERS}
@@ -36,7 +36,7 @@ def roots(tmp_path_factory):
 
 def weights_of(roots, text, write=recorded):
     root, candidate = roots(text, write)
-    return of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
+    return view_of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
 
 
 def wanted_of(plan, rank, model=MODEL):
@@ -99,7 +99,7 @@ def test_what_lives_within_a_step_may_be_missing(roots):
 
 @pytest.mark.parametrize("here, there", [((), (1,)), ((1,), ()), ((1, 1), ())])
 def test_a_number_may_have_other_dimensions(here, there):
-    weights = Weights(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)}, lambda rank, name: None)
+    weights = CheckpointView(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)}, lambda rank, name: None)
     assert wanted_regions(weights, {"global_step": (there, "int32")}, {}, 0) == {"global_step": whole(here)}
     with pytest.raises(LoadError, match="global_step is int32 in the checkpoint, int64 in the network"):
         wanted_regions(weights, {"global_step": (there, "int64")}, {}, 0)
@@ -134,7 +134,7 @@ def test_no_byte_more_than_that_is_read(tmp_path, fmt, target):
     model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
     tensors, plan = random_tensors(model), Plan.parse(target, model)
     candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
-    weights = of_candidate(STORAGE, str(tmp_path), candidate)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
     for rank in range(plan.world_size):
         wanted, layouts = wanted_of(plan, rank, model)
         traffic, shown = Traffic(), []
@@ -160,7 +160,7 @@ def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
     with open(path, "rb") as file:
         ranges = read_header(file, str(path)).tensors[name].ranges
     flip_bit(path, ranges[-1][0] + ranges[-1][1] - 1)
-    return of_candidate(STORAGE, str(tmp_path), candidate), str(path)
+    return view_of_candidate(STORAGE, str(tmp_path), candidate), str(path)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -192,7 +192,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
 
 def test_a_file_that_is_cut_short_since(tmp_path):
     candidate = recorded(tmp_path, Plan.parse("tp2"), TENSORS)
-    weights = of_candidate(STORAGE, str(tmp_path), candidate)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
     regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
     read_regions(weights, regions)
     path = tmp_path / candidate.files[1][0].path
@@ -262,7 +262,7 @@ def test_every_byte_is_compared_once(roots, monkeypatch, workers, tile):
 
 
 def test_complete_weights_with_recorded_checksums(tmp_path):
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS))))
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS))))
     assert set(weights.tensors) == set(EVERYTHING)
     traffic = Traffic()
     check_tensors(weights, weights.tensors, traffic=traffic)
@@ -275,6 +275,6 @@ def test_complete_weights_with_recorded_checksums(tmp_path):
 def test_a_tensor_larger_than_a_tile(tmp_path, monkeypatch):
     tensors = {"w": np.arange(1 << 16, dtype=np.float32).reshape(64, 1024)}
     monkeypatch.setattr(load, "TILE", 4096)
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
     found = read_regions(weights, {"w": ((3, 61), (5, 1019))})
     assert found["w"].tobytes() == tensors["w"][3:61, 5:1019].tobytes()

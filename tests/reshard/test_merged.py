@@ -16,8 +16,8 @@ from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.engine import writer
-from mindresume.reshard.made import CONVERSION, LIMIT, read_made
-from mindresume.reshard.source import open_complete, open_source
+from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion_manifest
+from mindresume.reshard.source import open_checkpoint, open_complete
 from mindresume.resume.select import describe
 
 TINY = {"embedding.weight": Spec((16, 8), 0, "first"), "layers.0.weight": Spec((8, 8), 1, 0),
@@ -32,7 +32,7 @@ def kind(request):
 
 def merge(root: Path, kind: str = MINDSPORE) -> Path:
     recorded(root / "a", Plan.parse("tp2", TINY), TENSORS)
-    job = to_complete(open_source(STORAGE, str(root / "a")), kind, 520)
+    job = to_complete(open_checkpoint(STORAGE, str(root / "a")), kind, 520)
     conversion = Conversion(STORAGE, job, str(root / "merged"))
     conversion.run(lambda: conversion.write(writer("direct", conversion)))
     return root / "merged"
@@ -116,10 +116,10 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
 def test_fields_that_cannot_be(tmp_path, field, value):
     good = {"version": 1, "kind": "conversion", "fingerprint": "f", "what": "w", "files": []}
     (tmp_path / CONVERSION).write_bytes(seal(good, LIMIT))
-    assert read_made(STORAGE, str(tmp_path)).files == ()
+    assert read_conversion_manifest(STORAGE, str(tmp_path)).files == ()
     (tmp_path / CONVERSION).write_bytes(seal({**good, field: value}, LIMIT))
     with pytest.raises(DamagedFileError, match="conversion.json"):
-        read_made(STORAGE, str(tmp_path))
+        read_conversion_manifest(STORAGE, str(tmp_path))
 
 
 def test_weights_of_others_have_no_checksums(tmp_path):

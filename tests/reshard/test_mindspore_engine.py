@@ -24,7 +24,7 @@ from mindresume.layout import TensorLayout
 from mindresume.reshard import mindspore_worker, transform_processes
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, source_strategy
-from mindresume.reshard.weights import of_candidate, of_complete
+from mindresume.reshard.weights import view_of_candidate, view_of_complete
 from mindresume.strategy import Strategy
 from mindresume.strategy_file import decode_strategy
 
@@ -38,7 +38,7 @@ def weights_of(root, plan, tensors=TENSORS, fmt="safetensors", dedup=False, lose
     candidate = foreign(root, plan, tensors, fmt, dedup)
     for rank in lose:
         os.remove(root / candidate.files[rank][0].path)
-    return of_candidate(STORAGE, str(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
+    return view_of_candidate(STORAGE, str(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ for path in sys.argv[1:]:
 
 
 def array_of(weights, name, rank):
-    path = weights.found_in[name] if weights.found_in is not None else weights.paths(rank)[0]
+    path = weights.path_by_tensor[name] if weights.path_by_tensor is not None else weights.paths(rank)[0]
     with open(path, "rb") as file:
         return read_tensor(file, read_header(file, path).tensors[name])
 
@@ -116,8 +116,8 @@ def test_the_way_to_uncut(tmp_path, work, fmt, dedup, model, kind):
 
 def test_complete_weights_of_several_files_become_one(tmp_path, work):
     root = complete(tmp_path / "src", TENSORS, part_bytes=100)
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(root)))
-    assert len(set(weights.found_in.values())) > 2
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(root)))
+    assert len(set(weights.path_by_tensor.values())) > 2
     task = prepare(weights, Plan.parse("tp2", SMALL).strategy(), str(work))
     path = work / "in" / "rank_0" / "weights.safetensors"
     with open(path, "rb") as file:
@@ -132,7 +132,7 @@ def test_one_complete_file_is_taken_as_it_is_unless_it_holds_more(tmp_path, work
     """What the index does not name MindSpore would copy too."""
     put(tmp_path / "src" / "model.safetensors", {"w": np.zeros((8, 4)), "stray": np.zeros(())})
     (tmp_path / "src" / "param_name_map.json").write_text(json.dumps(dict.fromkeys(listed, "model.safetensors")))
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(tmp_path / "src")))
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(tmp_path / "src")))
     layouts = {"w": TensorLayout((2,), (0, -1)), "stray": TensorLayout((2,), ())}
     prepare(weights, Strategy(({name: layouts[name] for name in listed},)), str(work))
     path = os.path.realpath(work / "in" / "rank_0" / "weights.safetensors")
@@ -141,7 +141,7 @@ def test_one_complete_file_is_taken_as_it_is_unless_it_holds_more(tmp_path, work
 
 
 def test_uncut_to_uncut_is_no_work(tmp_path, work):
-    weights = of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "src", TENSORS))))
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "src", TENSORS))))
     assert rewrite(weights, None, str(work), command=["false"]) is weights
     assert not os.listdir(work)
 
@@ -206,7 +206,7 @@ def test_a_parameter_of_several_stages(tmp_path, work):
     for rank in (2, 3):
         put(tmp_path / "b" / candidate.files[rank][0].path, {**alone.shard(TENSORS, rank), **COUNTERS, "embedding.weight":
             part_of(TENSORS["embedding.weight"], two.stages[1]["embedding.weight"], rank % 2)})
-    weights = of_candidate(STORAGE, str(tmp_path / "b"), candidate, two)
+    weights = view_of_candidate(STORAGE, str(tmp_path / "b"), candidate, two)
     refused(weights, one.strategy(), work, "embedding.weight", "several stages")
     for name, fine in (("same", weights), ("ckpt", weights_of(tmp_path / "c", one, fmt="ckpt"))):
         (tmp_path / name).mkdir()
@@ -215,7 +215,7 @@ def test_a_parameter_of_several_stages(tmp_path, work):
 
 def test_a_file_is_missing_though_its_copy_is_there(tmp_path, work):
     weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", SMALL), lose=[2])
-    assert weights.place("embedding.weight", weights.tensors["embedding.weight"].cuts(whole((8, 4)))[0])
+    assert weights.locate("embedding.weight", weights.tensors["embedding.weight"].cuts(whole((8, 4)))[0])
     refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 2 has no file")
 
 
@@ -272,9 +272,9 @@ def test_all_is_well(tmp_path, work, small):
             tensor = found.tensors[name]
             assert (tensor.layout, tensor.first) == (layout, rank // 2 * 2)
             cut, = tensor.cuts(tuple((part.start, part.stop) for part in layout.slices(rank % 2, tensor.shape)))
-            assert found.place(name, cut).path == found.file_of(rank // 2 * 2, name)
+            assert found.locate(name, cut).path == found.path_of(rank // 2 * 2, name)
             assert array_of(found, name, rank).tobytes() == part_of(TENSORS[name], layout, rank % 2).tobytes()
-    assert found.file_of(4, "embedding.weight") is None
+    assert found.path_of(4, "embedding.weight") is None
     assert all(found.tensors[name].layout is None for name in COUNTERS)
 
 

@@ -21,7 +21,7 @@ from mindresume.manifest import FOLDER, attempt_name
 from mindresume.reshard import source as source_module
 from mindresume.reshard.direct import whole_tensors
 from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import identity_of, open_source, reading
+from mindresume.reshard.source import identity_of, open_and_hold, open_checkpoint
 from mindresume.reshard.source import state_of as state_from
 from mindresume.store.holds import holds
 from mindresume.strategy import Strategy, write_strategy
@@ -33,7 +33,7 @@ PLAN = Plan.parse("tp2pp2", MODEL)
 
 
 def opened(path, **options):
-    return open_source(STORAGE, str(path), **options)
+    return open_checkpoint(STORAGE, str(path), **options)
 
 
 def strategy_in(folder, plan=PLAN, fmt="ckpt"):
@@ -432,10 +432,10 @@ def test_what_is_read_is_held(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
     before = names_of(tmp_path)
-    with reading(STORAGE, str(tmp_path)) as source:
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 10 and list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
     assert names_of(tmp_path) == before
-    with pytest.raises(KeyboardInterrupt), reading(STORAGE, str(tmp_path), 5) as source:
+    with pytest.raises(KeyboardInterrupt), open_and_hold(STORAGE, str(tmp_path), 5) as source:
         assert list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
         raise KeyboardInterrupt
     assert names_of(tmp_path) == before
@@ -443,7 +443,7 @@ def test_what_is_read_is_held(tmp_path):
 
 def test_what_mindformers_wrote_is_read_without_a_trace(tmp_path):
     write_foreign(tmp_path, 5, 1)
-    with reading(STORAGE, str(tmp_path)) as source:
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and not (tmp_path / FOLDER).exists()
 
 
@@ -451,7 +451,7 @@ def test_one_that_is_refused_is_not_held(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
     cut_short(tmp_path, 10)
-    with reading(STORAGE, str(tmp_path)) as source:
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
 
 
@@ -466,7 +466,7 @@ def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monk
             path_of(tmp_path, 10, rank).unlink()
         return source_module.hold(storage, root, attempt, box)
     monkeypatch.setattr(source_module, "hold", late)
-    with reading(STORAGE, str(tmp_path)) as source:
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and source.refused == ()
 
 
@@ -493,7 +493,7 @@ def test_a_folder_that_never_rests_is_an_error_in_the_end(tmp_path, monkeypatch)
     save(tmp_path, 5, replicas=1)
     monkeypatch.setattr(source_module, "hold", lambda *_: None)
     with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
-            reading(STORAGE, str(tmp_path)):
+            open_and_hold(STORAGE, str(tmp_path)):
         pass
 
 
@@ -503,6 +503,6 @@ def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypa
     save(tmp_path, 5, replicas=1)
     monkeypatch.setattr(source_module, "hold", refused)
     said = []
-    with reading(STORAGE, str(tmp_path), log=said.append) as source:
+    with open_and_hold(STORAGE, str(tmp_path), log=said.append) as source:
         assert source.state.step == 5
     assert len(said) == 1 and "may be removed: [Errno 13]" in said[0]

@@ -7,8 +7,8 @@ from folders import STORAGE
 from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
 
 from mindresume.errors import StrategyError
-from mindresume.reshard.source import open_source
-from mindresume.reshard.strategies import MARK, identity_of, set_aside, strategies, strategy_for
+from mindresume.reshard.source import open_checkpoint
+from mindresume.reshard.strategies import MARK, identity_of, set_aside, strategy_for, strategy_lookup
 from mindresume.strategy import read_strategy, write_strategy
 
 TENSORS = random_tensors(MODEL)
@@ -56,7 +56,7 @@ def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
     for given in (None, folder, f"{folder}/"):
         assert strategy_for(STORAGE, root, candidate, given, identity) == OLD.strategy()
     assert strategy_for(STORAGE, root, candidate, None, ["another"]) == NEW.strategy()
-    assert open_source(STORAGE, root).weights.tensors.keys() >= TENSORS.keys()
+    assert open_checkpoint(STORAGE, root).weights.tensors.keys() >= TENSORS.keys()
     again = strategy_for(STORAGE, root, candidate, None, identity)          # of the second start: that of the new job is not it
     other = set_aside(STORAGE, folder, again, identity)
     assert other != kept and os.listdir(folder) == [] and MARK not in os.listdir(other)
@@ -87,13 +87,14 @@ def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many
     set_aside(STORAGE, folder)
     write_strategy(NEW.strategy(), folder)
     with pytest.raises(StrategyError, match=r"step 15: rank_2/.*safetensors is of rank 2, the strategy .*strategy is of 2 ranks"):
-        open_source(STORAGE, root, 15)
+        open_checkpoint(STORAGE, root, 15)
 
 
 def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     root, candidate, folder = job
-    assert strategies(STORAGE)(root, candidate).world_size == 4
+    assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
     set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, "x"), identity_of(STORAGE, root, candidate))
     write_strategy(NEW.strategy(), folder)
-    assert strategies(STORAGE)(root, candidate).world_size == strategies(STORAGE, folder)(root, candidate).world_size == 4
-    assert strategies(STORAGE, str(tmp_path / "nowhere"))(root, candidate) is None
+    assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
+    assert strategy_lookup(STORAGE, folder)(root, candidate).world_size == 4
+    assert strategy_lookup(STORAGE, str(tmp_path / "nowhere"))(root, candidate) is None

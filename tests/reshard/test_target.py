@@ -12,7 +12,7 @@ from mindresume.formats.complete import HUGGINGFACE, HYPER, MAP, MINDSPORE
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.target import METADATA, check_names, complete_files, holdings, rank_files
-from mindresume.reshard.weights import Tensor, Weights
+from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.strategy import Strategy
 
 PLAIN = TensorLayout((1,), (-1, -1))
@@ -23,7 +23,7 @@ def weights_of(model, counters=COUNTERS):
     tensors = {name: Tensor(name, spec.dtype, spec.shape, TensorLayout((1,), (-1,) * len(spec.shape)))
                for name, spec in model.items()}
     tensors |= {name: Tensor(name, str(array.dtype), array.shape) for name, array in counters.items()}
-    return Weights(STORAGE, "the source", tensors, lambda rank, name: None)
+    return CheckpointView(STORAGE, "the source", tensors, lambda rank, name: None)
 
 
 def strategy_of(model, text="tp2pp2"):

@@ -30,7 +30,7 @@ from mindresume.files.checksum import array_checksum
 from mindresume.formats.complete import read_complete
 from mindresume.layout import TensorLayout
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
-from mindresume.reshard.weights import of_candidate, of_complete
+from mindresume.reshard.weights import view_of_candidate, view_of_complete
 from mindresume.store.storage import PosixStorage
 from mindresume.strategy import Strategy, read_strategy, write_strategy
 
@@ -43,7 +43,7 @@ def plan_of(text, model=LITTLE):
 
 
 def weights_of(root, candidate, strategy=None):
-    return of_candidate(STORAGE, str(root), candidate, strategy)
+    return view_of_candidate(STORAGE, str(root), candidate, strategy)
 
 
 def content(weights, name):
@@ -51,7 +51,7 @@ def content(weights, name):
     tensor = weights.tensors[name]
     array = np.full(tensor.shape, 77, TENSORS[name].dtype if name in TENSORS else COUNTERS[name].dtype)
     for cut in tensor.cuts(whole(tensor.shape)):
-        place = weights.place(name, cut)
+        place = weights.locate(name, cut)
         with open(place.path, "rb") as file:
             found = read_tensor(file, place.entry)
         assert found.shape == shape_of(cut.piece) and place.rank - tensor.first in cut.holders
@@ -78,7 +78,7 @@ def test_rank_folders_of_mindformers(tmp_path, text, fmt):
     check_all(weights)
     assert weights.world_size == plan.world_size
     (cut, *_) = weights.tensors["head.weight"].cuts(whole(MODEL["head.weight"].shape))
-    assert weights.place("head.weight", cut).checksum is None, "mindformers records none"
+    assert weights.locate("head.weight", cut).checksum is None, "mindformers records none"
 
 
 @pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "tp1", "dp2tp2axes10"])
@@ -89,12 +89,12 @@ def test_records_know_their_layouts(tmp_path, text, given):
     check_all(weights)
     for name, tensor in weights.tensors.items():
         for cut in tensor.cuts(whole(tensor.shape)):
-            assert weights.place(name, cut).checksum is not None
+            assert weights.locate(name, cut).checksum is not None
 
 
 @pytest.mark.parametrize("kind", ["mindspore", "huggingface"])
 def test_complete_weights(tmp_path, kind):
-    check_all(of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS, kind)))))
+    check_all(view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS, kind)))))
 
 
 @pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "dp4", "dp2tp2", "dp4opt2"])
@@ -130,7 +130,7 @@ def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_pat
     for rank in range(4):
         assert held(nested, rank, (8,)) == ((2 * rank, 2 * rank + 2),)
         (cut,) = weights.tensors["bias"].cuts(((2 * rank, 2 * rank + 2),))
-        assert weights.place("bias", cut).rank == rank
+        assert weights.locate("bias", cut).rank == rank
 
 
 def test_layouts_of_a_stage_of_one_rank_have_no_dimensions(tmp_path):
@@ -167,7 +167,7 @@ def test_counters_are_taken_from_rank_0(tmp_path):
     for name, array in COUNTERS.items():
         tensor = weights.tensors[name]
         assert (tensor.layout, tensor.first, tensor.shape) == (None, 0, array.shape)
-        assert weights.place(name, tensor.cuts(whole(tensor.shape))[0]).rank == 0
+        assert weights.locate(name, tensor.cuts(whole(tensor.shape))[0]).rank == 0
 
 
 @pytest.mark.parametrize("layouts", [False, True])
@@ -185,7 +185,7 @@ def test_a_number_that_only_the_last_stage_has(tmp_path):
         put(path_of(tmp_path, STEP, rank), {**shard_file(plan, TENSORS, rank), **extra}, {"format": "ms"})
     weights = weights_of(tmp_path, newest(tmp_path), plan.strategy())
     tensor = weights.tensors["aux_loss"]
-    assert weights.place("aux_loss", tensor.cuts(((0, 1),))[0]).rank == 2
+    assert weights.locate("aux_loss", tensor.cuts(((0, 1),))[0]).rank == 2
 
 
 def test_data_parallel_without_layouts_is_proven_by_the_records(tmp_path):
@@ -270,10 +270,10 @@ def test_a_file_of_another_job(tmp_path, fmt):
     for rank in range(4):
         (cut,) = weights.tensors["head.weight"].cuts(((4 * rank, 4 * rank + 1), (0, 8)))
         if rank not in odd:
-            assert weights.place("head.weight", cut).rank == rank
+            assert weights.locate("head.weight", cut).rank == rank
             continue
         with pytest.raises(DamagedFileError, match=f"rank {rank} holds head.weight as .* the file is of another job") as found:
-            weights.place("head.weight", cut)
+            weights.locate("head.weight", cut)
         assert found.value.path == str(tmp_path / candidate.files[rank][0].path) and found.value.tensor == "head.weight"
         assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(found.value)
 
@@ -363,15 +363,15 @@ class Counting(PosixStorage):
 def test_one_header_and_one_record_a_stage_are_read(tmp_path, write):
     plan, storage = plan_of("dp2tp2pp2"), Counting()
     candidate = write(tmp_path, plan, TENSORS)
-    of_candidate(storage, str(tmp_path), candidate, plan.strategy())
+    view_of_candidate(storage, str(tmp_path), candidate, plan.strategy())
     assert sum(storage.opened.values()) == 2 * (1 if write is foreign else 2), storage.opened
 
 
 def test_headers_are_read_once(tmp_path):
     plan, storage = plan_of("tp4"), Counting()
-    weights = of_candidate(storage, str(tmp_path), recorded(tmp_path, plan, TENSORS))
+    weights = view_of_candidate(storage, str(tmp_path), recorded(tmp_path, plan, TENSORS))
     for _ in range(2):
         for name, tensor in weights.tensors.items():
             for cut in tensor.cuts(whole(tensor.shape)):
-                weights.place(name, cut)
+                weights.locate(name, cut)
     assert set(storage.opened.values()) == {1}, storage.opened

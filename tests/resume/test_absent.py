@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from mindresume.agree import Solo
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.files import encode, read_header
-from mindresume.formats.described import uncovered
+from mindresume.formats.described import missing_slices
 from mindresume.formats.scan import scan
 from mindresume.layout import TensorLayout
 from mindresume.manifest import run_name
 from mindresume.record_details import Details, TensorRecord
-from mindresume.reshard.source import open_source
+from mindresume.reshard.source import open_checkpoint
 from mindresume.resume.absent import replica_sources
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy
@@ -148,7 +148,7 @@ def test_all_ranks_of_a_group_take_it(tmp_path):
 @pytest.mark.parametrize("iterations", [False, True])
 def test_in_another_layout(tmp_path, iterations):
     last_save(tmp_path, 7, COVERING, iterations)
-    source = open_source(STORAGE, str(tmp_path), 7)
+    source = open_checkpoint(STORAGE, str(tmp_path), 7)
     for name, shape in SHAPES.items():
         tensor = source.weights.tensors[name]
         assert tensor.shape == shape
@@ -240,10 +240,10 @@ def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
 
 
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
-    from mindresume.reshard.strategies import strategies
+    from mindresume.reshard.strategies import strategy_lookup
     foreign(tmp_path / "checkpoint", 7, COVERING)
     write_strategy(STRATEGY, str(tmp_path / "strategy"))
-    choice = choose(tmp_path / "checkpoint", strategy_of=strategies(STORAGE))
+    choice = choose(tmp_path / "checkpoint", strategy_of=strategy_lookup(STORAGE))
     assert choice.chosen.absent == (1, 4, 6, 7)
 
 
@@ -286,7 +286,7 @@ def test_the_proof_is_that_of_counting_elements(job):
                     return True
         return any(not any(rank // size == stage for rank in there) for stage in range(stages))
     files = [["file"] if rank in there else [] for rank in range(world)]
-    said = uncovered(files, False, details)
+    said = missing_slices(files, False, details)
     assert bool(said) is lacking()
     if not said:
         for rank in range(world):
@@ -304,7 +304,7 @@ def test_shares_of_several_ranks_are_looked_at_one_by_one():
     layout, shape = TensorLayout((2,), (-1,)), (4,)
     row = TensorRecord("float32", (4,), "", layout, shape)
     rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}
-    assert uncovered([["f"], ["f"]], True, rows.get) == "" and uncovered([[], ["f"]], True, rows.get) == ""
+    assert missing_slices([["f"], ["f"]], True, rows.get) == "" and missing_slices([[], ["f"]], True, rows.get) == ""
     assert replica_sources(0, [1], 2, rows.get)["b"][0] == 1
     rows[1] = Details({"b": row})
     assert replica_sources(0, [1], 2, lambda rank: replace(rows[1])).keys() == {"b"}

@@ -1,7 +1,7 @@
 """What a resume says: every item restored, recomputed, absent or changed, and one warning for what is worth one."""
 import pytest
 
-from mindresume.data import DataPosition, DataWish
+from mindresume.data import DataPosition, DataRequest
 from mindresume.errors import ProgressError
 from mindresume.resume.account import format_summary, random_state_row, resume_warnings, summary_rows
 from mindresume.resume.progress import RunSettings, resume_progress
@@ -46,7 +46,7 @@ def test_another_batch_size():
 
 
 def test_another_data_set_and_a_checkpoint_that_does_not_say():
-    lines = told(state(), RunSettings(8, 10, None, {"files": "b"}, DataWish(False, 2)))
+    lines = told(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(False, 2)))
     assert ("  data           recomputed  as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are "
             "skipped") in lines
     assert "  data set       changed     files: a, now b" in lines
@@ -65,7 +65,7 @@ def warnings(saved, new, on_change="warn"):
 
 def test_no_warning_without_a_reason():
     assert warnings(state(), RunSettings(8, 10, None, OURS), "error") == []
-    assert warnings(state(), RunSettings(8, 10, None, {"files": "b"}, DataWish(True)), "error") == []
+    assert warnings(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(True)), "error") == []
     assert warnings(state(), RunSettings(8, 10), "error") == []
 
 
@@ -86,7 +86,7 @@ def test_a_change_that_nobody_declared():
 
 def test_words_that_are_still_there_when_the_data_set_changes_again():
     """``ignore_data_skip: True`` was left in the configuration: what it does is said; without a change it does nothing."""
-    wish, stood = DataWish(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
+    wish, stood = DataRequest(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
     (sentence,) = warnings(state(data=stood), RunSettings(8, 10, None, {"files": "b"}, wish), "error")
     assert sentence.startswith("ignore_data_skip: True is still set, and the data set is not that of the checkpoint (files: a, "
                                "now b): it begins anew.")

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mindresume.data import DataPosition, DataWish
+from mindresume.data import DataPosition, DataRequest
 from mindresume.errors import ConfigError, ProgressError
 from mindresume.resume.progress import RunSettings, check_skip, data_wish, fresh_position, resume_progress
 from mindresume.state import TrainingState
@@ -52,7 +52,7 @@ def test_a_sink_is_not_cut():
         resume_progress(state(15), RunSettings(8, 10, 2))
     for run in (resume_progress, lambda saved, new: fresh_position(new)):
         with pytest.raises(ProgressError, match="data_skip_steps: it begins after 3 steps of the data set, no multiple"):
-            run(state(10), RunSettings(8, 10, 2, wish=DataWish(False, 3), epochs=4))
+            run(state(10), RunSettings(8, 10, 2, wish=DataRequest(False, 3), epochs=4))
 
 
 def test_a_pass_of_another_length_moves_nothing_else():
@@ -69,7 +69,8 @@ def on(step, position, size=10, batch=8):
     return state(step, batch, size, position)
 
 
-@pytest.mark.parametrize("wish, skip, epoch", [(DataWish(True), 0, 3), (DataWish(False, 2), 2, 3), (DataWish(False, 12), 12, 3)])
+@pytest.mark.parametrize("wish, skip, epoch", [(DataRequest(True), 0, 3), (DataRequest(False, 2), 2, 3),
+                                               (DataRequest(False, 12), 12, 3)])
 def test_a_new_data_set_begins_as_it_was_said(wish, skip, epoch):
     progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, wish))
     assert counters(progress) == (35, epoch, 35, 1.0, skip) and progress.begins
@@ -77,7 +78,7 @@ def test_a_new_data_set_begins_as_it_was_said(wish, skip, epoch):
     assert progress.position.identity == OTHER and progress.position.declared == str(wish)
 
 
-@pytest.mark.parametrize("wish", [DataWish(True), DataWish(False, 2)])
+@pytest.mark.parametrize("wish", [DataRequest(True), DataRequest(False, 2)])
 def test_it_begins_once(wish):
     """Interrupted again: the same command goes on where the new data set was, and ends where it would have ended."""
     first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, wish))
@@ -91,12 +92,12 @@ def test_it_begins_once(wish):
 
 def test_a_third_data_set_begins_by_the_same_words():
     second = DataPosition(0, 56, 3, "ignore_data_skip: True", OTHER)
-    progress = resume_progress(on(42, second), RunSettings(8, 10, None, OURS, DataWish(True)))
+    progress = resume_progress(on(42, second), RunSettings(8, 10, None, OURS, DataRequest(True)))
     assert progress.begins and progress.data_skip == 0
 
 
 def test_the_same_data_set_from_its_beginning():
-    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OURS, DataWish(True)))
+    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OURS, DataRequest(True)))
     assert progress.begins and (progress.data_skip, progress.initial_epoch) == (0, 3) and not progress.changed
 
 
@@ -152,19 +153,19 @@ def test_what_cannot_be_meant(ignore, skip, match):
 
 @pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins after 0 steps"), (23, "begins after 3 steps of a pass")])
 def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
-    found = check_skip(RunSettings(8, 10, wish=DataWish(False, skip), epochs=3))
+    found = check_skip(RunSettings(8, 10, wish=DataRequest(False, skip), epochs=3))
     assert said in found and bool(found) is bool(said)
-    assert check_skip(RunSettings(8, 10, wish=DataWish(True, skip), epochs=3)) == ""            # ignore_data_skip
+    assert check_skip(RunSettings(8, 10, wish=DataRequest(True, skip), epochs=3)) == ""            # ignore_data_skip
 
 
 def test_a_skip_beyond_the_data_is_an_error():
     with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: noth"):
-        check_skip(RunSettings(8, 10, wish=DataWish(False, 30), epochs=3))
+        check_skip(RunSettings(8, 10, wish=DataRequest(False, 30), epochs=3))
     with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
-        check_skip(RunSettings(8, 10, 4, wish=DataWish(False, 28), epochs=3))
-    assert "after 0 steps" in check_skip(RunSettings(8, 10, wish=DataWish(False, 100_000)))
+        check_skip(RunSettings(8, 10, 4, wish=DataRequest(False, 28), epochs=3))
+    assert "after 0 steps" in check_skip(RunSettings(8, 10, wish=DataRequest(False, 100_000)))
     with pytest.raises(ProgressError, match="nothing of it would be left"):
-        resume_progress(state(20), RunSettings(8, 10, wish=DataWish(False, 30), epochs=3))
+        resume_progress(state(20), RunSettings(8, 10, wish=DataRequest(False, 30), epochs=3))
 
 
 # ---- how much is trained, with and without sinks -----------------------------------------------------------------------
@@ -202,13 +203,13 @@ def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, s
     """Of sinks as many as fit."""
     sink = size if sink == -1 else sink
     saved = on(stood.steps(10, 8) + stood.first_epoch * 10, stood)
-    first, stop = resumed(saved, RunSettings(8, size, sink, OTHER, DataWish(True), epochs))
+    first, stop = resumed(saved, RunSettings(8, size, sink, OTHER, DataRequest(True), epochs))
     assert first == 0 and stop == steps // (sink or 1) * (sink or 1)
 
 
 @pytest.mark.parametrize("sink, steps", [(None, 43), (1, 43), (2, 42), (4, None)])
 def test_and_behind_steps_of_it(sink, steps):
-    saved, new = on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 15, sink, OTHER, DataWish(False, 2), 6)
+    saved, new = on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 15, sink, OTHER, DataRequest(False, 2), 6)
     if steps is None:
         with pytest.raises(ProgressError, match="after 2 steps"):
             resume_progress(saved, new)
@@ -220,7 +221,7 @@ def test_and_behind_steps_of_it(sink, steps):
 @pytest.mark.parametrize("skip, first, stop", [(None, 0, 30), (0, 0, 30), (10, 0, 30), (20, 0, 30)])
 def test_a_run_from_its_beginning(sink, skip, first, stop):
     """Whole passes that are left out are no part of what MindSpore makes."""
-    new = RunSettings(8, 10, sink, OURS, DataWish(False, skip), 3)
+    new = RunSettings(8, 10, sink, OURS, DataRequest(False, skip), 3)
     position, skipped, epoch = fresh_position(new)
     assert trained(skipped, epoch, new) == (first, stop) and position.identity == OURS
     assert position.declared == (f"data_skip_steps: {skip}" if skip else "")
@@ -229,7 +230,7 @@ def test_a_run_from_its_beginning(sink, skip, first, stop):
 @pytest.mark.parametrize("sink, stop", [(None, 30), (1, 30), (2, 30), (4, 28)])
 def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
     for skip in (4, 14):
-        new = RunSettings(8, 10, sink, wish=DataWish(False, skip), epochs=3)
+        new = RunSettings(8, 10, sink, wish=DataRequest(False, skip), epochs=3)
         position, skipped, epoch = fresh_position(new)
         assert trained(skipped, epoch, new) == (4, stop) and (position.passes, position.samples) == (0, 32)
 
@@ -277,7 +278,7 @@ def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more
     """With another batch size, too: all lives together train as many whole sinks of it as fit into the epochs that are left."""
     position = DataPosition(identity=OURS).after(step, old, 8)
     epochs = position.passes + more
-    new = RunSettings(batch, size, sink, OTHER, DataWish(True), epochs)
+    new = RunSettings(batch, size, sink, OTHER, DataRequest(True), epochs)
     progress, wanted = resume_progress(on(step, position, old), new), more * size // sink
     total, left = int(size / sink * epochs), wanted
     assert total - progress.initial_epoch == left

@@ -7,7 +7,7 @@ from reshard.plans import MODEL, Plan, foreign, random_tensors
 
 from mindresume.agree import Solo
 from mindresume.formats.scan import scan
-from mindresume.reshard.strategies import identity_of, set_aside, strategies, strategy_for
+from mindresume.reshard.strategies import identity_of, set_aside, strategy_for, strategy_lookup
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import COMPLETE, UNUSABLE, list_checkpoints, size_of
@@ -40,18 +40,18 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     for rank in lost:
         shutil.rmtree(root / f"rank_{rank}")
     next_job(root, folder, plan)
-    _, (seen,) = list_checkpoints(STORAGE, str(root), strategies(STORAGE))
+    _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
     assert (seen.state, seen.candidate.absent) == (COMPLETE, lost)
-    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank), strategy_of=strategies(STORAGE))
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank), strategy_of=strategy_lookup(STORAGE))
     assert choice.chosen == seen.candidate and choice.refused == ()
 
 
 def test_another_number_of_ranks_is_asked_for(root):
     root, folder, plan = root
     next_job(root, folder, plan)
-    assert list_checkpoints(STORAGE, str(root), strategies(STORAGE), 4)[1][0].problem is None
+    assert list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), 4)[1][0].problem is None
     for world_size, said in (8, "no file of rank 4"), (2, "saved by at least 4 ranks, this job has 2"):
-        seen = list_checkpoints(STORAGE, str(root), strategies(STORAGE), world_size)[1][0]
+        seen = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), world_size)[1][0]
         assert seen.state == UNUSABLE and said in seen.problem.reason
 
 

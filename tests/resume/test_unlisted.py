@@ -15,7 +15,7 @@ from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.iterations import intent_name
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
-from mindresume.reshard.strategies import strategies
+from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import list_checkpoints, size_of
@@ -58,7 +58,7 @@ class Closed(PosixStorage):
 
 def choose(storage, root, world=2):
     return select(storage, str(root), Solo(), SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
-                  strategy_of=strategies(storage))
+                  strategy_of=strategy_lookup(storage))
 
 
 def rank_folders(root):
@@ -94,11 +94,11 @@ def root(tmp_path, request):
 @pytest.mark.parametrize("only_list", [True, False], ids=["names", "all"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
 def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
-    steps = {row.candidate.step for row in list_checkpoints(PosixStorage(), str(root), strategies(PosixStorage()), 2)[1]
+    steps = {row.candidate.step for row in list_checkpoints(PosixStorage(), str(root), strategy_lookup(PosixStorage()), 2)[1]
              if not row.problem}
     for folder in [root.parent / "strategy", *(path for path in sorted(root.rglob("*")) if path.is_dir())]:
         storage = Closed(folder, code, only_list)
-        found, rows = list_checkpoints(storage, str(root), strategies(storage), 2)
+        found, rows = list_checkpoints(storage, str(root), strategy_lookup(storage), 2)
         sizes = [size_of(storage, str(root), row.candidate) for row in rows]
         assert len(sizes) == len(rows) and users_of(storage, str(root)) == []
         usable = {row.candidate.step for row in rows if not row.problem}
@@ -198,7 +198,7 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
     foreign_of_plan(root, four, random_tensors(MODEL))
     write_strategy(four.strategy(), str(tmp_path / "strategy"))
     storage = Closed(tmp_path / "strategy")
-    assert list_checkpoints(storage, str(root), strategies(storage))[1]
+    assert list_checkpoints(storage, str(root), strategy_lookup(storage))[1]
 
 
 # ---- removal -----------------------------------------------------------------------------------------------------------
@@ -250,7 +250,8 @@ def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
     committer.adopt()
     assert (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "5"
     storage = PosixStorage()
-    iteration.settle(storage, str(tmp_path), list_checkpoints(storage, str(tmp_path), strategies(storage))[0].candidates, LATER)
+    candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
+    iteration.settle(storage, str(tmp_path), candidates, LATER)
     assert not (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "10"
 
 
