@@ -567,5 +567,5 @@ def test_copies_in_two_stages_that_differ_are_refused_by_name(tmp_path, origin, 
     for command, arguments in (("convert", (new, "--to", "tp=2")), ("merge", (new,)), ("diff", (source,))):
         status, out, err = call(source, *arguments, command=command)
         assert (status, out) == (2, "") and err.count("\n") == 1, err
-        assert "embedding.weight is held by several pipeline stages, and not alike" in err and "rank 1" in err and "rank 3" in err
+        assert "embedding.weight is held by several pipeline stages" in err and "rank 1" in err and "rank 3" in err
         assert sorted(os.listdir(tmp_path)) == ["run"]
