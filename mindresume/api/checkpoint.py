@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mindresume.api.results import CheckpointInfo
 from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.errors import DamagedFileError, MissingCheckpointError
+from mindresume.events.log_lines import texts_into
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.names import parse_name
 from mindresume.reshard.geometry import Region, whole
@@ -139,7 +140,7 @@ class Checkpoint:
             MissingCheckpointError: It was removed already.
         """
         if self._holds and not self._claims:
-            claim = hold_candidate(self._storage, self._root, self._candidate, self._notes.append)
+            claim = hold_candidate(self._storage, self._root, self._candidate, texts_into(self._notes))
             if claim is not None:
                 self._claims.append(claim)
 

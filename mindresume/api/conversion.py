@@ -18,6 +18,7 @@ from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import CheckpointLike, opened
 from mindresume.errors import ConfigError, EngineError
+from mindresume.events.log_lines import texts_into
 from mindresume.files import FORMATS
 from mindresume.formats.complete import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
@@ -206,7 +207,7 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
     with opened(src, step, strategy, hold=not dry_run) as source:
         job = to_huggingface(source, model, dtype, max_shard_size_bytes, document)
         notes, traffic = [*source.notes], Traffic()
-        conversion = Export(storage, job, os.fspath(dst), notes.append, config=document)
+        conversion = Export(storage, job, os.fspath(dst), texts_into(notes), config=document)
         planned = _planned(job, os.fspath(dst), "direct", (BUFFERS + COMPOSED_MEMORY) * workers * tile, dry_run,
                            conversion.finished(), model.kind)
         if dry_run or planned.finished:
@@ -217,7 +218,7 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
             verify_composed(job, traffic)
 
         def write() -> None:
-            conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)))
         seconds = _carry_out(conversion, check, write, traffic, progress)
         return _done(planned, traffic, seconds, notes)
 
@@ -240,7 +241,7 @@ def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, wor
     if engine not in ENGINES:
         raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
     notes, traffic = [*job.source.notes], Traffic()
-    conversion = Conversion(PosixStorage(), job, os.fspath(target), notes.append)
+    conversion = Conversion(PosixStorage(), job, os.fspath(target), texts_into(notes))
     tile, chosen = tile_for(memory_limit_bytes, workers), engine_for(engine, source_format)
     planned = _planned(job, os.fspath(target), chosen, BUFFERS * workers * tile, dry_run, conversion.finished())
     if dry_run or planned.finished:
@@ -250,13 +251,13 @@ def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, wor
         nonlocal planned
         check_replicas(job.source.weights, read=True)
         try:
-            conversion.write(writer(chosen, conversion, workers, tile, traffic, notes.append))
+            conversion.write(writer(chosen, conversion, workers, tile, traffic, texts_into(notes)))
         except EngineError as error:
             if engine != "auto":
                 raise
             notes.append(f"MindSpore's engine cannot do this, the direct one did: {error}")
             planned = replace(planned, engine="direct")
-            conversion.write(writer("direct", conversion, workers, tile, traffic, notes.append))
+            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)))
     seconds = _carry_out(conversion, lambda: None, write, traffic, progress)
     return _done(planned, traffic, seconds, notes)
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from mindresume.api.checkpoint import Checkpoint
 from mindresume.errors import ConfigError
+from mindresume.events.log_lines import texts_into
 from mindresume.formats.location import locate
 from mindresume.formats.scan import is_root
 from mindresume.reshard.source import OpenCheckpoint, open_and_hold, open_checkpoint
@@ -44,7 +45,7 @@ def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.
         yield open_checkpoint(storage, path, step, given)
         return
     notes: list[str] = []
-    with open_and_hold(storage, path, step, given, notes.append) as source:
+    with open_and_hold(storage, path, step, given, texts_into(notes)) as source:
         yield replace(source, notes=(*source.notes, *notes))
 
 

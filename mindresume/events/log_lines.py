@@ -32,6 +32,14 @@ class LogLines:
         pass
 
 
+def texts_into(texts: list[str]) -> ev.Emit:
+    """Returns an emitter that appends the line of each event to ``texts``, without those that are only recorded."""
+    def emit(event: Event) -> None:
+        if text := line_of(event)[1]:
+            texts.append(text)
+    return emit
+
+
 def line_of(event: Event) -> tuple[str, str]:
     """Returns (level, text): "info", "warning" or "error", and an empty text for an event that is only recorded."""
     level, make = _LINES.get(type(event), (ev.INFO, lambda _: ""))

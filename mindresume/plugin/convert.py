@@ -204,7 +204,7 @@ def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes:
     conversion, finished = _free(storage, job, folder, emit)
     if not finished:
         try:
-            conversion.run(lambda: conversion.write(writer("mindspore", conversion, processes, log=conversion.log)))
+            conversion.run(lambda: conversion.write(writer("mindspore", conversion, processes, emit=emit)))
         except EngineError as error:
             return {"refused": str(error)}
     return {"folder": conversion.target}
@@ -220,7 +220,7 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
         found, finished = _free(storage, job, folder, emit)
         return [found.target, finished]
     target, finished = decide(group, look, OPENING)
-    conversion = Conversion(storage, job, target, lambda text: emit(Notice(text)))
+    conversion = Conversion(storage, job, target, emit)
     if finished:
         emit(Notice(f"{conversion.target} is there already, from an earlier start"))
         return conversion.target
@@ -241,12 +241,10 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
 def _free(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:
     """Returns where the conversion goes, and whether it is there already: what lies in ``folder`` and is not this conversion is
     left alone. ConfigError if the place beside it is taken too."""
-    def log(text: str) -> None:
-        emit(Notice(text))
-    first = Conversion(storage, job, folder, log)
+    first = Conversion(storage, job, folder, emit)
     try:
         return first, first.finished()
     except ConfigError:
         step = job.source.state.step if job.source.state else 0
-        beside = Conversion(storage, job, f"{folder}_step_{step}_{job.fingerprint[:8]}", log)
+        beside = Conversion(storage, job, f"{folder}_step_{step}_{job.fingerprint[:8]}", emit)
         return beside, beside.finished()

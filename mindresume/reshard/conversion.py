@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
+from mindresume.events import Emit, Event, Notice, ignore, warning
 from mindresume.events.log_lines import line_of
 from mindresume.file_record import FileRecord
 from mindresume.files.checksum import Checksums
@@ -48,7 +49,7 @@ class Conversion:
     storage: Storage
     plan: ConversionPlan
     target: str
-    log: Callable[[str], None] = lambda text: None
+    emit: Emit = ignore
     clock: Callable[[], float] = time.time
     _lock: int = field(default=-1, repr=False)
     _mine: bool = field(default=False, repr=False)          # the work folder: only then it is removed
@@ -140,7 +141,7 @@ class Conversion:
         except BlockingIOError:
             alive = False
         except OSError as error:                    # a file system without locks: nobody else may find this work
-            self.log(f"{self.work} cannot be locked: {error}")
+            self.emit(warning(f"{self.work} cannot be locked: {error}"))
             with suppress(OSError):
                 self.storage.remove(path)
             alive, self._apart = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
@@ -175,7 +176,7 @@ class Conversion:
         """Writes these groups (default all) unless they are done. Any error of ``writer`` is raised."""
         for number in range(len(self.plan.groups)) if numbers is None else numbers:
             if self.done(number) is not None:
-                self.log(f"part {number + 1} of {len(self.plan.groups)} is there already")
+                self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
                 continue
             files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path))
                      for i in self.plan.groups[number]]
@@ -242,11 +243,17 @@ class Conversion:
             record = Record(plan.run, rank, len(plan.shards), state, self.clock(), tuple(records),
                             lineage=continued(plan.source.candidate, "", same_folder=False))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], plan.run)
-        left = Committer(place, emit=lambda event: self.log(line_of(event)[1])).try_commit(state.step)
+        left = Committer(place, emit=self._note).try_commit(state.step)
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
         if plan.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
             raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
+
+    def _note(self, event: Event) -> None:
+        """Passes an event of the commit on as a sentence: it is not a save of the training that converts."""
+        level, text = line_of(event)
+        if text:
+            self.emit(Notice(text, level))
 
     def _layouts(self, rank: int) -> Mapping[str, TensorLayout]:
         if self.plan.strategy is None:

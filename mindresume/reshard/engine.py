@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from mindresume.errors import ConfigError
+from mindresume.events import Emit, Notice, ignore
 from mindresume.files.checksum import Checksums
 from mindresume.reshard.conversion import Conversion, Writer
 from mindresume.reshard.direct import BUFFERS, TILE, TargetFile, Traffic, transform
@@ -40,24 +41,25 @@ def tile_for(memory: int | None, workers: int) -> int:
 
 
 def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TILE, traffic: Traffic | None = None,
-           log: Callable[[str], None] = lambda text: None) -> Writer:
+           emit: Emit = ignore) -> Writer:
     """``engine``: direct or mindspore. What is returned writes the groups of ``conversion``."""
     made: list[CheckpointView] = []
 
     def write(weights: CheckpointView, storage: Storage, files: Sequence[TargetFile]) -> list[Checksums]:
         if engine == "mindspore":
             if not made:
-                made.append(_transformed(weights, conversion, workers, log))
+                made.append(_transformed(weights, conversion, workers, emit))
             weights = made[0]
         return transform(weights, storage, files, workers, tile, traffic)
     return write
 
 
-def _transformed(weights: CheckpointView, conversion: Conversion, workers: int, log: Callable[[str], None]) -> CheckpointView:
+def _transformed(weights: CheckpointView, conversion: Conversion, workers: int, emit: Emit) -> CheckpointView:
     from mindresume.reshard.mindspore_engine import rewrite
     if conversion.storage.status(conversion.scratch) is not None:
         with suppress(OSError):         # of a process that was killed; its workers may not have noticed yet, and write on
             remove_tree(conversion.storage, conversion.scratch)
     scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{secrets.token_hex(4)}")
     conversion.storage.make_folder(scratch)
-    return rewrite(weights, conversion.plan.strategy, scratch, workers=workers, timeout=TIMEOUT, log=log)
+    return rewrite(weights, conversion.plan.strategy, scratch, workers=workers, timeout=TIMEOUT,
+                   log=lambda text: emit(Notice(text)))

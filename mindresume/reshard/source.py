@@ -21,6 +21,7 @@ from mindresume.errors import (
     NoUsableCheckpointError,
     StrategyError,
 )
+from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
 from mindresume.formats.complete import FILE, is_complete, read_complete
 from mindresume.formats.names import FileName, parse_name
@@ -79,9 +80,9 @@ class _Gone(MissingCheckpointError):
 
 @contextmanager
 def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-            log: Callable[[str], None] = lambda text: None) -> Iterator[OpenCheckpoint]:
+                  emit: Emit = ignore) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
-    ``prune`` removes it. On a read-only folder it is read without the lock, and ``log`` says so."""
+    ``prune`` removes it. On a read-only folder it is read without the lock, and a warning is emitted."""
     held: list[Claim] = []
 
     def leave() -> None:
@@ -90,7 +91,7 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
 
     def keep(root: str, candidate: Candidate) -> None:
         leave()
-        claim = hold_candidate(storage, root, candidate, log)
+        claim = hold_candidate(storage, root, candidate, emit)
         if claim is not None:
             held.append(claim)
 
@@ -100,16 +101,15 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
         leave()
 
 
-def hold_candidate(storage: Storage, root: str, candidate: Candidate, log: Callable[[str], None] = lambda text: None
-                   ) -> Claim | None:
-    """Returns what keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``; None where nobody removes it, and
-    where nothing can be written: then ``log`` says so. MissingCheckpointError if it is gone already."""
+def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore) -> Claim | None:
+    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``. None where nothing
+    removes it, and, with a warning, where nothing can be written. MissingCheckpointError if it is gone already."""
     if candidate.origin != OURS or not candidate.box:           # mindresume never removes it
         return None
     try:
         claim = hold(storage, root, candidate.name, candidate.box)
     except OSError as error:
-        log(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}")
+        emit(warning(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}"))
         return None
     if claim is None:
         raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from mindresume.agree import Solo
 from mindresume.errors import MindResumeError
-from mindresume.events import Notice, warning
+from mindresume.events import warning
 from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.copies import check_replicas
@@ -25,7 +25,7 @@ from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import list_checkpoints
 from mindresume.resume.verified import verify_checkpoints
-from mindresume.simulation.cluster import Cluster, Process
+from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, wrong_content
 from mindresume.simulation.mount import Mount
@@ -77,11 +77,7 @@ def convert(play: Play) -> None:
     storage, training = _Files(play.cluster, running()), play.training
     for number, pause in enumerate(_pauses(play)):
         here().scheduler.sleep(pause)
-        process = running()
-
-        def said(text: str, process: Process = process) -> None:
-            process.emit(Notice(text))
-        with _judged(play, "conversion"), open_and_hold(storage, training.root, log=said) as source:
+        with _judged(play, "conversion"), open_and_hold(storage, training.root, emit=running().emit) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 

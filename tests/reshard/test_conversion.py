@@ -23,6 +23,7 @@ from mindresume.agree import Solo
 from mindresume.drill.faults import Fault, Killed, Machine, View
 from mindresume.drill.ranks import Turns
 from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, SaveError
+from mindresume.events import WARNING, ignore
 from mindresume.files import read_header, read_tensor
 from mindresume.files.checksum import array_checksum
 from mindresume.formats.complete import HUGGINGFACE, MINDSPORE, read_complete
@@ -73,8 +74,8 @@ def complete_job(root):
 JOBS = {"ranks": ranks_job, "complete": complete_job}
 
 
-def conversion(job, target, storage=STORAGE, log=lambda text: None):
-    return Conversion(storage, job, str(target), log, clock=lambda: 1000.0)
+def conversion(job, target, storage=STORAGE, emit=ignore):
+    return Conversion(storage, job, str(target), emit, clock=lambda: 1000.0)
 
 
 def carry_out(made):
@@ -258,15 +259,15 @@ def test_power_that_is_lost_after_the_end_takes_nothing(in_memory, root, expecte
 
 
 def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, root, expected):
-    first, log = conversion(ranks_job(root), tmp_path / "new"), []
+    first, events = conversion(ranks_job(root), tmp_path / "new"), []
     first.prepare()
     first.write(writer("direct", first), [1])
     first._release()
     before = stamps(Path(first.work) / "rank_1")
-    carry_out(conversion(ranks_job(root), tmp_path / "new", log=log.append))
+    carry_out(conversion(ranks_job(root), tmp_path / "new", emit=events.append))
     after = stamps(tmp_path / "new" / "rank_1")
     assert before and {(path.name, stamp) for path, stamp in before.items()} <= {(p.name, stamp) for p, stamp in after.items()}
-    assert log[0] == "part 2 of 2 is there already" and contents(tmp_path / "new") == expected["ranks"][0]
+    assert "part 2 of 2" in events[0].text and contents(tmp_path / "new") == expected["ranks"][0]
 
 
 @pytest.mark.parametrize("spoil", ["a torn mark", "a shorter file", "a missing file"])
@@ -566,9 +567,10 @@ def test_a_file_system_without_locks(tmp_path, root, expected, monkeypatch):
     def no_locks(handle, operation):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
-    log = []
-    carry_out(conversion(ranks_job(root), tmp_path / "new", log=log.append))
-    assert contents(tmp_path / "new") == expected["ranks"][0] and "cannot be locked: [Errno 37] No locks available" in log[0]
+    events = []
+    carry_out(conversion(ranks_job(root), tmp_path / "new", emit=events.append))
+    assert contents(tmp_path / "new") == expected["ranks"][0] and "[Errno 37] No locks available" in events[0].text
+    assert events[0].level == WARNING
 
 
 def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):

@@ -16,6 +16,7 @@ from mindresume.errors import (
     NoUsableCheckpointError,
     StrategyError,
 )
+from mindresume.events import WARNING
 from mindresume.formats.names import FileName
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.reshard import source as source_module
@@ -503,6 +504,6 @@ def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypa
     save(tmp_path, 5, replicas=1)
     monkeypatch.setattr(source_module, "hold", refused)
     said = []
-    with open_and_hold(STORAGE, str(tmp_path), log=said.append) as source:
+    with open_and_hold(STORAGE, str(tmp_path), emit=said.append) as source:
         assert source.state.step == 5
-    assert len(said) == 1 and "may be removed: [Errno 13]" in said[0]
+    assert len(said) == 1 and said[0].level == WARNING and "[Errno 13]" in said[0].text
