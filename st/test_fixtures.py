@@ -66,7 +66,7 @@ def test_which_chooses_the_newest_with_the_files_of_all_ranks(name):
 def test_ls_lists_every_step_newest_first(name):
     status, answer = call("ls", FIXTURES / name)                     # the folder of the run will do
     steps = steps_of(name)
-    assert status == 0 and answer["notes"] == []
+    assert status == 0 and len(answer["notes"]) <= 1                 # on the number of ranks, which no manifest tells
     assert [row["step"] for row in answer["checkpoints"]] == sorted(steps, reverse=True)
     for row in answer["checkpoints"]:
         assert (row["world_size"], row["origin"]) == (len(steps[row["step"]]), "mindformers")
@@ -176,7 +176,7 @@ def test_meta_json_is_a_hint_only(folder):
     status, answer = call("which", folder)
     assert status == 0 and answer["chosen"]["step"] == 15
     _, listed = call("ls", folder)
-    assert len(listed["notes"]) == 2
+    assert len(listed["notes"]) == 3                                 # and on the number of ranks
     assert "rank_0/meta.json is empty or cut short" in listed["notes"][0]
     assert "rank_1/meta.json names qwen3_rank_1-9_1.safetensors" in listed["notes"][1]
 
