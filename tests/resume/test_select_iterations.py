@@ -448,10 +448,10 @@ FOREIGN_DAMAGE = {
     "metadata no object": (lambda folder: (folder / METADATA).write_bytes(b"[]"), "metadata.json: "),
     "metadata of other files": (metadata(elsewhere), "slice 0 of "),
     "metadata of other shapes": (metadata(narrower), "by metadata.json it is float32 of shape"),
-    "metadata of other tensors": (metadata(renamed), "is not in the file in which it is by metadata.json"),
+    "metadata of other tensors": (metadata(renamed), "metadata.json names for it"),
     "metadata without a tensor": (metadata(lambda rows, described, stored: [
         rows["state_dict_metadata"].pop(described[0]), [rows["storage_data"].pop(key) for key in list(rows["storage_data"])
-                                                        if f"'{described[0]}'" in key]]), "so nobody knows how they are cut"),
+                                                        if f"'{described[0]}'" in key]]), "metadata.json does not name "),
     "model": (without("*-model-0000002-*"), "3 of 4 model files are there, missing: 2"),
     "all models": (without("*-model-*"), "the weights of the network are missing"),
     "opt": (without("*-opt-0000000-*"), "3 of 4 opt files are there, missing: 0"),
