@@ -247,7 +247,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
             emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
                                  time.localtime().tm_gmtoff))
             context.settings = Settings.load(config.get("mindresume"))
-            context.resources.remote = modelarts.remote_of(config)
+            context.resources.remote = modelarts.remote_of(config, emit)
             context.requests = preemption.requests(config)
             yield context
             reason = context.progress.stop_reason
