@@ -17,7 +17,7 @@ NAME = "run_mindformer.py"
 
 
 def run_pynative(launch: Launch) -> None:
-    """The PyNative trainer takes everything from the configuration file."""
+    """Runs the PyNative trainer, which takes everything from the configuration file."""
     say("--mode 1: mindresume is not active in PyNative mode yet; mindformers saves and resumes with its own code")
     unused = launch.without_effect_in_pynative()
     if unused:
@@ -31,7 +31,7 @@ def run_pynative(launch: Launch) -> None:
 
 
 def run_graph(launch: Launch) -> None:
-    """Graph mode: configuration, overrides, context, trainer, in this order."""
+    """Runs the graph trainer: configuration, overrides, context, trainer, in this order."""
     if launch.mindresume:
         import mindresume.plugin  # noqa: F401  (its import installs everything)
     from mindformers.core.context import build_context
@@ -57,7 +57,7 @@ def run_graph(launch: Launch) -> None:
 
 
 def set_register_path(path: str) -> None:
-    """Where ``auto_register`` of mindformers looks for classes of the user."""
+    """Sets where ``auto_register`` of mindformers looks for classes of the user."""
     os.environ["REGISTER_PATH"] = path
     if path not in sys.path:
         sys.path.append(path)
@@ -68,7 +68,7 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting."""
+    """Returns the exit status: 0 done (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting."""
     launch = parse(argv, os.path.dirname(os.path.abspath(__file__)))
     if "register_path" in launch.flags:
         set_register_path(launch.flags["register_path"])

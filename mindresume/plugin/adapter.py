@@ -30,7 +30,7 @@ def built_in_monitor() -> type:
 
 
 def has_loss() -> bool:
-    """Whether the loss this rank sees is that of the model: with pipeline stages only the last one computes it
+    """Returns whether the loss this rank sees is that of the model: with pipeline stages only the last one computes it
     (mindformers core/callback/callback.py, MFLossMonitor)."""
     from mindformers.tools.utils import is_last_pipeline_stage
     from mindspore import context
@@ -46,25 +46,26 @@ def tensorboard_writer() -> Any:
 
 
 def output_root() -> str:
-    """``output_dir`` of this training."""
+    """Returns ``output_dir`` of this training."""
     from mindformers.tools.utils import get_output_root_path
     return get_output_root_path()
 
 
 def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """(name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order. All ranks must
-    call it: pipeline stages send each other the parameters that they share, and with ``integrated`` slices are gathered."""
+    """Returns (name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order. All
+    ranks must call it: pipeline stages send each other the parameters that they share, and with ``integrated`` slices are
+    gathered."""
     from mindspore import Tensor
     found = _saved_by_mindspore(network, integrated, choose)
     return found + [(name, Tensor(parameter.data)) for name, parameter in _left_out(network, found, choose)]
 
 
 def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """As ``parameters_to_save``, for the ranks that are left when others are gone: what MindSpore would save (save_checkpoint of
-    train/serialization.py with __exception_save__) without the exchanges that it begins with, and copied to the host on a stream
-    of its own, because that of the training may wait for ever. A parameter that several pipeline stages share is saved by the
-    stage that owns it; the others mark what they receive, and leave it out of every save. SaveError for one that this rank
-    receives, but without the mark: its newest value is elsewhere."""
+    """Returns the same as ``parameters_to_save``, for the ranks that remain when others are gone: what MindSpore would save
+    (save_checkpoint of train/serialization.py with __exception_save__) without the exchanges that it begins with, and copied to
+    the host on a stream of its own, because that of the training may wait for ever. A parameter that several pipeline stages
+    share is saved by the stage that owns it; the others mark what they receive, and leave it out of every save. SaveError for one
+    that this rank receives, but without the mark: its newest value is elsewhere."""
     from mindspore import Tensor, hal
     from mindspore._c_expression import TensorPy
     from mindspore.train import serialization
@@ -86,18 +87,18 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
 
 
 def collecting_exchanges(network: Any, integrated: bool) -> bool:
-    """Whether ``parameters_to_save``, or mindspore.save_checkpoint, waits for other ranks."""
+    """Returns whether ``parameters_to_save``, or mindspore.save_checkpoint, waits for other ranks."""
     return integrated and is_parallel() or any(row[8] for row in _shared_rows(network).values())
 
 
 def _received(network: Any) -> set[str]:
-    """Names of parameters that this pipeline stage gets from another one before each save."""
+    """Returns the names of parameters that this pipeline stage gets from another one before each save."""
     return {name for name, row in _shared_rows(network).items() if row[8] and not row[9]}
 
 
 def _shared_rows(network: Any) -> dict[str, Any]:
-    """What mindspore.parallel.sync_pipeline_shared_parameters looks at: {name: layout}, whose items 8 and 9 say whether stages
-    share the parameter, and whether this one sends it."""
+    """Returns {name: layout} that mindspore.parallel.sync_pipeline_shared_parameters reads. Items 8 and 9 of a layout: whether
+    stages share the parameter, and whether this one sends it."""
     from mindspore import context
     if context.get_auto_parallel_context("pipeline_stages") < 2:
         return {}
@@ -116,22 +117,22 @@ def _saved_by_mindspore(network: Any, integrated: bool, choose: Callable[[str], 
 
 
 def _left_out(network: Any, found: list[tuple[str, Any]], choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """Counters (``_is_counter``) that MindSpore did not save."""
+    """Returns the counters (``_is_counter``) that MindSpore did not save."""
     saved = {name for name, _ in found}
     return [(parameter.name, parameter) for _, parameter in network.parameters_and_names()
             if _is_counter(parameter) and parameter.name not in saved and choose(parameter.name)] if is_parallel() else []
 
 
 def _is_counter(parameter: Any) -> bool:
-    """One number that this rank has, such as ``global_step`` or ``scale_sense``. Where several ranks compile a graph together,
+    """Returns whether it is one number, such as ``global_step`` or ``scale_sense``. Where several ranks compile a graph together,
     MindSpore marks all parameters of it as sliced and saves what is marked; of a graph out of its compile cache it marks those
     alone that have a layout, which these have not."""
     return parameter.size == 1 and not parameter.has_init and not parameter.param_info.is_pipeline_shared_param
 
 
 def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]:
-    """Redundancy removal of Checkpoint 1.0: which of the replicated parameters this rank saves, by MindSpore's own
-    assignment (mindformers core/callback/callback.py, remove_redundancy)."""
+    """Returns which parameters this rank saves with the redundancy removal of Checkpoint 1.0, by MindSpore's own assignment of
+    replicas (mindformers core/callback/callback.py, remove_redundancy)."""
     from mindspore import context
     from mindspore.train._utils import get_parameter_redundancy, remove_param_redundancy
     table = network.parameter_layout_dict
@@ -172,7 +173,8 @@ def when_compiled(network: Any, work: Callable[[], None]) -> None:
 
 
 def pet_type(config: Any) -> str:
-    """Of ``pet_config``, for which mindformers adds parameters to the network, such as those of LoRA; empty without it."""
+    """Returns ``pet_type`` of ``pet_config``, for which mindformers adds parameters to the network, such as those of LoRA; empty
+    without it."""
     found: Any = config
     for key in ("model", "model_config", "pet_config", "pet_type"):
         found = found.get(key) if hasattr(found, "get") else getattr(found, key, None)
@@ -180,8 +182,8 @@ def pet_type(config: Any) -> str:
 
 
 def only_by_mindformers(network: Any, names: Iterable[str], known: bool) -> str:
-    """Why its own code must load these tensors into this network; empty if that is not so. ``known``: a folder of Hugging Face
-    that mindresume can take apart itself."""
+    """Returns why mindformers' own code must load these tensors into this network; empty if it need not. ``known``: a folder of
+    Hugging Face that mindresume can take apart itself."""
     if hasattr(network, "llm_boost"):
         return "llm_boost takes the weights apart itself"
     if known and getattr(core_network(network), "template", None) is not None or set(names) & set(network.parameters_dict()):
@@ -192,7 +194,7 @@ def only_by_mindformers(network: Any, names: Iterable[str], known: bool) -> str:
 
 
 def _translation(network: Any) -> Callable[[str], str] | None:
-    """Of names of Hugging Face to those of the network, as it says itself; None if it has none."""
+    """Returns the network's own translation of Hugging Face names; None if it has none."""
     from mindformers.utils.load_checkpoint_utils import _get_origin_network
     origin, found = _get_origin_network(network)
 
@@ -205,7 +207,7 @@ def _translation(network: Any) -> Callable[[str], str] | None:
 
 
 def core_network(network: Any) -> Any:
-    """The model itself, within the cells that a trainer puts around it."""
+    """Returns the model itself, without the cells that a trainer puts around it."""
     from mindformers.checkpoint.utils import get_core_network
     return get_core_network(network)
 
@@ -219,14 +221,14 @@ def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> 
 
 
 def _parameter(name: str, tensor: Any) -> Any:
-    """A parameter in the memory of ``tensor``: ``Parameter(tensor)`` would copy it, ``set_data`` does not."""
+    """Returns a parameter in the memory of ``tensor``: ``Parameter(tensor)`` would copy it, ``set_data`` does not."""
     from mindspore import Parameter, Tensor
     parameter = Parameter(Tensor([0], tensor.dtype), name=name)
     return parameter.set_data(tensor, slice_shape=True)
 
 
 def tensor_of(array: Any) -> Any:
-    """A MindSpore tensor with the very bits of ``array``, in its memory. ``array``: C-contiguous, writable."""
+    """Returns a MindSpore tensor with the bits of ``array``, in its memory. ``array``: C-contiguous, writable."""
     import ml_dtypes
     from mindspore import Tensor
     from mindspore.common import np_dtype
@@ -236,8 +238,8 @@ def tensor_of(array: Any) -> Any:
 
 
 def wanted_of(network: Any, offered: Container[str] = ()) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of the parameters this rank holds. ``offered``: what there is to load; counters that MindSpore does
-    not count among them (``_is_counter``) are wanted if they are offered."""
+    """Returns {name: (shape, dtype)} of the parameters this rank holds. ``offered``: what there is to load; counters that
+    MindSpore does not count among them (``_is_counter``) are wanted if they are offered."""
     parallel = is_parallel()
     wanted = {}
     for _, parameter in network.parameters_and_names():

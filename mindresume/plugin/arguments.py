@@ -1,4 +1,4 @@
-"""The arguments of ``CheckpointMonitor``, checked before anything is made of them: the trainer would report a wrong one late,
+"""Checks the arguments of ``CheckpointMonitor`` before anything is made of them: the trainer would report a wrong one late,
 under another name, or not at all.
 
 What two keys of one kind mean is decided by what the user wrote: MindSpore takes the one that has a default (a step each, five

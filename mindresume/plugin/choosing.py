@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 from mindresume.plugin import adapter, modelarts
-from mindresume.plugin.convert import choose_complete, prepare
+from mindresume.plugin.convert import prepare
 from mindresume.plugin.session import ResumePlan, TrainingContext
+from mindresume.reshard import merged
 from mindresume.reshard.source import OpenCheckpoint
 from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume.choosing import CheckpointSelector, SelectionRequest
@@ -14,7 +15,7 @@ from mindresume.resume.select import Choice
 from mindresume.store.storage import Storage
 
 
-def choose(config: Any, path: str, named: str | None, context: TrainingContext, storage: Storage, converts: bool,
+def select(config: Any, path: str, named: str | None, context: TrainingContext, storage: Storage, converts: bool,
            resume: bool = True, healthy: bool = False, as_it_is: bool = False, instead: str = "are initialised at random"
            ) -> ResumePlan | None:
     """Returns the plan of the checkpoint that all ranks take, None: a fresh start. Its read lock and its load attempt go into the
@@ -29,7 +30,7 @@ def choose(config: Any, path: str, named: str | None, context: TrainingContext, 
     resources, group, complete = context.resources, context.group, []
 
     def take_complete(storage: Storage, path: str) -> Choice:
-        choice, source = choose_complete(storage, path, group, context.settings, resume)
+        choice, source = merged.choose_complete(storage, path, group, context.settings.verify == "full", resume)
         complete.append(source)
         return choice
     request = SelectionRequest(path, named, converts, resume, as_it_is, instead,

@@ -1,8 +1,8 @@
-"""What a save consists of: the network, the optimizer, the counters, as a shard of this rank; and the weights for inference.
+"""Collects what a save consists of: network, optimizer and counters as a shard of this rank; and the weights for inference.
 
-    contents = Contents(...)                            # at the start of a training, by the CheckpointMonitor
-    state = contents.state(cb_params)                   # where the training is
-    contents.shard(cb_params, state)                    # all that a resume needs
+    collector = StateCollector(...)                     # at the start of a training, by the CheckpointMonitor
+    state = collector.state(cb_params)                  # where the training is
+    collector.shard(cb_params, state)                   # all that a resume needs
 """
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
 
 
 @dataclass
-class Contents:
-    """``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the names. ``done``: steps before this process began.
-    ``append``: what mindformers appends to each file, kept up to date. ``batch``: global batch size. ``inference``: (folder,
-    kind) of the weights alone that are asked for, of which ``keep`` stay. ``run``: counters of the training.
-    ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored."""
+class StateCollector:
+    """Collects the state of one training. ``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the names.
+    ``done``: steps before this process began. ``append``: what mindformers appends to each file, kept up to date. ``batch``:
+    global batch size. ``inference``: (folder, kind) of the weights alone that are asked for, of which ``keep`` stay. ``run``:
+    counters of the training. ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored."""
     config: Any
     place: Place
     prefix: str | None
@@ -45,12 +45,12 @@ class Contents:
     _warned: set[str] = field(default_factory=set)
 
     def shard(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
-        """Tensors are copied from the device when their bytes are asked for. ``rescue``: other ranks are lost; nothing is left to
-        them, and the device may hang."""
+        """Returns all that a resume needs. Tensors are copied from the device when their bytes are asked for. ``rescue``: other
+        ranks are lost; nothing is left to them, and the device may hang."""
         return (self._iteration if self.place.iterations else self._rank_file)(cb_params, state, rescue)
 
     def state(self, cb_params: Any, rescue: bool = False) -> TrainingState:
-        """Where the training is after this step. ``rescue``: other ranks are not asked for anything."""
+        """Returns where the training is after this step. ``rescue``: other ranks are not asked for anything."""
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
         outputs, scale = cb_params.net_outputs, self.append.get("loss_scale")
         if "loss_scale" in self.append and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
@@ -79,8 +79,8 @@ class Contents:
                           {**self._metadata(), **({"remove_redundancy": "False"} if rescue else {})})
 
     def _iteration(self, cb_params: Any, state: TrainingState, rescue: bool) -> Shard:
-        """Two files: what the network has, and what only the optimizer and the train step have; without save_optimizer the
-        first."""
+        """Returns two files: what the network has, and what only the optimizer and the train step have; without save_optimizer
+        the first."""
         net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
         save_optimizer, deduplicates = self.save_optimizer or rescue, self._deduplicates() and not rescue
 
@@ -99,7 +99,7 @@ class Contents:
 
     @staticmethod
     def _model(cb_params: Any) -> Any:
-        """The network without optimizer and train step."""
+        """Returns the network without optimizer and train step."""
         net = cb_params.network
         return net.network if getattr(net, "optimizer", None) is not None else net
 
@@ -121,7 +121,7 @@ class Contents:
         return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
-        """What mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
+        """Returns the counters that mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
         append = dict(self.append)
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
         append.update(epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step)
@@ -133,7 +133,7 @@ class Contents:
         return list(append.items())
 
     def extras(self, cb_params: Any, state: TrainingState) -> list[Extra]:
-        """``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
+        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
         if not self.inference:
             return []
         net = self._model(cb_params)
@@ -157,12 +157,12 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _number(value: Any, kind: type) -> Any:
-    """A Python number of a number, a tensor or a parameter of one element."""
+    """Returns a Python number for a number, a tensor or a parameter of one element."""
     return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
 
 
 def _loss(outputs: Any) -> dict[str, float]:
-    """The loss of a step out of the outputs of the network, as mindformers' loss monitor finds it; empty if there is none
+    """Returns the loss of a step out of the outputs of the network, as mindformers' loss monitor finds it; empty if there is none
     or it is not finite."""
     loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
     values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)

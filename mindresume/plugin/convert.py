@@ -1,4 +1,4 @@
-"""``auto_trans_ckpt`` in the trainer: any checkpoint into the layout of this job.
+"""Implements ``auto_trans_ckpt`` in the trainer: loads any checkpoint into the layout of this job.
 
     at the choice   rank 0 reads the source's strategy, before the compiler writes new ones over it ─▶ all ranks
                     the folder of old strategies is set aside
@@ -29,7 +29,6 @@ from mindresume.network import layouts as network_layouts
 from mindresume.plugin import adapter, upstream, upstream_check
 from mindresume.plugin.load_progress import traffic_of_load, waiting
 from mindresume.plugin.session import ResumePlan, TrainingContext
-from mindresume.reshard import merged
 from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_ranks
 from mindresume.reshard.direct import Traffic
@@ -41,7 +40,6 @@ from mindresume.reshard.strategies import identity_of, set_aside, strategy_for
 from mindresume.reshard.weights import CheckpointView
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.settings import Settings
 from mindresume.store.storage import Storage
 from mindresume.strategy import Strategy, read_strategy
 
@@ -51,12 +49,6 @@ _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 
 # ---- at the choice -------------------------------------------------------------------------------------------------
-
-def choose_complete(storage: Storage, path: str, group: Group, settings: Settings, resume: bool = True
-                    ) -> tuple[Choice, OpenCheckpoint]:
-    """Returns complete weights as the choice, and opened. Errors as of ``merged.choose_complete``."""
-    return merged.choose_complete(storage, path, group, settings.verify == "full", resume)
-
 
 def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True) -> ResumePlan:
     """Broadcasts the source's strategy, and with ``aside`` moves old strategy files aside; on all ranks, after the choice.
@@ -74,8 +66,9 @@ def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: St
 
 
 def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
-    """Rank 0: the strategy of what was chosen. Records know their layouts. A strategy that is given besides must agree with them,
-    unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in the folder."""
+    """Returns, on rank 0, the strategy of what was selected. Records know their layouts. A strategy that is given besides must
+    agree with them, unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in
+    the folder."""
     candidate, notes, strategy, identity = choice.chosen, [], None, None
     if candidate.base:                                      # an iteration folder knows its layouts
         return {"strategy": None, "notes": notes, "identity": identity_of(storage, choice.root, candidate)}
@@ -99,7 +92,7 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | N
 
 
 def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> OpenCheckpoint:
-    """What was chosen, as weights. Its bytes were proven at the choice."""
+    """Returns what was selected, as weights. Its bytes were verified by the selection."""
     candidate = with_world_size(choice.root, choice.chosen, strategy)
     scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have had none to prove
     return checkpoint_of(storage, choice.root, candidate, strategy, identity, scalars)
@@ -108,8 +101,8 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 # ---- at the load ---------------------------------------------------------------------------------------------------
 
 def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int, str] | Choice:
-    """After the compilation: ({name: array} of everything this rank loads, bytes read, the source for people); or, if ckpt files
-    were transformed on disk, the choice of the new ones. Whatever fails on one rank is AgreementError on all."""
+    """Returns, after the compilation, ({name: array} of everything this rank loads, bytes read, the source for people); or, if
+    ckpt files were transformed on disk, the choice of the new ones. Whatever fails on one rank is AgreementError on all."""
     group, emit = context.group, context.emit
     source = agreed(group, context.plan.open_source, OPENING)
     shapes = adapter.wanted_of(network, source.weights.tensors)
@@ -133,7 +126,7 @@ def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Sto
 
 
 def _needs_files(group: Group, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
-    """Whether some rank's file is not exactly what that rank loads. The same answer on all ranks."""
+    """Returns whether some rank's file is not exactly what that rank loads. The same answer on all ranks."""
     return not all(report(group, partial(_as_it_is, group.rank, group.size, weights, regions)))
 
 
@@ -188,7 +181,7 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
 
 
 def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
-    """What the compiler wrote for this job; None for one rank."""
+    """Returns the strategy that the compiler wrote for this job; None for one rank."""
     if world_size == 1:
         return None
     strategy = read_strategy(os.path.join(config.output_dir, STRATEGY), storage)
@@ -198,7 +191,7 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
 
 
 def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes: int, emit: Emit) -> dict[str, str]:
-    """Rank 0 alone, with worker processes of its own: {"folder"}, or {"refused"} where MindSpore's engine is not able to."""
+    """Converts on rank 0 alone, in processes of their own. Returns {"folder"}, or {"refused"} where MindSpore's engine cannot."""
     if upstream_check.is_off(upstream.TRANSFORM):
         return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
     conversion, finished = _free(storage, job, folder, emit)

@@ -1,4 +1,4 @@
-"""The ranks of the running job as a ``mindresume.agree.Group``, on the communication that mindformers initialised."""
+"""Implements ``mindresume.agree.Group`` for the running job, on the communication that mindformers initialised."""
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +7,7 @@ from mindresume.agree import Group, Solo
 
 
 def group_of_job() -> Group:
-    """One process: no communication at all."""
+    """Returns the group of the job; of one process without communication."""
     from mindspore.communication import GlobalComm, get_group_size, get_rank
     if not GlobalComm.INITED or get_group_size() == 1:
         return Solo()
@@ -15,7 +15,7 @@ def group_of_job() -> Group:
 
 
 class MindSporeGroup:
-    """Bytes through ``Broadcast`` and ``AllGather`` of int32, the type that every back end's library supports.
+    """Passes bytes through ``Broadcast`` and ``AllGather`` of int32, the type that every back end's library supports.
 
     A lost rank ends these calls with the time limit of the back end's collectives, as it does any step of the training.
     """
@@ -48,7 +48,7 @@ class MindSporeGroup:
 
 
 def _words(message: bytes, length: int) -> np.ndarray:
-    """``message`` filled up with zeros to ``length`` bytes, as whole int32 words, at least one."""
+    """Returns ``message`` filled up with zeros to ``length`` bytes, as whole int32 words, at least one."""
     padded = message.ljust(max(4, (length + 3) // 4 * 4), b"\0")
     return np.frombuffer(padded, np.int32).copy()
 
@@ -57,9 +57,9 @@ def _bytes(words: np.ndarray, length: int) -> bytes:
     return np.ascontiguousarray(words).tobytes()[:length]
 
 
-class Passing:
-    """``reshard.balanced.Broadcast`` on communication groups of the job, made when they are first needed. ``close`` when all
-    ranks are done. Every rank of a group makes the same calls in the same order.
+class TensorBroadcaster:
+    """Implements ``reshard.balanced.Broadcast`` on communication groups of the job, made when they are first needed. ``close``
+    when all ranks are done. Every rank of a group makes the same calls in the same order.
 
     Bits travel as int32 through ``Broadcast``. MindSpore's library on CPU has no broadcast within a part of the ranks and adds up
     float32 only: there every 16 bits travel as one whole number below 65,536, added to zeros, which is exact."""
@@ -96,6 +96,6 @@ class Passing:
 
 
 def _filled(data: np.ndarray, dtype: type) -> np.ndarray:
-    """Bytes as words, filled up with zeros."""
+    """Returns bytes as words, filled up with zeros."""
     width = np.dtype(dtype).itemsize
     return np.pad(data, (0, -len(data) % width)).view(dtype)

@@ -1,13 +1,13 @@
-"""Hooks into the graph trainer of mindformers: choosing at the start, counters, loading. Nothing is patched on disk.
+"""Wraps functions of mindformers' graph trainer: selection at the start, counters, loading. Nothing is patched on disk.
 
     MindFormerRegister.get_cls       ─▶ the documented data keys below `trainer:` do not reach the trainer's constructor
     Trainer.train / finetune
-      _check_config_rules             ─▶ choose_checkpoint: scan, prove, agree; or a fresh start
+      _check_config_rules             ─▶ select_checkpoint: scan, verify, agree; or a fresh start
       get_resume_checkpoint           ─▶ the chosen file's name
-      load_resume_context_from_...    ─▶ set_progress: initial step and epoch, loss scale
+      load_resume_context_from_...    ─▶ restore_progress: initial step and epoch, loss scale
       _resume_hf_iterable_dataset     ─▶ streaming data goes on at its own place
       check_runner_config             ─▶ remembers data and sink size; ends a training that is complete already
-      transform_and_load_checkpoint   ─▶ load_shard: reads what this rank proved, verified again while it is read
+      transform_and_load_checkpoint   ─▶ load_shard: reads what this rank verified, and verifies it again meanwhile
 
 With ``auto_trans_ckpt`` and for complete weights the last one is ``mindresume.plugin.convert``. Checkpoint 2.0
 (``use_legacy_format: False``) has places of its own, and ``mindresume.plugin.online``. Weights alone, for a training of
@@ -85,18 +85,19 @@ def _rules(original: Any) -> Any:
             context.emit(Notice(note))
         if context.task == session.TRAIN:
             check_section(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
-            context.progress.dataset_identity = job_start.identity(self.config, context)
+            context.progress.dataset_identity = job_start.fingerprint(self.config, context)
             with context.progress.timed_load():
-                job_start.choose_checkpoint(self.config, context)
+                job_start.select_checkpoint(self.config, context)
         elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):    # else it is loaded already
-            weights_alone.choose(self.config, context.task, context, PosixStorage())
+            weights_alone.select(self.config, context.task, context, PosixStorage())
         return original(self, *args, **kwargs)
     return check
 
 
 def _trainer_class(original: Any) -> Any:
-    """Documents 002 and 003 show ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:``, whose constructor would raise
-    a TypeError. The registry is asked for the class after a plug-in named in that block was loaded; so both ways in work."""
+    """Keeps ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and 003) from its constructor, which
+    would raise a TypeError. The registry is asked for the class after a plug-in named in that block was loaded; so both ways in
+    work."""
     from mindformers.tools.register import MindFormerModuleType
     named = _binder(original)
 
@@ -138,8 +139,8 @@ def _only_folders(original: Any) -> Any:
 
 
 def _shared(original: Any) -> Any:
-    """Without the part of mindformers that takes /data01 for a part of /data, and with file systems beyond NFS. Jobs of one node
-    and ModelArts it answers before it looks at the path: with one that is in nothing."""
+    """Compares SHARED_PATHS by folders (mindformers takes /data01 for a part of /data), and knows file systems beyond NFS. For a
+    job of one node, and in ModelArts, mindformers answers before it looks at the path: it is asked about ``/``."""
     parameters = signature(original)
 
     @functools.wraps(original)
@@ -173,7 +174,7 @@ def _context(original: Any) -> Any:
         if not context.plan.resumes:
             return original(*args, **kwargs)
         given = named(args, kwargs)
-        return loading.set_progress(given["config"], given["dataset"].get_dataset_size(), context)
+        return loading.restore_progress(given["config"], given["dataset"].get_dataset_size(), context)
     return load
 
 
@@ -185,7 +186,7 @@ def _streaming(original: Any) -> Any:
         context = session.current()
         if context.progress.restored is None:
             return original(*args, **kwargs)
-        return agreed(context.group, lambda: streaming.take_up(named(args, kwargs)["dataset"], context.progress.restored))
+        return agreed(context.group, lambda: streaming.resume_data(named(args, kwargs)["dataset"], context.progress.restored))
     return resume
 
 
@@ -199,7 +200,7 @@ def _runner_config(original: Any) -> Any:
         config, run, resumes = given["config"], context.progress, context.plan.resumes
         runner, run.dataset_size = config.runner_config, config.data_size
         if not resumes:
-            run.origin = loading.begin(config, given["dataset"], context)
+            run.origin = loading.fresh_origin(config, given["dataset"], context)
         run.sink_size = runner.sink_size if runner.sink_mode else None
         if resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "

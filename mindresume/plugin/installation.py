@@ -5,7 +5,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from mindresume.plugin import adapter, hooks, upstream_check
+from mindresume.events import warning
+from mindresume.plugin import adapter, hooks, session, upstream_check
 from mindresume.plugin.modelarts import require_moxing
 from mindresume.plugin.upstream import Kind, Symbol
 
@@ -18,7 +19,7 @@ def install() -> None:
     profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
     off, notices = upstream_check.require(profile)
     for text in filter(None, [notice, *notices]):
-        adapter.logger().warning("mindresume: %s", text)
+        session.current().emit(warning(text))
     upstream_check.switch_off(off)
     from mindresume.plugin.monitor import CheckpointMonitor  # here: its base class is mindformers', which must be there
     adapter.register_monitor(CheckpointMonitor)

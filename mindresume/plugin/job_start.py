@@ -1,4 +1,4 @@
-"""The start of a job: the fingerprint of its data set, and the checkpoint that it begins with, written into its configuration."""
+"""Prepares the start of a job: fingerprint of its data set; the selected checkpoint, written into its configuration."""
 from __future__ import annotations
 
 import os
@@ -16,7 +16,7 @@ from mindresume.resume.dataset import dataset_identity
 from mindresume.store.storage import PosixStorage
 
 
-def identity(config: Any, context: TrainingContext) -> dict[str, str]:
+def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:
     """Returns the fingerprint of the data set as rank 0 sees it, before mindformers takes its configuration apart."""
     try:
         return decide(context.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
@@ -26,7 +26,7 @@ def identity(config: Any, context: TrainingContext) -> dict[str, str]:
         return {}
 
 
-def choose_checkpoint(config: Any, context: TrainingContext) -> None:
+def select_checkpoint(config: Any, context: TrainingContext) -> None:
     """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config``, and the plan of ``context``, to what
     was selected by all ranks.
 
@@ -34,13 +34,13 @@ def choose_checkpoint(config: Any, context: TrainingContext) -> None:
     """
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     if online.applies(config):
-        return online.choose(config, context, storage)
+        return online.select(config, context, storage)
     if not config.resume_training:
-        return weights_alone.choose(config, TRAIN, context, storage)
+        return weights_alone.select(config, TRAIN, context, storage)
     if not config.load_checkpoint:
         return None
     path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
-    plan = choosing.choose(config, path, named, context, storage, converts=bool(config.auto_trans_ckpt),
+    plan = choosing.select(config, path, named, context, storage, converts=bool(config.auto_trans_ckpt),
                            healthy=bool(config.get("use_checkpoint_health_monitor")))
     if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
@@ -59,8 +59,9 @@ def choose_checkpoint(config: Any, context: TrainingContext) -> None:
 
 
 def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
-    """With auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies in one of them,
-    also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing slash)."""
+    """Protects sources: with auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies
+    in one of them, also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing
+    slash)."""
     cleared = [os.path.realpath(os.path.join(output, name)) for name in
                (STRATEGY, TRANSFORMED if load_ckpt_format == "ckpt" else UNIFIED)]
     for source in filter(None, sources):

@@ -1,4 +1,4 @@
-"""How far the load of a checkpoint is: events, and how the ranks wait for it."""
+"""Reports how far the load of a checkpoint is, as events and to the ranks that wait for it."""
 from __future__ import annotations
 
 from mindresume.agree import Waiting

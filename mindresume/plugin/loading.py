@@ -1,4 +1,4 @@
-"""What a resume puts into the training: counters into the configuration, tensors into the network."""
+"""Restores a training: counters into the configuration, tensors into the network."""
 from __future__ import annotations
 
 import os
@@ -43,7 +43,7 @@ def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tu
     return progress, state.loss_scale
 
 
-def begin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
+def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
     """Returns where a run begins that does not resume. mindformers skips data at its beginning, too, if it is told to; that whole
     passes cannot be skipped, and that in sink mode less is left then, it does not know."""
     runner, setting = config.runner_config, _setting(config, config.data_size, context.progress)
@@ -65,11 +65,11 @@ def _setting(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
 
 
 def _epochs(runner: Any) -> int | None:
-    """As the configuration says: in sink mode mindformers counts sinks in ``epochs`` later on."""
+    """Returns the epochs of the configuration: in sink mode mindformers counts sinks in ``epochs`` later on."""
     return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
 
 
-def set_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
+def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
     """Sets initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
     progress, scale = progress_for(config, dataset_size, context)
     runner = config.runner_config
@@ -110,7 +110,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
             found = convert.arrays_for(config, network, context, storage)
             if isinstance(found, tuple):
                 arrays, read_bytes, source = found
-                return put(network, arrays, False, context, is_transient, read_bytes, source)
+                return restore_parameters(network, arrays, False, context, is_transient, read_bytes, source)
             context.plan = replace(plan, choice=found)
         return load_shard(network, context, storage, early, reporter)
 
@@ -131,10 +131,10 @@ def load_shard(network: Any, context: TrainingContext, storage: Storage, early: 
                              f" {', '.join(replicas)}"))
     agreed(group, lambda: check_fit(arrays, adapter.wanted_of(network, arrays),
                                     (lambda name: True) if deduplicated else is_transient))
-    put(network, arrays, deduplicated, context)
+    restore_parameters(network, arrays, deduplicated, context)
 
 
-def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
+def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
         may_miss: Callable[[str], bool] = is_transient, read_bytes: int | None = None, source: str = "") -> None:
     """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. ``read_bytes``: from files;
     ``source``: of the weights, for people. LoadError if something is left that may not."""
@@ -153,8 +153,8 @@ def put(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context
 
 def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: ProgressReporter | None = None
                ) -> tuple[dict[str, np.ndarray], bool]:
-    """{name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is hashed
-    again while it is in memory: what was proven is what is loaded. LoadError if it changed in between."""
+    """Returns {name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is
+    hashed again while it is in memory: what was verified is what is loaded. LoadError if it changed in between."""
     arrays, deduplicated, reporter = {}, False, reporter or ProgressReporter.silent()
     reporter.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:

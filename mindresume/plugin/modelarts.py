@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindresume.errors import ConfigError
+from mindresume.events import Emit, ignore, warning
 from mindresume.plugin import adapter
 from mindresume.resume.restore import CHECKPOINT
 from mindresume.store.objects import FsspecStore, MoxingStore
@@ -18,18 +19,18 @@ VARIABLES = ("MA_LOG_DIR", "MA_JOB_DIR", "MA_LOCAL_LOG_PATH", "BATCH_GROUP_NAME"
 
 
 def variable() -> str | None:
-    """The variable by which a job knows that it is in ModelArts."""
+    """Returns the variable by which a job knows that it is in ModelArts."""
     return next((name for name in VARIABLES if name in os.environ), None)
 
 
 def require_moxing() -> None:
-    """ConfigError in ModelArts without moxing, which mindformers imports there at once."""
+    """Raises ConfigError in ModelArts without moxing, which mindformers imports there at once."""
     if variable() and find_spec("moxing") is None:
         raise ConfigError(f"this job runs in ModelArts ({variable()} is set), where mindformers needs the package moxing, and it "
                           f"is not installed. Use an image of ModelArts, which has it, or unset {variable()}")
 
 
-def remote_of(config: Any) -> RemoteCheckpoints | None:
+def remote_of(config: Any, emit: Emit = ignore) -> RemoteCheckpoints | None:
     """Returns where checkpoints are kept besides, None: nowhere. ConfigError if ``remote_save_url`` is no address of an object
     store, or the package with its driver is not installed."""
     url = config.get("remote_save_url")
@@ -38,9 +39,9 @@ def remote_of(config: Any) -> RemoteCheckpoints | None:
     if variable() is None and isinstance(url, str):
         if not url.startswith("obs://"):
             return RemoteCheckpoints(FsspecStore(url), f"{url.rstrip('/')}/{CHECKPOINT}")
-        adapter.logger().warning("mindresume: remote_save_url: %s is ignored: this job does not run in ModelArts (none of %s is "
-                                 "set). Checkpoints are on the disk of output_dir only. Elsewhere give the bucket as s3://, and "
-                                 "its endpoint as AWS_ENDPOINT_URL", url, ", ".join(VARIABLES))
+        emit(warning(f"remote_save_url: {url} is ignored: this job does not run in ModelArts (none of {', '.join(VARIABLES)} is "
+                     f"set). Checkpoints are on the disk of output_dir only. Elsewhere give the bucket as s3://, and its "
+                     f"endpoint as AWS_ENDPOINT_URL"))
         return None
     if not isinstance(url, str) or not url.startswith(("obs://", "s3://")):         # mindformers' check_obs_url: a TypeError
         raise ConfigError(f"remote_save_url is {url!r}; expected an address in an object store that begins with obs:// or s3://")

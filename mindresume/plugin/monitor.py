@@ -1,7 +1,7 @@
 """``CheckpointMonitor``: takes the place of mindformers' callback of that name, with the same 25 arguments.
 
-What is the protocol of saving is in ``mindresume.store.manager``; here is what mindformers and MindSpore expect of the callback,
-and what a save consists of (``mindresume.plugin.content``).
+The protocol of saving is in ``mindresume.store.manager``; here is what mindformers and MindSpore expect of the callback. What a
+save consists of: ``mindresume.plugin.content``.
 
 Both formats: rank folders, or with ``use_legacy_format: False`` iteration folders. Only what a shard consists of differs.
 
@@ -25,7 +25,7 @@ from mindresume.formats.names import stem
 from mindresume.formatting import ranks_count
 from mindresume.plugin import adapter, session, upstream, upstream_check
 from mindresume.plugin.arguments import checked
-from mindresume.plugin.content import Contents
+from mindresume.plugin.content import StateCollector
 from mindresume.plugin.group import group_of_job
 from mindresume.resume.account import random_state_row
 from mindresume.resume.health import add
@@ -43,7 +43,7 @@ _RESCUE = "__exception_save__"          # MindSpore's sign in the appended value
 
 
 class CheckpointMonitor(BuiltIn):
-    """Arguments: those of mindformers.core.CheckpointMonitor. ConfigError if one is wrong or unknown.
+    """Saves the checkpoints of a training. Arguments: those of mindformers.core.CheckpointMonitor. ConfigError if one is wrong.
 
     Raises SaveError out of a step if a save failed and ``mindresume.on_save_error`` is ``raise``, or after
     ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder.
@@ -55,7 +55,7 @@ class CheckpointMonitor(BuiltIn):
         self._iterations = not self.use_legacy_format
         self._ours = self._iterations or not self._asked["enc_key"]
         self._checkpoints: CheckpointManager | None = None      # of the training that it is in
-        self._contents: Contents | None = None
+        self._collector: StateCollector | None = None
         self._context: session.TrainingContext | None = None
         self._since = time.monotonic()
 
@@ -87,7 +87,7 @@ class CheckpointMonitor(BuiltIn):
         return None
 
     def settle(self) -> None:
-        """The training ended with an error, see ``CheckpointManager.settle``."""
+        """Finishes the save in flight after an error of the training, see ``CheckpointManager.settle``."""
         if self._checkpoints is not None:
             self._checkpoints.settle()
 
@@ -135,11 +135,11 @@ class CheckpointMonitor(BuiltIn):
 
     @property
     def _saves(self) -> bool:
-        """Whether this monitor saves in a training; else the built-in does."""
+        """Returns whether this monitor saves in a training; else the built-in does."""
         return self._checkpoints is not None and self._checkpoints.saving
 
     def save_checkpoint(self, cb_params: Any) -> None:
-        """Everything a resume needs: network, optimizer, counters; and the weights for inference that were asked for."""
+        """Saves all that a resume needs: network, optimizer, counters; and the weights for inference that were asked for."""
         if not self._saves or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
         return self._checkpoints.hand_over(_Step(self, cb_params))
@@ -165,7 +165,7 @@ class CheckpointMonitor(BuiltIn):
         resources.release()                                 # every rank has loaded before it comes here
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
-        self._contents = self._make_contents(home, context)
+        self._collector = self._make_collector(home, context)
         manager.begin(self._append_step_num, resumed, resources.remote)
         context.monitor = self
         manager.meet()
@@ -173,7 +173,7 @@ class CheckpointMonitor(BuiltIn):
             self._restore_random(context)
 
     def _restore_random(self, context: session.TrainingContext) -> None:
-        """The last part of a resume. Emits its summary."""
+        """Restores the random state, the last part of a resume, and emits the summary of all of it."""
         details = context.shard.details if context.shard else None
         restored = live.restore_random(details.random) if details and details.random else []
         saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
@@ -187,12 +187,12 @@ class CheckpointMonitor(BuiltIn):
             return os.path.dirname(self._directory)
         return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
 
-    def _make_contents(self, home: SaveSession, context: session.TrainingContext) -> Contents:
+    def _make_collector(self, home: SaveSession, context: session.TrainingContext) -> StateCollector:
         inference = [(self.save_trainable_params, self.trainable_directory, "trainable_params"),
                      (self.save_network_params, self.network_directory, "network")]
         if self._iterations:                            # mindformers ignores them there (callback.py, step_end)
             inference.clear()
-        return Contents(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
+        return StateCollector(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
                         self.global_batch_size, self.save_optimizer, context.progress, context.emit,
                         tuple((folder, kind) for wanted, folder, kind in inference if wanted),
                         self._asked["keep_checkpoint_max"] or 0,
@@ -205,14 +205,14 @@ class CheckpointMonitor(BuiltIn):
     # ---- what ------------------------------------------------------------------------------------------------------
 
     def _collect(self, cb_params: Any) -> Save:
-        """On all ranks, because it can be an exchange."""
-        state = self._contents.state(cb_params)
-        return Save(self._contents.shard(cb_params, state), tuple(self._contents.extras(cb_params, state)))
+        """Collects a save, on all ranks, because it can be an exchange."""
+        state = self._collector.state(cb_params)
+        return Save(self._collector.shard(cb_params, state), tuple(self._collector.extras(cb_params, state)))
 
     def _collect_rescue(self, cb_params: Any) -> Shard:
-        """All that this rank holds, when others are lost."""
-        state = self._contents.state(cb_params, rescue=True)
-        return self._contents.shard(cb_params, state, rescue=True)
+        """Collects all that this rank holds, when others are lost."""
+        state = self._collector.state(cb_params, rescue=True)
+        return self._collector.shard(cb_params, state, rescue=True)
 
     def _record_health(self, health: int, name: str) -> None:
         if self._checkpoints.place.rank != 0:
@@ -224,7 +224,7 @@ class CheckpointMonitor(BuiltIn):
 
 
 class _Step(Step):
-    """What a save takes of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: what MindSpore tells its callbacks."""
+    """Gives a save what it needs of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
         super().__init__(monitor._append_step_num + cb_params.cur_step_num)

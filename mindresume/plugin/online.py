@@ -30,7 +30,7 @@ from mindresume.formatting import listed
 from mindresume.network import job_layouts
 from mindresume.plugin import adapter, choosing, loading
 from mindresume.plugin.convert import OPENING
-from mindresume.plugin.group import Passing
+from mindresume.plugin.group import TensorBroadcaster
 from mindresume.plugin.load_progress import traffic_of_load
 from mindresume.plugin.session import LoadRequest, ResumePlan, TrainingContext
 from mindresume.reshard.balanced import Exchange, exchange_pieces
@@ -45,7 +45,7 @@ from mindresume.store.storage import PosixStorage, Storage
 
 
 def applies(config: Any) -> bool:
-    """Whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config)."""
+    """Returns whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config)."""
     return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
 
 
@@ -75,9 +75,9 @@ def load_request(config: Any) -> LoadRequest:
     return LoadRequest(path, resume, True, bool(config.get("balanced_load") if balanced is None else balanced), workers)
 
 
-def choose(config: Any, context: TrainingContext, storage: Storage) -> None:
+def select(config: Any, context: TrainingContext, storage: Storage) -> None:
     """Sets the keys of both dialects, and the plan of ``context``, to what was selected by all ranks, or to a fresh start. Errors
-    as of ``choosing.choose``; ConfigError for keys that contradict each other."""
+    as of ``choosing.select``; ConfigError for keys that contradict each other."""
     asked = load_request(config)
     for callback in config.get("callbacks") or []:
         if callback.get("type") == adapter.ALIAS and callback.get("checkpoint_format", "ckpt") == "ckpt":
@@ -87,7 +87,7 @@ def choose(config: Any, context: TrainingContext, storage: Storage) -> None:
         return
     plan, resume = None, False
     if asked.path and not decide(context.group, lambda: is_pretrained(storage, asked.path)):
-        plan = choosing.choose(config, asked.path, None, context, storage, converts=True, resume=asked.resume,
+        plan = choosing.select(config, asked.path, None, context, storage, converts=True, resume=asked.resume,
                                healthy=asked.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
                                "are initialised at random")
         resume = asked.resume and plan is not None
@@ -109,7 +109,8 @@ def choose(config: Any, context: TrainingContext, storage: Storage) -> None:
 
 
 def _shown(root: str, base: str) -> str:
-    """The folder that mindformers is shown. It looks for ``common.json`` there: where there is none, in one of our own."""
+    """Returns the folder that mindformers is given. It reads ``common.json`` there: without one, a temporary folder that has
+    it."""
     folder = os.path.abspath(os.path.join(root, base))
     if os.path.isfile(os.path.join(folder, COMMON)):
         return folder
@@ -121,7 +122,7 @@ def _shown(root: str, base: str) -> str:
 
 
 def is_pretrained(storage: Storage, path: str) -> bool:
-    """Whether it is a folder of Hugging Face: complete weights, and the configuration of the model beside them."""
+    """Returns whether ``path`` is a Hugging Face folder: complete weights, and the configuration of the model beside them."""
     return storage.status(os.path.join(path, CONFIG)) is not None and is_complete(storage, path)
 
 
@@ -154,14 +155,16 @@ def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
     ranks for whatever fails on one."""
     plan, train = context.plan, context.objects.model._train_network
     if plan.request.pretrained:
-        return load_pretrained(train, network, plan.request.path, context)
+        load_pretrained(train, network, plan.request.path, context)
+        return
     source = agreed(context.group, plan.open_source, OPENING)
     shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
     names = set(shapes) if plan.request.resume else of_model & set(shapes)
     optional = _optional(context, names - of_model - of_optimizer)
     arrays, read_bytes = _arrays(train, source, {name: shapes[name] for name in names}, of_model, context, optional)
-    return loading.put(train, arrays, False, context, lambda name: name not in names or optional(name), read_bytes, source.what)
+    loading.restore_parameters(train, arrays, False, context, lambda name: name not in names or optional(name), read_bytes,
+                               source.what)
 
 
 def load_pretrained(train: Any, network: Any, folder: str, context: TrainingContext) -> None:
@@ -181,7 +184,7 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
         PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
         tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), waiting)
     loaded = set(arrays)
-    loading.put(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
+    loading.restore_parameters(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 
 
 def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
@@ -198,10 +201,10 @@ def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tup
     traffic, waiting = traffic_of_load(bytes_of(source.weights, mine), emit)
     arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), waiting)
     if exchanges:
-        passing = Passing()
+        broadcaster = TensorBroadcaster()
         dtypes = {name: source.weights.tensors[name].dtype for name in regions}
-        received = exchange_pieces(arrays, exchanges, regions, dtypes, group.rank, passing)
-        passing.close()
+        received = exchange_pieces(arrays, exchanges, regions, dtypes, group.rank, broadcaster)
+        broadcaster.close()
         emit(Notice(f"balanced load of rank {group.rank}: {traffic.read / 2**20:.1f} MiB read, {received / 2**20:.1f} MiB from "
                     f"other ranks"))
     return arrays, traffic.read
@@ -229,8 +232,8 @@ def _regions(weights: CheckpointView, shapes: Mapping[str, tuple[tuple[int, ...]
 
 
 def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[str], bool]:
-    """Parameters that a checkpoint need not have: those that live within a step, those that the user allows, the optimizer's
-    counter of steps, which is set anyway, and ``of_step``, those of the train step, which mindformers never saves."""
+    """Returns which parameters a checkpoint need not have: those that live within a step, those that the user allows, the
+    optimizer's counter of steps, which is set anyway, and ``of_step``, those of the train step, which mindformers never saves."""
     def optional(name: str) -> bool:
         return is_transient(name) or name == "global_step" or name in of_step or context.settings.allows(name)
     return optional

@@ -53,7 +53,7 @@ TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What the configuration asks to be loaded, and how.
+    """Says what the configuration asks to be loaded, and how.
 
     ``path``: of the checkpoint, empty: nothing; once it is selected, what mindformers is shown. ``resume``: with optimizer and
     counters, else the weights alone. ``iterations``: by the code for Checkpoint 2.0. ``balanced``: replicas are read once and
@@ -72,7 +72,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What was selected and how it is loaded.
+    """Says what was selected and how it is loaded.
 
     ``choice``: the checkpoint; after a conversion on disk the converted one. ``selected``: the same before any conversion.
     ``open_source``: opens it as weights in whatever layout; None: each rank loads what it verified itself. ``lost``: on rank 0,
@@ -85,23 +85,23 @@ class ResumePlan:
 
     @property
     def resumes(self) -> bool:
-        """Whether counters and optimizer are restored; weights alone are no resume."""
+        """Returns whether counters and optimizer are restored; weights alone are no resume."""
         return self.choice is not None and self.choice.chosen is not None and (self.request is None or self.request.resume)
 
     @property
     def iterations(self) -> LoadRequest | None:
-        """The request of a load by the code for Checkpoint 2.0; None: there is none."""
+        """Returns the request if it is loaded by the code for Checkpoint 2.0, else None."""
         return self.request if self.request is not None and self.request.iterations else None
 
     @property
     def weights_only(self) -> LoadRequest | None:
-        """The request of a load of weights alone in Checkpoint 1.0; None: there is none."""
+        """Returns the request if weights alone are loaded in Checkpoint 1.0, else None."""
         return self.request if self.request is not None and not (self.request.iterations or self.request.resume) else None
 
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """Where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: not known."""
+    """Says where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: not known."""
     step: int = 0
     position: DataPosition = DataPosition()
     consumed: int | None = 0
@@ -111,7 +111,7 @@ class RunOrigin:
 
 @dataclass
 class RunProgress:
-    """Counters of the run.
+    """Holds the counters of the run.
 
     ``dataset_size``: steps of one pass over the data. ``sink_size``: None: not in sink mode. ``dataset_identity``: its
     fingerprint, empty: not known. ``restored``: where a resume continues; ``global_step``: of its optimizer, scaled to the global
@@ -150,7 +150,7 @@ class RunProgress:
 
 @dataclass
 class Resources:
-    """What is opened for the run, and closed once at its end.
+    """Holds what is opened for the run, and closed once at its end.
 
     ``storage``: verifies the selected checkpoint, and loads it. ``topology``: which ranks see the same folder, by its path.
     ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``load_attempt``: pending until
@@ -178,7 +178,7 @@ class Resources:
 
 @dataclass
 class IterationObjects:
-    """What mindformers passes by on the way to a load of Checkpoint 2.0. ``common``: what it reads as common.json, once."""
+    """Holds what mindformers passes on its way to a load of Checkpoint 2.0. ``common``: what it reads as common.json, once."""
     config: Any = None
     model: Any = None
     common: dict[str, Any] | None = None
@@ -186,8 +186,8 @@ class IterationObjects:
 
 @dataclass
 class TrainingContext:
-    """``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``: the CheckpointMonitor that saves in this training.
-    ``requests``: to stop, from before it began (``store.preemption``)."""
+    """Holds everything that hooks and CheckpointMonitor share. ``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``:
+    the CheckpointMonitor that saves in this training. ``requests``: to stop, from before it began (``store.preemption``)."""
     settings: Settings = field(default_factory=Settings)
     task: str = ""
     resources: Resources = field(default_factory=Resources)
@@ -207,7 +207,8 @@ class TrainingContext:
 
     @property
     def shard(self) -> VerifiedShard | None:
-        """What this rank verified and loads; None if the checkpoint is of another number of ranks (it is converted then)."""
+        """Returns what this rank verified and loads; None if the checkpoint is of another number of ranks (it is converted
+        then)."""
         return own_shard(self.plan.choice, self.group)
 
 
@@ -228,7 +229,7 @@ def begin(context: TrainingContext) -> TrainingContext:
 
 @contextmanager
 def training(config: Any) -> Iterator[TrainingContext]:
-    """The context of a training. Ends quietly on TrainingCompleteError; any other error passes, after it is recorded.
+    """Opens the context of a training. Ends quietly on TrainingCompleteError; any other error passes, after it is recorded.
 
     On every rank, also after an error: the load attempt is told of it, the selected checkpoint is released, the monitor finishes
     the save in flight, and TrainingEnded is the last event."""
@@ -246,7 +247,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
             emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
                                  time.localtime().tm_gmtoff))
             context.settings = Settings.load(config.get("mindresume"))
-            context.resources.remote = modelarts.remote_of(config)
+            context.resources.remote = modelarts.remote_of(config, emit)
             context.requests = preemption.requests(config)
             yield context
             reason = context.progress.stop_reason
@@ -261,7 +262,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
 
 @contextmanager
 def inference(task: str, config: Any) -> Iterator[TrainingContext]:
-    """The context of an evaluation or a prediction: it loads weights alone, and saves nothing."""
+    """Opens the context of an evaluation or a prediction: it loads weights alone, and saves nothing."""
     before = current()
     context = begin(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
     try:

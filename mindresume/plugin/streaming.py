@@ -19,8 +19,8 @@ from mindresume.store.storage import MOST_READ, PosixStorage, read_json
 _DEPTH = 20                     # of datasets around the one that reads
 
 
-def take_up(dataset: Any, progress: ResumeProgress) -> None:
-    """Lets the data go on where ``progress`` says. ProgressError if it cannot. Nothing is done for other data, and on ranks that
+def resume_data(dataset: Any, progress: ResumeProgress) -> None:
+    """Continues the data where ``progress`` says. ProgressError if it cannot. Nothing is done for other data, and on ranks that
     do not read."""
     source = _source(dataset)
     if source is None or not progress.data_skip:
@@ -48,14 +48,15 @@ def take_up(dataset: Any, progress: ResumeProgress) -> None:
 
 
 def refuse_skip(dataset: Any, skip: int) -> None:
-    """ProgressError if steps of streaming data would have to be left out: mindformers would begin with its first samples."""
+    """Raises ProgressError if steps of streaming data would have to be left out: mindformers would begin with its first
+    samples."""
     if skip and _source(dataset) is not None:
         raise ProgressError(f"{SKIPPED}: {skip} steps of a streaming data set (HFDataLoader, streaming: True) cannot be skipped: "
                             f"it is read from its beginning. Remove the key, or set streaming: False")
 
 
 def _source(dataset: Any) -> Any:
-    """The streaming reader below a pipeline of datasets; None: there is none."""
+    """Returns the streaming reader below a pipeline of datasets; None: there is none."""
     for _ in range(_DEPTH):
         if dataset is None or hasattr(dataset, "source"):
             break

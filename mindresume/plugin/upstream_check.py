@@ -23,7 +23,7 @@ _off: set[Feature] = set()                              # of this process, since
 
 @dataclass(frozen=True)
 class Finding:
-    """A symbol that is not as expected. ``found``: its signature, None: it is absent."""
+    """Describes a symbol that is not as expected. ``found``: its signature, None: it is absent."""
     symbol: Symbol
     found: str | None
     compatible: bool = False                            # only optional parameters or other defaults: calls go on as before
@@ -134,8 +134,8 @@ def _parameter_text(parameter: inspect.Parameter) -> str:
 
 
 def _compatible(expected: str, found: str) -> bool:
-    """Whether every call that fits ``expected`` fits ``found`` and means the same parameters. Optional ones may be taken as
-    ``*args, **kwargs``, as by the wrapper of somebody else."""
+    """Returns whether every call that fits ``expected`` fits ``found`` and means the same parameters. Optional ones may be taken
+    as ``*args, **kwargs``, as by the wrapper of somebody else."""
     wanted, there = _parameters(expected), _parameters(found)
     takes_any = {"*args", "**kwargs"} <= there.keys()
     if found == "unknown" or any(name.startswith("*") and name not in there for name in wanted):

@@ -1,4 +1,4 @@
-"""Weights alone in Checkpoint 1.0: a fine-tuning, an evaluation or a prediction begins with them, nothing of a training goes on.
+"""Loads weights alone in Checkpoint 1.0, with which a fine-tuning, an evaluation or a prediction begins; no training is resumed.
 
     at the start   the path, by whatever key it comes ─▶ the choice, proven and agreed by all ranks
     at the load    the network, compiled where parameters are cut ─▶ its parameters in the checkpoint ─▶ byte ranges of this rank
@@ -60,9 +60,9 @@ def path_of(config: Any, task: str) -> str:
     return str(path or "")
 
 
-def choose(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
+def select(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
     """Sets the keys of ``config``, and the plan of ``context``, to what was selected by all ranks. Errors as of
-    ``choosing.choose``."""
+    ``choosing.select``."""
     path = path_of(config, task)
     if not path:
         return
@@ -71,7 +71,7 @@ def choose(config: Any, task: str, context: TrainingContext, storage: Storage) -
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
         islands_of(storage, path, group, context.resources.topology, context.emit).apart
-    plan = choosing.choose(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
+    plan = choosing.select(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
                            resume=False, as_it_is=not converts)
     choice, chosen = plan.choice, plan.choice.chosen
     shown = path if os.path.isfile(path) else os.path.join(choice.root, chosen.base) if chosen.base else choice.root
@@ -170,11 +170,12 @@ def _put(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: W
     absent = [name for name in wanted if name not in arrays and not is_transient(name)]
     if absent and not deduplicated:
         context.emit(warning(f"not in {what}, and left as they are initialised: {listed(absent)}"))
-    loading.put(cell, arrays, deduplicated, context, lambda name: name not in wanted or optional(name), read_bytes, what)
+    loading.restore_parameters(cell, arrays, deduplicated, context, lambda name: name not in wanted or optional(name), read_bytes,
+                               what)
 
 
 def _wanted(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
-    """The parameters of the network that this rank holds. LoadError if there are none."""
+    """Returns the parameters of the network that this rank holds. LoadError if there are none."""
     of_model = set(network.parameters_dict())
     wanted = {name: row for name, row in adapter.wanted_of(cell, offered).items() if name in of_model}
     if not wanted:
@@ -211,9 +212,9 @@ def _nothing(what: str, wanted: Collection[str], there: Collection[str]) -> str:
 
 
 def _optional(config: Any, context: TrainingContext, tensors: Collection[str]) -> Callable[[str], bool]:
-    """Parameters that live within a step or a request, and those that the user allows to be missing. Where a training begins with
-    ``pet_config`` also what mindformers adds to the network for it, if the checkpoint, of the network alone, has nothing of that
-    kind."""
+    """Returns which parameters may be missing: those that live within a step or a request, and those that the user allows. Where
+    a training begins with ``pet_config`` also what mindformers adds to the network for it, if the checkpoint, of the network
+    alone, has nothing of that kind."""
     adapters = bool(adapter.pet_type(config)) and context.plan.request.trains and not any(map(_is_adapter, tensors))
     return lambda name: is_transient(name) or context.settings.allows(name) or adapters and _is_adapter(name)
 
@@ -223,7 +224,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _read_as(tensors: Mapping[str, Any], name: str, dtype: str) -> str:
-    """The dtype in which a tensor is read: its own, if mindformers would convert it (mindspore _type_convert)."""
+    """Returns the dtype in which a tensor is read: its own, if mindformers would convert it (mindspore _type_convert)."""
     stored = tensors[name].dtype if name in tensors else dtype
     return stored if any({stored, dtype} <= set(kind) for kind in (_FLOATS, _INTS)) else dtype
 

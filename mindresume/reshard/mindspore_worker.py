@@ -1,4 +1,4 @@
-"""A process of the reference engine: what it does.
+"""Does the jobs of one process of the reference engine.
 
 ``python -m mindresume.reshard.mindspore_worker JOB.json ...`` does one job after the other. A job: {"kind": "ranks", "folder" or
 "unified"; "source", "out": folders; "source_strategy", "target_strategy": files or null; "format": of the files; "ranks": those
@@ -39,9 +39,9 @@ def end_with_parent() -> None:
 
 
 def guard(engine: Any) -> None:
-    """Two defects of MindSpore. It hands views to ``save_file``, of which safetensors 0.8.0 ignores the strides; arrays without
-    dimensions must stay so, which ``ascontiguousarray`` does not do. And after each part ``unified_safetensors`` sleeps as long
-    as more than half of the memory of the machine is in use, by whomever."""
+    """Works around two defects of MindSpore. It hands views to ``save_file``, of which safetensors 0.8.0 ignores the strides;
+    arrays without dimensions must stay so, which ``ascontiguousarray`` does not do. And after each part ``unified_safetensors``
+    sleeps as long as more than half of the memory of the machine is in use, by whomever."""
     save = engine.save_file
 
     def save_contiguous(tensors: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -52,7 +52,8 @@ def guard(engine: Any) -> None:
 
 
 def by_rank(job: dict[str, Any]) -> None:
-    """ckpt only: ``transform_safetensors_by_rank`` of MindSpore 2.9.0 raises AttributeError, whatever it is given."""
+    """Transforms rank by rank, ckpt only: ``transform_safetensors_by_rank`` of MindSpore 2.9.0 raises AttributeError, whatever it
+    is given."""
     import mindspore
     strategies = job["source_strategy"], job["target_strategy"]
     for rank in job["ranks"]:
@@ -64,7 +65,7 @@ def by_rank(job: dict[str, Any]) -> None:
 
 
 def by_folder(job: dict[str, Any]) -> None:
-    """All ranks at once. ``process_num`` 1: with more, what a process fails to write is just not there."""
+    """Transforms all ranks at once. ``process_num`` 1: with more, what a process fails to write is just not there."""
     import mindspore
     mindspore.transform_checkpoints(job["source"], job["out"], "weights", job["source_strategy"], job["target_strategy"],
                                     process_num=1, output_format=job["format"])

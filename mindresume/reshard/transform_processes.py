@@ -18,8 +18,8 @@ LAST_BYTES = 1 << 16        # in which they are looked for
 
 
 def run(jobs: Sequence[Sequence[str]], work: str, timeout: float, command: Sequence[str] = COMMAND) -> None:
-    """One process for each list of jobs; what it says goes into ``work``. EngineError if one fails, or if ``timeout`` seconds
-    have passed. No process, and nothing that one of them started, is left when this returns or raises."""
+    """Starts one process for each list of jobs; what it says goes into ``work``. EngineError if one fails, or if ``timeout``
+    seconds have passed. No process, and nothing that one of them started, is left when this returns or raises."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *map(os.path.abspath, filter(None, sys.path))])
     environment = {"GLOG_v": "3", **os.environ, "PYTHONPATH": path}
     deadline = time.monotonic() + timeout
@@ -61,7 +61,7 @@ def _judge(status: int, number: int, count: int, work: str) -> None:
 
 
 def failure(what: str, work: str, number: int = 0) -> EngineError:
-    """With the last lines of that process."""
+    """Returns an error with the last lines of that process."""
     try:
         with open(_log(work, number), "rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - LAST_BYTES, 0))

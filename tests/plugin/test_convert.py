@@ -52,7 +52,7 @@ def job(group, path, output, plan, settings=None, **values):
     config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
                               load_ckpt_format="safetensors", **values)
     current = session.TrainingContext(settings or Settings(), session.TRAIN, session.Resources(group))
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert config.auto_trans_ckpt is False
     current.progress.global_step = STEP
     if group.rank == 0 and plan.world_size > 1:                 # the compiler

@@ -137,7 +137,7 @@ def test_the_choice_sets_the_configuration(tmp_path, current):
         save(tmp_path, step, world=1, fmt="ckpt")
     flip_bit(path_of(tmp_path, 10, 0, fmt="ckpt"), 200)
     config = config_of(tmp_path / "rank_0", load_ckpt_format="safetensors")
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (str(tmp_path), True, "ckpt")
     assert current.plan.resumes and current.plan.choice.chosen.step == 5 and current.shard.rank == 0
     assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
@@ -147,7 +147,7 @@ def test_a_name_chooses(tmp_path, current):
     for step in (5, 10):
         save(tmp_path, step, world=1)
     config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert current.plan.choice.chosen.step == 5 and config.resume_training is True
 
 
@@ -158,14 +158,14 @@ def test_a_sick_one_is_passed_over_where_health_is_monitored(tmp_path, current, 
     listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
     (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
     config = config_of(tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored)
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert current.plan.choice.chosen.step == step
     current.resources.release()
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
 
 
@@ -173,7 +173,7 @@ def test_nothing_there_is_a_fresh_start(tmp_path, current):
 def test_the_folder_above_will_do(tmp_path, current, place):
     save(tmp_path / place, 15, world=1)
     config = config_of(tmp_path)
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place))
     assert current.plan.choice.chosen.step == 15
 
@@ -181,11 +181,11 @@ def test_the_folder_above_will_do(tmp_path, current, place):
 def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
-        job_start.choose_checkpoint(config_of(tmp_path), current)
+        job_start.select_checkpoint(config_of(tmp_path), current)
     save(tmp_path / "a", 5, world=1)
     save(tmp_path / "b", 5, world=1)
     with pytest.raises(MissingCheckpointError, match="several folders below do"):
-        job_start.choose_checkpoint(config_of(tmp_path), current)
+        job_start.select_checkpoint(config_of(tmp_path), current)
 
 
 def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, current):
@@ -193,7 +193,7 @@ def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, cur
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "log" / "rank_0" / "info.log").write_bytes(b"x")
     config = config_of(tmp_path)
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint) == (False, "")
 
 
@@ -204,18 +204,18 @@ def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkey
     monkeypatch.setattr(choosing, "wait_until_visible", lambda *_: late)
     if there:
         save(tmp_path, 5, world=1)
-        job_start.choose_checkpoint(config_of(tmp_path), current)
+        job_start.select_checkpoint(config_of(tmp_path), current)
         assert current.plan.choice.chosen.step == 5
     else:
         with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
-            job_start.choose_checkpoint(config_of(tmp_path), current)
+            job_start.select_checkpoint(config_of(tmp_path), current)
 
 
 def test_only_damaged_ones_are_an_error(tmp_path, current):
     save(tmp_path, 5, world=1)
     flip_bit(path_of(tmp_path, 5, 0))
     with pytest.raises(NoUsableCheckpointError):
-        job_start.choose_checkpoint(config_of(tmp_path), current)
+        job_start.select_checkpoint(config_of(tmp_path), current)
     assert not current.plan.resumes
 
 
@@ -224,7 +224,7 @@ def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
     save(tmp_path, 5, world=1)
     config = config_of(tmp_path, **values)
     before = dict(config)
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     assert dict(config) == before and not current.plan.resumes
 
 
@@ -232,7 +232,7 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     save(tmp_path, 5, world=1)
     flip_bit(path_of(tmp_path, 5, 0))
     current.settings = type(current.settings)(verify="quick")
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 5
     with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
         loading.read_shard(STORAGE, current.plan.choice.root, current.shard)
@@ -340,7 +340,7 @@ def test_a_session_lives_as_long_as_its_training(tmp_path):
     def train(self):
         current = session.current()
         assert current.task == session.TRAIN
-        job_start.choose_checkpoint(config_of(tmp_path), current)
+        job_start.select_checkpoint(config_of(tmp_path), current)
         return current.plan.resumes
     assert hooks._training(train)(FakeTrainer()) is True
     assert session.current().task == ""
@@ -401,14 +401,14 @@ def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
     preload = hooks._preload(lambda config: "loaded")
     assert preload(None) == "loaded"
     save(tmp_path, 5, world=1)
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     assert preload(None) is None
 
 
 @pytest.mark.parametrize("epochs, complete", [(2, True), (3, False)])
 def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete):
     save(tmp_path, 20, world=1)
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     config = MindFormerConfig(data_size=10, runner_config={
         "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
     check = hooks._runner_config(lambda config, dataset: None)
@@ -429,7 +429,7 @@ def runner(batch=8, sink_mode=False, sink_size=1, scale_sense=None, **more):
 
 def chosen(tmp_path, current, step=15, foreign=False, **values):
     (write_foreign if foreign else save)(tmp_path, step, world=1)
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
 
 
 def test_a_run_from_its_beginning_that_skips_data(current):
@@ -439,7 +439,7 @@ def test_a_run_from_its_beginning_that_skips_data(current):
     for skip, sink, epoch, position in ((4, None, 0, 32), (4, 2, 2, 32), (14, 2, 2, 32), (14, None, 0, 32), (None, 2, 0, 0)):
         config = runner(sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip)
         config.runner_config.origin_epochs = 3
-        origin = loading.begin(config, dataset, current)
+        origin = loading.fresh_origin(config, dataset, current)
         assert (config.runner_config.initial_epoch, origin.position.passes, origin.position.samples) == (epoch, 0, position)
     assert skips == [4, 4]                                              # of the 14; mindformers itself did the others
 
@@ -452,7 +452,7 @@ class ScaleObject:
 def test_counters_of_the_new_run(tmp_path, current, foreign):
     chosen(tmp_path, current, foreign=foreign)
     config = runner()
-    loading.set_progress(config, 10, current)
+    loading.restore_progress(config, 10, current)
     got = config.runner_config
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (15, 1, 1.0, 15)
     assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
@@ -461,7 +461,7 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
 def test_counters_at_another_global_batch_size(tmp_path, current):
     chosen(tmp_path, current, 20)
     config = runner(batch=16)
-    loading.set_progress(config, 5, current)
+    loading.restore_progress(config, 5, current)
     got = config.runner_config
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (10, 2, 0.5, 10)
 
@@ -471,7 +471,7 @@ def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypat
     log = []
     monkeypatch.setattr(loading, "resume_warnings", lambda *given: log.extend(account.resume_warnings(*given)) or [])
     config = runner(batch=16)
-    loading.set_progress(config, 5, current)
+    loading.restore_progress(config, 5, current)
     assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
     assert [line.partition(":")[0] for line in log] == ["8 samples are seen again"]
 
@@ -480,7 +480,7 @@ def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypat
 def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
     chosen(tmp_path, current, step)
     config = runner(sink_mode=True, sink_size=sink_size)
-    loading.set_progress(config, 10, current)
+    loading.restore_progress(config, 10, current)
     assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (step, epoch)
     assert (config.data_skip_steps, config.ignore_data_skip) == (step, False)
 
@@ -488,7 +488,7 @@ def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
 def test_a_sink_is_not_cut(tmp_path, current):
     chosen(tmp_path, current, 15)
     with pytest.raises(ProgressError, match="no multiple of sink_size 2"):
-        loading.set_progress(runner(sink_mode=True, sink_size=2), 10, current)
+        loading.restore_progress(runner(sink_mode=True, sink_size=2), 10, current)
 
 
 def set_scale(current, scale):
@@ -504,7 +504,7 @@ def test_the_loss_scale_goes_where_it_belongs(tmp_path, current, scale, sense, e
     chosen(tmp_path, current, 15)
     set_scale(current, scale)
     config = runner(scale_sense=sense)
-    loading.set_progress(config, 10, current)
+    loading.restore_progress(config, 10, current)
     found = config.runner_wrapper.scale_sense
     assert (found.loss_scale_value if isinstance(sense, dict) else found) == expected
 
@@ -514,14 +514,14 @@ def test_the_loss_scale_of_an_object(tmp_path, current):
     set_scale(current, 4096.0)
     config, sense = runner(), ScaleObject()
     config.runner_wrapper.scale_sense = sense
-    loading.set_progress(config, 10, current)
+    loading.restore_progress(config, 10, current)
     assert config.runner_wrapper.scale_sense is sense and sense.loss_scale_value == 4096.0
 
 
 def test_no_wrapper_no_loss_scale(tmp_path, current):
     chosen(tmp_path, current, 15)
     config = MindFormerConfig(runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1})
-    loading.set_progress(config, 10, current)
+    loading.restore_progress(config, 10, current)
     assert config.get("runner_wrapper") is None
 
 
@@ -543,7 +543,7 @@ def saved_network(root, net, step=5, drop=()):
 @pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
 def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dtype):
     saved_network(tmp_path, network(1.7, dtype))
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     current.progress.global_step = 3
     net, expected = network(0.0, dtype), network(1.7, dtype)
     loading.load_shard(net, current, STORAGE)
@@ -555,7 +555,7 @@ def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dty
 @pytest.mark.parametrize("beside", [True, False])
 def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
     saved_network(tmp_path, network(1.7))
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     net, reading, seen, read = network(0.0), threading.Event(), [], loading.read_shard
 
     def read_and_tell(*arguments):
@@ -573,7 +573,7 @@ def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, mo
 
 def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path, current, monkeypatch):
     saved_network(tmp_path, network(1.0))
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
     with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked"):
         loading.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
@@ -585,7 +585,7 @@ def test_regions_into_a_real_network(tmp_path, current):
     source = network(1.7)
     saved_network(tmp_path / "checkpoint", source)
     config = config_of(tmp_path / "checkpoint", auto_trans_ckpt=True, output_dir=str(tmp_path / "output"), use_parallel=False)
-    job_start.choose_checkpoint(config, current)
+    job_start.select_checkpoint(config, current)
     current.progress.global_step = 3
     net = network(0.0)
     loading.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
@@ -597,7 +597,7 @@ def test_regions_into_a_real_network(tmp_path, current):
 @pytest.mark.parametrize("name", ["weight", "moment1.weight"])
 def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tmp_path, current, name):
     saved_network(tmp_path, network(1.0), drop=(name,))
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
     with pytest.raises(AgreementError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
         loading.load_shard(net, current, STORAGE)
@@ -606,7 +606,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
 
 def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):
     saved_network(tmp_path, network(1.0))
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
     with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
@@ -653,7 +653,7 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     saved_network(tmp_path, network(1.0))
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     content = path.read_bytes()
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     flip_bit(path)
     loaded = network(5.0)
     loading.load_shard(loaded, current, current.resources.storage)
@@ -664,7 +664,7 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     path.write_bytes(content)
     for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):
         current.settings = settings
-        job_start.choose_checkpoint(config_of(tmp_path), current)
+        job_start.select_checkpoint(config_of(tmp_path), current)
         assert getattr(current.resources.storage, "size", 0) == 0
 
 
@@ -685,7 +685,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
     monkeypatch.setattr(selection, "select_with_remote", restore)
     monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
     current.resources.remote = object()
-    job_start.choose_checkpoint(config_of(tmp_path), current)
+    job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 15
 
 
@@ -700,7 +700,7 @@ def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkey
         iterations.track(tmp_path, "10")
         return Visibility(1)
     monkeypatch.setattr(choosing, "wait_until_visible", wait)
-    job_start.choose_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
+    job_start.select_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
     assert current.plan.choice.chosen.step == 10
 
 
@@ -711,7 +711,7 @@ def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load
     loading.read_shard(current.resources.storage, str(tmp_path), current.shard)
     assert path_of(tmp_path, 15, 0).stat().st_size > current.resources.storage.size
     saved_network(tmp_path / "ours", network(1.0))
-    job_start.choose_checkpoint(config_of(tmp_path / "ours"), current)
+    job_start.select_checkpoint(config_of(tmp_path / "ours"), current)
     assert current.resources.storage.size > 0
     net, load = network(5.0), hooks._load(load_by_mindformers)
     config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)

@@ -1,5 +1,4 @@
 """When checkpoints go to an object store, and into which folder they come back. Real mindformers, a fake moxing."""
-from types import SimpleNamespace
 
 import pytest
 from fakes import moxing
@@ -11,22 +10,13 @@ from mindformers.tools.utils import check_in_modelarts  # noqa: E402
 
 from mindresume.agree import Solo  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
-from mindresume.events import warning  # noqa: E402
+from mindresume.events import WARNING, warning  # noqa: E402
 from mindresume.plugin import adapter, modelarts  # noqa: E402
 from mindresume.resume import restore  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
 from mindresume.store.objects import FsspecStore  # noqa: E402
 from mindresume.store.remote import RemoteCheckpoints  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
-
-
-@pytest.fixture
-def said(monkeypatch):
-    found = []
-    note = SimpleNamespace(**{level: lambda text, *values, level=level: found.append((level, text % values))
-                              for level in ("info", "warning", "error")})
-    monkeypatch.setattr(adapter, "logger", lambda: note)
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +33,18 @@ def test_modelarts_is_where_mindformers_says_so(monkeypatch, name):
     assert modelarts.variable() == name and check_in_modelarts()
 
 
-def test_outside_the_url_is_ignored_with_one_warning(said):
-    assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job")) is None
-    assert len(said) == 1 and said[0][0] == "warning" and "obs://bucket/job is ignored" in said[0][1]
+def test_outside_the_url_is_ignored_with_one_warning():
+    events = []
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append) is None
+    assert [event.level for event in events] == [WARNING] and "obs://bucket/job" in events[0].text
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/job/", "memory://job"])
-def test_outside_any_object_store_that_fsspec_knows_is_used(said, url):
+def test_outside_any_object_store_that_fsspec_knows_is_used(url):
     pytest.importorskip("s3fs")
-    remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url))
-    assert isinstance(remote.store, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and said == []
+    events = []
+    remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append)
+    assert isinstance(remote.store, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and events == []
 
 
 @pytest.mark.parametrize("url", [5, "bucket/job"])
@@ -62,9 +54,10 @@ def test_outside_what_is_no_url_is_an_error(url):
 
 
 @pytest.mark.parametrize("url", [None, ""])
-def test_without_a_url_nothing_is_said(monkeypatch, said, url):
+def test_without_a_url_nothing_is_said(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
-    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url)) is None and said == []
+    events = []
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None and events == []
 
 
 @pytest.mark.parametrize("url", ["obs://bucket/job", "s3://bucket/job/"])

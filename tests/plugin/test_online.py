@@ -91,7 +91,7 @@ def test_both_dialects_are_set_to_the_choice(tmp_path, current, section):
     saved(tmp_path, 5, 10)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True, auto_trans_ckpt=True, load_ckpt_format="ckpt",
                        **({"checkpoint": {"load_path": str(tmp_path)}} if section else {}))
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     folder = str(tmp_path / "iteration_00000010")
     assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format, config.auto_trans_ckpt) == (
         folder, True, "safetensors", False)
@@ -106,24 +106,20 @@ def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_pat
     if exists:
         (tmp_path / "c").mkdir()
     config = config_of(load_checkpoint=str(tmp_path / "c"), resume_training=True)
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert (config.load_checkpoint, config.resume_training) == ("", False)
     assert current.plan == session.ResumePlan() and not current.plan.resumes
-<<<<<<< Updated upstream
-    with pytest.raises(MissingCheckpointError, match="no_load_optim: True, resume_training: False"):
-=======
     with pytest.raises(MissingCheckpointError, match=str(tmp_path / "c")):
->>>>>>> Stashed changes
-        online.choose(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
+        online.select(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
 
 
 def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
-        online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+        online.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
     saved(tmp_path / "checkpoint", 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005") and current.plan.choice.chosen.step == 5
     current.resources.release()
 
@@ -131,7 +127,7 @@ def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tm
 def test_weights_alone_are_no_resume(tmp_path, current):
     saved(tmp_path, 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert not current.plan.resumes and current.plan.request and not current.plan.request.resume
     assert (config.checkpoint.no_load_optim, config.resume_training) == (True, False)
     current.resources.release()
@@ -141,7 +137,7 @@ def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_pa
     saved(tmp_path, 5)
     os.remove(tmp_path / "iteration_00000005" / "common.json")
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert os.path.isfile(os.path.join(config.load_checkpoint, "common.json")) and current.plan.choice.chosen.step == 5
     assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
     current.resources.release()
@@ -150,11 +146,11 @@ def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_pa
 def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
     """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders are newer."""
     save(tmp_path, 5, world=2)
-    online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
+    online.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
     assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.base == "" and current.plan.open_source is not None
     current.resources.release()
     saved(tmp_path, 7)
-    online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
+    online.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current, STORAGE)
     assert current.plan.choice.chosen.base == "iteration_00000007"
     current.resources.release()
 
@@ -167,16 +163,16 @@ def test_weights_of_hugging_face(tmp_path, current):
     source, = (tmp_path / "x" / "rank_0").glob("*.safetensors")
     (folder / "model.safetensors").write_bytes(source.read_bytes())
     with pytest.raises(ConfigError, match="holds weights of Hugging Face, from which no training can be resumed"):
-        online.choose(config_of(load_checkpoint=str(folder), resume_training=True), current, STORAGE)
+        online.select(config_of(load_checkpoint=str(folder), resume_training=True), current, STORAGE)
     config = config_of(load_checkpoint="", pretrained_model_dir=str(folder), resume_training=False)
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and not current.plan.resumes
     config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and config.resume_training is False
     saved(tmp_path / "none", 5)
     config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
-    online.choose(config, current, STORAGE)
+    online.select(config, current, STORAGE)
     assert current.plan.resumes and not current.plan.request.pretrained                    # load_checkpoint wins
     current.resources.release()
 
@@ -190,7 +186,7 @@ def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
     monitored = {"monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}}, "resume_training": True}
     for path, step, more in ((tmp_path, 5, monitored), (tmp_path / "iteration_00000010", 10, monitored),
                              (tmp_path, 10, {"resume_training": True})):
-        online.choose(config_of(load_checkpoint=str(path), **more), current, STORAGE)
+        online.select(config_of(load_checkpoint=str(path), **more), current, STORAGE)
         assert current.plan.choice.chosen.step == step
         current.resources.release()
 
@@ -198,7 +194,7 @@ def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
 def test_a_damaged_one_is_refused_with_its_reason(tmp_path, current):
     saved(tmp_path, 5, 10)
     flip_bit(tmp_path / "iteration_00000010" / "net-model-0000000-0000001.safetensors", -3)
-    online.choose(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+    online.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
     assert current.plan.choice.chosen.step == 5 and "damaged: w" in current.plan.choice.refused[0].reason
     current.resources.release()
 

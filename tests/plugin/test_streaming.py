@@ -90,11 +90,11 @@ def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, bat
 def test_a_damaged_state_is_an_error(states, content):
     (states / "step_3" / "dataset_state_rank0.json").write_text(content)
     with pytest.raises(ProgressError, match="cannot be read"):
-        streaming.take_up(reader(states)[0], at(3))
+        streaming.resume_data(reader(states)[0], at(3))
 
 
 def test_steps_of_it_cannot_be_skipped(states):
-    for run in (lambda data: streaming.take_up(data, at(3, begins=True)), lambda data: streaming.refuse_skip(data, 3)):
+    for run in (lambda data: streaming.resume_data(data, at(3, begins=True)), lambda data: streaming.refuse_skip(data, 3)):
         with pytest.raises(ProgressError, match="data_skip_steps: 3 steps of a streaming data set .* cannot be skipped"):
             run(reader(states)[0])
     streaming.refuse_skip(reader(states)[0], 0)
@@ -102,5 +102,5 @@ def test_steps_of_it_cannot_be_skipped(states):
 
 def test_other_data_is_left_alone():
     for dataset in (SimpleNamespace(children=[SimpleNamespace(source=[1, 2])]), SimpleNamespace(children=[]), None):
-        streaming.take_up(dataset, at(3))
+        streaming.resume_data(dataset, at(3))
         streaming.refuse_skip(dataset, 3)

@@ -80,7 +80,7 @@ def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
     """(configuration, session) after the choice, and after mindformers has migrated the keys."""
     current = session.TrainingContext(settings or Settings(), task, session.Resources(group or Solo()))
     config = config_of(path, output, **values)
-    weights_alone.choose(config, task, current, STORAGE)
+    weights_alone.select(config, task, current, STORAGE)
     config.checkpoint = MindFormerConfig(load_path=config.load_checkpoint)
     return config, current
 
