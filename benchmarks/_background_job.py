@@ -25,10 +25,10 @@ import numpy as np
 from mindresume.formats.names import FileName
 from mindresume.network import deferred
 from mindresume.state import TrainingState
-from mindresume.store.background import Background
+from mindresume.store.background import AsyncSaver
 from mindresume.store.retention import KeepLast
 from mindresume.store.saver import Save
-from mindresume.store.shard import Place, rank_shard
+from mindresume.store.shard import SaveTarget, rank_shard
 from mindresume.store.storage import PosixStorage
 
 KINDS = ("thread", "process")
@@ -36,9 +36,9 @@ PATIENCE = 600.0
 STEP, QUIET = 0.01, 1.0         # seconds
 
 
-def place_in(root: str) -> Place:
+def place_in(root: str) -> SaveTarget:
     os.makedirs(root)
-    return Place(PosixStorage(), root, "0001-00000000", 0, 1)
+    return SaveTarget(PosixStorage(), root, "0001-00000000", 0, 1)
 
 
 def save_of(tensors: Mapping[str, Any], step: int, fmt: str) -> Save:
@@ -62,7 +62,7 @@ def memory(kind: str, root: str, mib: int, fmt: str, saves: int) -> dict[str, An
     live = measure.parameters(measure.arrays(mib))
     size = sum(tensor.nbytes for tensor in deferred(live).values())
     measure.warm_memory(3 * size)
-    saver = Background(place_in(f"{root}/saves"), KeepLast(1), kind) if kind in KINDS else None
+    saver = AsyncSaver(place_in(f"{root}/saves"), KeepLast(1), kind) if kind in KINDS else None
     if saver is None:                       # what it allocates and frees at its first save, whatever the kind, is not asked for
         built_in(live, f"{root}/built_in.{fmt}", False, fmt)
     gc.collect()
@@ -137,7 +137,7 @@ def _children() -> list[int]:
 def speed(root: str, mib: int, fmt: str, rounds: int) -> dict[str, Any]:
     table = measure.arrays(mib)
     live, size = measure.parameters(table), measure.size_of(table)
-    savers = {kind: Background(place_in(f"{root}/{kind}"), KeepLast(1), kind) for kind in KINDS}
+    savers = {kind: AsyncSaver(place_in(f"{root}/{kind}"), KeepLast(1), kind) for kind in KINDS}
     loops = {"python": python_step(), "matmul": matmul_step()}
     found: dict[str, list[tuple[float, float, float, float]]] = {}
     step = 0
@@ -167,7 +167,7 @@ def summary(values: list[tuple[float, float, float, float]]) -> dict[str, Any]:
             "quiet_longest": statistics.median(quiet_longest), "longest": statistics.median(longest), "ratios": ratios}
 
 
-def begin(writer: str, savers: Mapping[str, Background], live: list[tuple[str, Any]], table: Mapping[str, np.ndarray], path: str,
+def begin(writer: str, savers: Mapping[str, AsyncSaver], live: list[tuple[str, Any]], table: Mapping[str, np.ndarray], path: str,
           fmt: str, step: int) -> Callable[[], bool]:
     """Starts a save; the answer is whether it is still being written."""
     if writer == "nothing":

@@ -31,10 +31,10 @@ from save import flush, write_plain
 from mindresume import network as live
 from mindresume.formats.iteration_files import TRACKER, iteration_name, parse_weight_file
 from mindresume.state import TrainingState, is_transient
-from mindresume.store.background import Background, work_for
+from mindresume.store.background import AsyncSaver, save_job_for
 from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Foreground, Save, Saver
-from mindresume.store.shard import Place, Shard, iteration_shard
+from mindresume.store.saver import Save, Saver, SyncSaver
+from mindresume.store.shard import SaveTarget, Shard, iteration_shard
 from mindresume.store.storage import PosixStorage
 
 RANKS, DATA, TENSOR = 4, 2, 2
@@ -82,15 +82,15 @@ class Rank:
 
     # ---- ours, as the monitor does it --------------------------------------------------------------------------------
 
-    def place(self, way: Way) -> Place:
-        return Place(PosixStorage(), self.root(way), "0001-00000000", self.rank, RANKS, iterations=True)
+    def place(self, way: Way) -> SaveTarget:
+        return SaveTarget(PosixStorage(), self.root(way), "0001-00000000", self.rank, RANKS, iterations=True)
 
     def saver(self, way: Way) -> Saver:
         place, policy = self.place(way), KeepLast(5) if self.rank == 0 else None
         os.makedirs(place.root, exist_ok=True)
         if way.asynchronous:
-            return Background(place, policy, "thread", emit=self.log)
-        return Foreground(work_for(place, policy, self.log))
+            return AsyncSaver(place, policy, "thread", emit=self.log)
+        return SyncSaver(save_job_for(place, policy, self.log))
 
     def shard(self, way: Way) -> Shard:
         from mindresume.plugin import adapter

@@ -4,8 +4,8 @@
                                     [--dir FOLDER] [--json FILE] [--only stop|memory|speed]
 
 copy              np.copyto of the same tensors into memory that was written before: the limit of any background save
-background        mindresume.store.background.Background, "live": MindSpore parameters as the plugin passes them, "numpy": arrays
-synchronous       mindresume.store.saver.Foreground: written, flushed, committed before it returns
+background        mindresume.store.background.AsyncSaver, "live": MindSpore parameters as the plugin has them, "numpy": arrays
+synchronous       mindresume.store.saver.SyncSaver: written, flushed, committed before it returns
 mindspore         mindspore.save_checkpoint(async_save="thread"; True means the same, or "process")
 
 Half of the bytes are float32, half bfloat16. Targets: at most 1.3 times the copy and 10 % of the synchronous save; at most one
@@ -29,9 +29,9 @@ import numpy as np
 from _background_job import KINDS, built_in, place_in, save_of, wait_for_built_in
 
 from mindresume.network import deferred
-from mindresume.store.background import Background, work_for
+from mindresume.store.background import AsyncSaver, save_job_for
 from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Foreground, Saver
+from mindresume.store.saver import Saver, SyncSaver
 
 COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
 PATIENCE = 600.0
@@ -75,8 +75,9 @@ class Stop:
         self.live = measure.parameters(self.arrays)
         self.size = measure.size_of(self.arrays)
         self.buffer = np.ones(self.size, np.uint8)
-        self.savers: dict[str, Saver] = {kind: Background(place_in(f"{self.folder}/{kind}"), KeepLast(1), kind) for kind in KINDS}
-        self.savers["synchronous"] = Foreground(work_for(place_in(f"{self.folder}/synchronous"), KeepLast(1), lambda text: None))
+        self.savers: dict[str, Saver] = {kind: AsyncSaver(place_in(f"{self.folder}/{kind}"), KeepLast(1), kind) for kind in KINDS}
+        self.savers["synchronous"] = SyncSaver(save_job_for(place_in(f"{self.folder}/synchronous"), KeepLast(1),
+                                                            lambda text: None))
 
     def run(self, rounds: int) -> None:
         for number in self.rounds.numbers(rounds):

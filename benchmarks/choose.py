@@ -36,7 +36,7 @@ from mindresume.resume.select import _CandidateQueue, select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
-from mindresume.store.shard import Place, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage, parallel
 
 RUN = run_name(1, "00000000")
@@ -142,11 +142,11 @@ def build(root: str, world: int, steps: int, cut_short: bool) -> None:
         state = TrainingState(step, PER_EPOCH, step, 8, 1.0, None, PER_EPOCH)
         counters = {"epoch_num": np.array(state.epoch), "step_num": np.array(step), "global_step": np.array([step], np.int32)}
         name = FileName("net", rank, 0, state.epoch, state.step_in_epoch, "safetensors")
-        write_shard(Place(storage, root, RUN, rank, world), rank_shard(name, state, {**tensors, **counters}))
+        write_shard(SaveTarget(storage, root, RUN, rank, world), rank_shard(name, state, {**tensors, **counters}))
 
     for step in range(EVERY, (steps + 1) * EVERY, EVERY):
         parallel(storage, lambda rank, step=step: write(step, rank), range(world))
-        committer = Committer(Place(storage, root, RUN, 0, world))
+        committer = Committer(SaveTarget(storage, root, RUN, 0, world))
         committer.saved(step)
         if committer.pending:
             raise SystemExit(f"step {step} of {world} ranks could not be committed")

@@ -34,10 +34,10 @@ import _measure as measure
 import numpy as np
 
 from mindresume.state import TrainingState
-from mindresume.store.background import work_for
+from mindresume.store.background import save_job_for
 from mindresume.store.retention import KeepLast
 from mindresume.store.saver import Save
-from mindresume.store.shard import Place, iteration_shard
+from mindresume.store.shard import SaveTarget, iteration_shard
 from mindresume.store.storage import PosixStorage
 
 STALL, SLOWER, FASTER, OVER, MEMORY = 0.5, 1.0, 3.0, 1.02, 256
@@ -257,9 +257,9 @@ def write_ours(root: str, mib: int) -> str:
         arrays = {name: job.part(tensors, name, rank) for name in tensors}
         optimizer = {name: array for name, array in arrays.items() if name.startswith("adam_")}
         model = {name: array for name, array in arrays.items() if name not in optimizer}
-        place = Place(PosixStorage(), root, "0001-00000000", rank, ranks, iterations=True)
+        place = SaveTarget(PosixStorage(), root, "0001-00000000", rank, ranks, iterations=True)
         os.makedirs(root, exist_ok=True)
-        work = work_for(place, KeepLast(5) if rank == 0 else None, lambda text: None)
+        work = save_job_for(place, KeepLast(5) if rank == 0 else None, lambda text: None)
         optimizer["global_step"] = np.full(1, 20, np.int32)
         outcome = work.write(Save(iteration_shard(job.PREFIX, place, state, model, optimizer, tables)))
         if outcome.error is not None:

@@ -36,7 +36,7 @@ from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
 from mindresume.store.storage import UNKNOWN_ROOM, PosixStorage, Status
 
 ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000
@@ -124,7 +124,7 @@ class First:
         return [message] * self.size
 
 
-def shard_of(place: Place, step: int, fmt: str) -> Shard:
+def shard_of(place: SaveTarget, step: int, fmt: str) -> Shard:
     state, arrays = TrainingState(step, PER_EPOCH, step, 8), {"w": np.full((1, 4), step, np.float32)}
     if not place.iterations:
         return rank_shard(FileName("net", place.rank, 0, 1, step, fmt), state, arrays, random={}, metadata={"format": "ms"})
@@ -138,8 +138,8 @@ class Bench:
         self.disk = Disk()
         self.disk.make_folder(ROOT)
 
-    def place(self, storage: Slow, rank: int) -> Place:
-        return Place(storage, ROOT, RUN, rank, self.ranks, self.format == "iteration")
+    def place(self, storage: Slow, rank: int) -> SaveTarget:
+        return SaveTarget(storage, ROOT, RUN, rank, self.ranks, self.format == "iteration")
 
     def saved(self, step: int) -> None:
         """By all ranks, not committed."""

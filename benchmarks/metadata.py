@@ -39,7 +39,7 @@ from mindresume.record_details import Details, TensorRecord
 from mindresume.reshard import iteration
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.share import shares
 from mindresume.store.storage import PosixStorage
 
@@ -77,10 +77,10 @@ class Bench:
         self.built_in = BuiltIn(folder) if pairs else None
         self.checkpoints = {kind: self.recorded(kind) for kind in KINDS}
 
-    def recorded(self, kind: str) -> Place:
+    def recorded(self, kind: str) -> SaveTarget:
         """A save of which all ranks have recorded their parts."""
         options, run = self.options, run_name(1, "0000aaaa")
-        place = Place(PosixStorage(), os.path.join(self.folder, kind), run, 0, options.ranks, True)
+        place = SaveTarget(PosixStorage(), os.path.join(self.folder, kind), run, 0, options.ranks, True)
         state, size = TrainingState(STEP, 10, STEP, 8, 1.0), options.ranks // options.stages
         os.makedirs(place.attempt(STEP))
         for first in range(0, options.ranks, size):
@@ -112,7 +112,7 @@ class Bench:
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.attempt, MANIFEST))
         self.sizes[f"metadata {kind}"] = sum(file.size for file in candidate.small)
-        os.rename(candidate.box, place.base(STEP))                      # for the next round
+        os.rename(candidate.commit_dir, place.base(STEP))               # for the next round
         os.remove(os.path.join(place.attempt(STEP), MANIFEST))
 
     def run(self) -> None:

@@ -29,7 +29,7 @@ from mindresume.formats.records import scan_records
 from mindresume.network import deferred
 from mindresume.resume.prove import VerifiedShard, verify_rank
 from mindresume.state import TrainingState
-from mindresume.store.shard import Place, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 TARGET = 1.15
@@ -84,7 +84,7 @@ class Bench:
 
     def ours(self, number: int, fmt: str) -> None:
         root = os.path.join(self.folder, fmt)
-        place = Place(PosixStorage(), root, "0001-00000000", 0, 1)
+        place = SaveTarget(PosixStorage(), root, "0001-00000000", 0, 1)
         os.makedirs(root)
         shard = rank_shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
         self.timed(f"ours {fmt}", lambda: write_shard(place, shard))

@@ -18,7 +18,7 @@ from mindresume.formats.names import FileName
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place, clean_own_folder, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, clean_own_folder, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 PREFIX, PER_EPOCH, KEPT = "net", 10, 2
@@ -54,7 +54,7 @@ def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
         time.sleep(0.001)
 
 
-def save_for_ever(place: Place, suffix: int, first_step: int) -> None:
+def save_for_ever(place: SaveTarget, suffix: int, first_step: int) -> None:
     clean_own_folder(place)
     committer = Committer(place, KeepLast(KEPT)) if place.rank == 0 else None
     if committer:
@@ -79,4 +79,4 @@ def save_for_ever(place: Place, suffix: int, first_step: int) -> None:
 if __name__ == "__main__":
     root, run, *numbers = sys.argv[1:]
     own, world, number, start = map(int, numbers)
-    save_for_ever(Place(PosixStorage(), root, run, own, world), number, start)
+    save_for_ever(SaveTarget(PosixStorage(), root, run, own, world), number, start)

@@ -21,10 +21,10 @@ if __name__ == "__main__":
 
 from mindresume.drill.stories import RUNS, shard  # noqa: E402
 from mindresume.events import Event  # noqa: E402
-from mindresume.store.background import Background, work_for  # noqa: E402
+from mindresume.store.background import AsyncSaver, save_job_for  # noqa: E402
 from mindresume.store.retention import KeepLast  # noqa: E402
-from mindresume.store.saver import Foreground, Save, Saver  # noqa: E402
-from mindresume.store.shard import Place, Shard  # noqa: E402
+from mindresume.store.saver import Save, Saver, SyncSaver  # noqa: E402
+from mindresume.store.shard import SaveTarget, Shard  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved
@@ -37,24 +37,24 @@ def big_tensors(step: int) -> dict[str, np.ndarray]:
     return {f"layer{index}.weight": random.standard_normal((275, 1024), np.float32) for index in range(3)}
 
 
-def shard_of(place: Place, step: int, fmt: str) -> Shard:
+def shard_of(place: SaveTarget, step: int, fmt: str) -> Shard:
     small = shard(place, step, fmt)
     (file,) = small.files
     return replace(small, files=(replace(file, tensors={**file.tensors, **big_tensors(step)}),))
 
 
-def saver_of(place: Place, kind: str, events: list[Event]) -> Saver:
+def saver_of(place: SaveTarget, kind: str, events: list[Event]) -> Saver:
     if kind != "foreground":
-        return Background(place, KeepLast(1), kind, emit=events.append)
-    work = work_for(place, KeepLast(1), events.append)
+        return AsyncSaver(place, KeepLast(1), kind, emit=events.append)
+    work = save_job_for(place, KeepLast(1), events.append)
     work.begin()
-    return Foreground(work)
+    return SyncSaver(work)
 
 
 def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:
     storage, events = PosixStorage(), []
     storage.width = width
-    place = Place(storage, root, RUNS[0], 0, 1)
+    place = SaveTarget(storage, root, RUNS[0], 0, 1)
     saver, status = saver_of(place, kind, events), 0
     for step in steps:
         if step != steps[0]:

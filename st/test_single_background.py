@@ -80,13 +80,13 @@ def test_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_on(whole_
 def test_a_job_that_was_taken_over_stops_saving(whole_single, tmp_path):
     """A later run appears in the folder, as after a network that was cut: the older one ends and says who it is."""
     from mindresume.manifest import FOLDER, run_name
-    from mindresume.store.claim import SAVING, Claim, owner_of_this_process
+    from mindresume.store.claim import SAVING, Lease, holder_of_this_process
     from mindresume.store.storage import PosixStorage
     run = beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 2")
     run.until(4)
-    owner = owner_of_this_process(SAVING, 1)
-    later = Claim(PosixStorage(), str(run.checkpoints), type(owner)(**{**vars(owner), "run": run_name(2, "0000beef")}))
+    holder = holder_of_this_process(SAVING, 1)
+    later = Lease(PosixStorage(), str(run.checkpoints), type(holder)(**{**vars(holder), "run": run_name(2, "0000beef")}))
     later.publish()
     later.beat()                                                # it has acquired the folder
     assert run.wait(LIMIT) != 0

@@ -30,7 +30,7 @@ from mindresume.drill.judge import PASS, judge
 from mindresume.drill.ranks import Turns
 from mindresume.drill.stories import RUNS, World, save_quietly
 from mindresume.files import read_header, read_tensor
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import PosixStorage
 from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role
@@ -310,7 +310,7 @@ def look(world: World, setup: Setup, tidy: bool) -> tuple[str, str, list[str]]:
 
 def differing(world: World, step: int) -> list[str]:
     """Tensors that are not, bit for bit, what the job had. The judge knows the small ones only."""
-    (saved,) = shard_of(Place(PosixStorage(), world.root, RUNS[0], 0, 1), step, world.format).files
+    (saved,) = shard_of(SaveTarget(PosixStorage(), world.root, RUNS[0], 0, 1), step, world.format).files
     path = os.path.join(world.root, saved.path)
     with open(path, "rb") as file:
         header = read_header(file, path)

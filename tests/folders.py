@@ -20,7 +20,7 @@ from mindresume.simulation.standins import running, standing_in
 from mindresume.state import TrainingState
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
-from mindresume.store.shard import Place, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 STORAGE = PosixStorage()
@@ -52,8 +52,8 @@ def name_of(rank: int, step: int, suffix: int = 0, fmt: str = "safetensors") -> 
     return FileName("net", rank, suffix, state.epoch, state.step_in_epoch, fmt)
 
 
-def place_of(root: Path, rank: int, world: int, run: str = RUN, part: tuple[int, ...] = ()) -> Place:
-    return Place(STORAGE, str(root), run, rank, world, part=part)
+def place_of(root: Path, rank: int, world: int, run: str = RUN, part: tuple[int, ...] = ()) -> SaveTarget:
+    return SaveTarget(STORAGE, str(root), run, rank, world, part=part)
 
 
 def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt: str = "safetensors", suffix: int = 0,

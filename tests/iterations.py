@@ -15,15 +15,15 @@ from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL, Policy
-from mindresume.store.shard import Place, iteration_shard, write_shard
+from mindresume.store.shard import SaveTarget, iteration_shard, write_shard
 from mindresume.store.storage import Storage
 
 FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
 FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15
 
 
-def place_of(root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE) -> Place:
-    return Place(storage, str(root), run, rank, world, iterations=True)
+def place_of(root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE) -> SaveTarget:
+    return SaveTarget(storage, str(root), run, rank, world, iterations=True)
 
 
 def tensors_of(rank: int, step: int, run: str = RUN) -> dict[str, np.ndarray]:

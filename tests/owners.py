@@ -7,10 +7,10 @@ from folders import STORAGE
 
 from mindresume.events import ignore
 from mindresume.manifest import FOLDER, run_name
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import SAVING, Claim, owner_of_this_process
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import SAVING, Lease, holder_of_this_process
 
-ME = owner_of_this_process(SAVING, 4)
+ME = holder_of_this_process(SAVING, 4)
 ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)
 
 
@@ -28,20 +28,20 @@ class Time:
         self.also(self.now)
 
 
-def start(root, owner=ME, time=None, emit=ignore):
+def start(root, holder=ME, time=None, emit=ignore):
     time = time or Time()
-    return occupy(STORAGE, str(root), owner, emit=emit, clock=time.clock, sleep=time.sleep)
+    return acquire(STORAGE, str(root), holder, emit=emit, clock=time.clock, sleep=time.sleep)
 
 
-def left_by(root, owner, sequence=1):
-    claim = Claim(STORAGE, str(root), replace(owner, run=run_name(sequence, "0000aaaa")))
+def left_by(root, holder, sequence=1):
+    lease = Lease(STORAGE, str(root), replace(holder, run=run_name(sequence, "0000aaaa")))
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
-    claim.publish()
-    return claim
+    lease.publish()
+    return lease
 
 
 def dead_process():
     child = subprocess.Popen([sys.executable, "-c", ""])
-    owner = replace(ME, pid=child.pid, started=12345)
+    holder = replace(ME, pid=child.pid, started=12345)
     child.wait()
-    return owner
+    return holder

@@ -46,7 +46,7 @@ from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import list_checkpoints
 from mindresume.store.commit import Committer
-from mindresume.store.holds import holds
+from mindresume.store.holds import read_locks
 from mindresume.store.retention import KeepLast
 
 OLD, NEW, WORLD = 5, 10, 2
@@ -627,7 +627,7 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
         list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
         choice = select(STORAGE, str(root), Solo(), SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
                         strategy_of=strategy_lookup(STORAGE))
-        assert holds(STORAGE, str(root)) is not None
+        assert read_locks(STORAGE, str(root)) is not None
     assert choice.chosen.step == NEW
 
 

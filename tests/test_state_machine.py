@@ -31,15 +31,15 @@ from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.state import TrainingState
-from mindresume.store.acquire import occupy
-from mindresume.store.background import Background
-from mindresume.store.claim import Owner, ended
+from mindresume.store.acquire import acquire
+from mindresume.store.background import AsyncSaver
+from mindresume.store.claim import LeaseHolder, ended
 from mindresume.store.commit import Committer
-from mindresume.store.holds import holds
+from mindresume.store.holds import read_locks
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
-from mindresume.store.saver import Foreground, Save, Work
-from mindresume.store.shard import Place, Shard, clean_own_folder, rank_shard
+from mindresume.store.saver import Save, SaveJob, SyncSaver
+from mindresume.store.shard import SaveTarget, Shard, clean_own_folder, rank_shard
 from mindresume.store.storage import PosixStorage
 
 STORAGE = PosixStorage()
@@ -122,7 +122,7 @@ class Training(RuleBasedStateMachine):
         return entry.world == world and (entry.complete and all(entry.weights[rank] == GOOD for rank in ranks) and
                 all(entry.records[rank] == GOOD for rank in ranks))
 
-    def existed(self, entry: Entry) -> bool:
+    def maybe_completed(self, entry: Entry) -> bool:
         """Whether it is not certain that it never completed. A record that is gone makes it certain, as if it had never been
         written; but not if a manifest was there, or if nobody knows how many ranks there were."""
         if entry.attempt is None:
@@ -173,11 +173,11 @@ class Training(RuleBasedStateMachine):
             return error
 
     def check(self, result: Choice | NoUsableCheckpointError, world: int) -> Choice | NoUsableCheckpointError:
-        expected, existed = self.expected(world), [entry for entry in self.living() if self.existed(entry)]
+        expected, maybe_completed = self.expected(world), [entry for entry in self.living() if self.maybe_completed(entry)]
         if expected is None:
             if isinstance(result, NoUsableCheckpointError):
-                assert existed or self.unreadable(), f"refused to start where nothing was complete: {result}"
-                for entry in existed:
+                assert maybe_completed or self.unreadable(), f"refused to start where nothing was complete: {result}"
+                for entry in maybe_completed:
                     if entry.attempt is None and entry.weights.get(0, GONE) == GONE:
                         continue                    # where something is committed, only rank 0 is searched for such files
                     assert f"step {entry.step}" in str(result) or "step ?" in str(result), (entry, str(result))
@@ -186,7 +186,7 @@ class Training(RuleBasedStateMachine):
             else:
                 assert isinstance(result, Choice), result
                 assert result.chosen is None and result.fresh, f"took what cannot be used: {result.chosen}"
-                assert not existed, f"a fresh start, though there was {existed}"
+                assert not maybe_completed, f"a fresh start, though there was {maybe_completed}"
             return result
         assert isinstance(result, Choice), f"{expected} is whole, and: {result}"
         assert result.chosen is not None, f"a fresh start, though there is {expected}"
@@ -227,15 +227,16 @@ class Training(RuleBasedStateMachine):
 
     def _start(self, step: int, fmt: str) -> None:
         """As ``CheckpointMonitor`` does: claim, suffix, clean up, commit what was complete."""
-        owner = Owner("saving", "", "simulated", "", 1, 1, 0.0, self.world)
-        run = occupy(STORAGE, self.root, owner, 1.0, clock=lambda: self.now, sleep=self._sleep).run
+        holder = LeaseHolder("saving", "", "simulated", "", 1, 1, 0.0, self.world)
+        run = acquire(STORAGE, self.root, holder, 1.0, clock=lambda: self.now, sleep=self._sleep).run
         known = [parse_name(os.path.basename(path)) for path in scan_records(STORAGE, self.root)[1]]
         suffix = max([name.suffix + 1 for name in known if name] +
                      [free_suffix(STORAGE.list(os.path.join(self.root, folder_name(rank))), "net", rank)
                       for rank in range(self.world)])
         for rank in range(self.world):
-            clean_own_folder(Place(STORAGE, self.root, run, rank, self.world))
-        Work(Place(STORAGE, self.root, run, 0, self.world), Committer(Place(STORAGE, self.root, run, 0, self.world))).begin()
+            clean_own_folder(SaveTarget(STORAGE, self.root, run, rank, self.world))
+        SaveJob(SaveTarget(STORAGE, self.root, run, 0, self.world),
+                Committer(SaveTarget(STORAGE, self.root, run, 0, self.world))).begin()
         self.lives += 1
         self.run = Run(self.lives, run, self.world, suffix, step, fmt)
 
@@ -296,9 +297,9 @@ class Training(RuleBasedStateMachine):
         machine, said = Machine(STORAGE, Turns(run.world, chance), fault, chance), set()
 
         def work(rank: int) -> None:
-            place = Place(machine.view(rank), self.root, run.run, rank, run.world)
+            place = SaveTarget(machine.view(rank), self.root, run.run, rank, run.world)
             committer = Committer(place, policy, clock=machine.clock, sleep=machine.sleep) if rank == 0 else None
-            saver = Foreground(Work(place, committer))
+            saver = SyncSaver(SaveJob(place, committer))
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
                 said.add(rank)
@@ -316,8 +317,8 @@ class Training(RuleBasedStateMachine):
 
         def work() -> None:
             for rank in sorted(range(run.world), reverse=not first):
-                place = Place(STORAGE, self.root, run.run, rank, run.world)
-                savers[rank] = Background(place, policy if rank == 0 else None, "thread")
+                place = SaveTarget(STORAGE, self.root, run.run, rank, run.world)
+                savers[rank] = AsyncSaver(place, policy if rank == 0 else None, "thread")
                 savers[rank].save(Save(self._shard(entry, rank)))
                 said.update(rank for outcome in savers[rank].wait(600.0) if outcome.saved)
             assert said == set(range(run.world))
@@ -338,9 +339,9 @@ class Training(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(POLICIES))
     def prune(self, policy):
-        before, whole = self._newest_sized(), {entry.order for entry in self.living() if self.existed(entry)}
-        made = plan(STORAGE, self.root, policy, holds(STORAGE, self.root), None, ended(STORAGE, self.root))
-        carry_out(STORAGE, self.root, made, lambda: holds(STORAGE, self.root))
+        before, whole = self._newest_sized(), {entry.order for entry in self.living() if self.maybe_completed(entry)}
+        made = plan(STORAGE, self.root, policy, read_locks(STORAGE, self.root), None, ended(STORAGE, self.root))
+        carry_out(STORAGE, self.root, made, lambda: read_locks(STORAGE, self.root))
         self._nothing_lost(before)
         left = {entry.order for entry in self.living()}
         if before is None or policy == KEEP_ALL:

@@ -50,7 +50,7 @@ from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, eve
 from mindresume.resume.survey import CheckpointStatus
 from mindresume.resume.verified import verify_checkpoints
 from mindresume.settings import Settings
-from mindresume.store.claim import lives, users_of
+from mindresume.store.claim import is_alive, known_lease_holders
 from mindresume.store.storage import PosixStorage, Storage
 
 
@@ -141,7 +141,7 @@ class Catalog:
         Names, records and sizes are checked, contents are not (``verify`` does that).
         """
         found, rows = self._survey(self._locate())
-        users = tuple(DirectoryUser(owner, lives(owner)) for owner in users_of(self._storage, found.root))
+        users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in known_lease_holders(self._storage, found.root))
         return Listing(found.root, tuple(info_of(self._storage, found.root, row) for row in rows), self._notes(found), users)
 
     def steps(self) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ class Catalog:
         wanted = [row for row in rows if step is None or row.candidate.step == step]
         if step is not None and not wanted:
             raise self._no_step(step, found)
-        progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.existed))
+        progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed))
 
         def counted(count: int) -> None:
             read[0] += count
@@ -257,7 +257,7 @@ class Catalog:
             verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted)
         removed = {row.candidate.step for row in wanted} - {candidate.step for candidate, _ in verdicts} - {None}
         return VerificationReport(
-            found.root, any(bad for candidate, bad in verdicts if candidate.existed),
+            found.root, any(bad for candidate, bad in verdicts if candidate.maybe_completed),
             tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts), tuple(sorted(removed)), read[0],
             round(time.monotonic() - started, 3), self._notes(found))
 
@@ -317,7 +317,7 @@ class Catalog:
 
 
 def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> CheckpointVerification:
-    if not candidate.existed:
+    if not candidate.maybe_completed:
         state = INCOMPLETE
     else:
         state = DAMAGED if bad else UNVERIFIABLE if candidate.origin == MINDFORMERS else VERIFIED

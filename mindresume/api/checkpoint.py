@@ -23,7 +23,7 @@ from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.source import OpenCheckpoint, hold_candidate, open_candidate, open_complete, state_of
 from mindresume.resume.prove import verify_rank
 from mindresume.state import TrainingState
-from mindresume.store.claim import Claim
+from mindresume.store.claim import Lease
 from mindresume.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Checkpoint:
         self.info, self._complete_path = info, complete_path
         self._storage, self._root, self._candidate, self._strategy, self._holds = storage, root, candidate, strategy, hold
         self._notes: list[str] = []
-        self._claims: list[Claim] = []
+        self._claims: list[Lease] = []
         self._finalizer = weakref.finalize(self, _leave, self._claims)
 
     def __repr__(self) -> str:
@@ -140,9 +140,9 @@ class Checkpoint:
             MissingCheckpointError: It was removed already.
         """
         if self._holds and not self._claims:
-            claim = hold_candidate(self._storage, self._root, self._candidate, texts_into(self._notes))
-            if claim is not None:
-                self._claims.append(claim)
+            lease = hold_candidate(self._storage, self._root, self._candidate, texts_into(self._notes))
+            if lease is not None:
+                self._claims.append(lease)
 
     @property
     def is_held(self) -> bool:
@@ -175,16 +175,16 @@ class Checkpoint:
             try:
                 source = open_candidate(self._storage, self._root, self._candidate, self._strategy)
             except Exception as error:
-                if self._candidate.box and self._storage.status(self._candidate.box) is None:
+                if self._candidate.commit_dir and self._storage.status(self._candidate.commit_dir) is None:
                     raise MissingCheckpointError(f"step {self.step} of {self._root} was removed before it was read") from error
                 raise
         self._notes += source.notes
         return source
 
 
-def _leave(claims: list[Claim]) -> None:
-    while claims:
-        claims.pop().leave()
+def _leave(leases: list[Lease]) -> None:
+    while leases:
+        leases.pop().release()
 
 
 def region_of(shape: tuple[int, ...], region: tuple[slice, ...] | None) -> Region:

@@ -21,7 +21,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes
 from mindresume.manifest import FOLDER, TRASH, parse_attempt, untrashed
 from mindresume.store.claim import ended
-from mindresume.store.holds import Holds, holds
+from mindresume.store.holds import ReadLocks, read_locks
 from mindresume.store.lineage import newest_lineage
 from mindresume.store.removal import carry_out, holds_weights, plan, weights_of
 from mindresume.store.retention import Policy
@@ -98,26 +98,28 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     root = locate(storage, path)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
         raise ConfigError(f"{root} is not a checkpoint folder; give the folder of the rank folders")
-    held, records = holds(storage, root), os.path.join(root, FOLDER)
+    held, records = read_locks(storage, root), os.path.join(root, FOLDER)
     lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
     made = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
-    going = [*made.victims, *made.debris]
-    sized = {c.box: _size(storage, root, c.box) for c in (*made.kept, *made.unfinished, *made.spared, *going)}
+    going = [*made.to_delete, *made.orphans]
+    sized = {c.commit_dir: _size(storage, root, c.commit_dir) for c in (*made.kept, *made.unfinished, *made.read_locked, *going)}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
     events: list[Event] = []
-    removed = going if dry_run else carry_out(storage, root, made, Holds(storage, root), events.append)
+    removed = going if dry_run else carry_out(storage, root, made, ReadLocks(storage, root), events.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
 
     def rows(candidates: list[Candidate]) -> tuple[PrunedCheckpoint, ...]:
         candidates.sort(key=lambda c: c.order, reverse=True)
-        return tuple(PrunedCheckpoint(c.step, c.run, c.saved_at, sized[c.box], c.committed, reasons[c.box]) for c in candidates)
+        return tuple(PrunedCheckpoint(c.step, c.run, c.saved_at, sized[c.commit_dir], c.committed, reasons[c.commit_dir])
+                     for c in candidates)
     stayed = [c for c in going if c not in removed]         # held, removed by somebody else, or not removable, meanwhile
     postponed = {event.path: event.reason for event in events if isinstance(event, RemovalPostponed)}
-    reasons = {**made.reasons, **{c.box: postponed.get(c.box, "held since a moment ago, or removed by somebody else")
+    reasons = {**made.reasons,
+               **{c.commit_dir: postponed.get(c.commit_dir, "held since a moment ago, or removed by somebody else")
                                   for c in stayed}}
-    return PruneResult(root, dry_run, rows([*made.kept, *made.unfinished]), rows([*removed]), rows([*made.spared, *stayed]),
-                       tuple(map(_removal_text, left)), sum(sized[c.box] for c in removed) + sum(left.values()))
+    return PruneResult(root, dry_run, rows([*made.kept, *made.unfinished]), rows([*removed]), rows([*made.read_locked, *stayed]),
+                       tuple(map(_removal_text, left)), sum(sized[c.commit_dir] for c in removed) + sum(left.values()))
 
 
 class _ReadOnly(PosixStorage):
@@ -129,14 +131,14 @@ class _ReadOnly(PosixStorage):
     write = rename = sync = remove = make_folder = _refuse          # type: ignore[assignment]
 
 
-def _size(storage: Storage, root: str, box: str) -> int:
-    """Returns the bytes of the weights of a save, recorded or not, that are there now and can be looked at. ``box``: its
+def _size(storage: Storage, root: str, commit_dir: str) -> int:
+    """Returns the bytes of the weights of a save, recorded or not, that are there now and can be looked at. ``commit_dir``: its
     iteration folder, or its records."""
     try:
-        if holds_weights(storage, box):
-            paths = [os.path.join(box, name) for name in storage.list(box) if parse_weight_file(name)]
+        if holds_weights(storage, commit_dir):
+            paths = [os.path.join(commit_dir, name) for name in storage.list(commit_dir) if parse_weight_file(name)]
         else:
-            paths = weights_of(storage, root, box)
+            paths = weights_of(storage, root, commit_dir)
     except OSError:
         return 0
     return sum(size or 0 for size in file_sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.survey import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
-from mindresume.store.claim import Owner
+from mindresume.store.claim import LeaseHolder
 from mindresume.store.storage import Storage
 
 VERIFIED, UNVERIFIABLE, DAMAGED = "verified", "unverifiable", "damaged"
@@ -135,12 +135,12 @@ class DirectoryUser(Result):
             1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between heartbeats).
         alive: Whether the process lives; None if it runs on another machine, where only its heartbeat tells.
     """
-    owner: Owner
+    holder: LeaseHolder
     alive: bool | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of ``owner``, and ``alive``."""
-        return json_value({**asdict(self.owner), "alive": self.alive})
+        """Returns the fields of ``holder``, and ``alive``."""
+        return json_value({**asdict(self.holder), "alive": self.alive})
 
 
 @dataclass(frozen=True)

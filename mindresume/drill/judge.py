@@ -20,8 +20,8 @@ from mindresume.resume.prove import check_files
 from mindresume.resume.remarks import damaged_metadata_files
 from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import PREFIX, READER, Owner
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import PREFIX, READER, LeaseHolder
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
 from mindresume.store.shard import clean_own_folder
@@ -169,15 +169,15 @@ def _next_life(world: World, storage: Storage, found: Verdict) -> Verdict:
     run, step = len(RUNS) - 1, 90
     places = [world.place(rank, run, storage) for rank in range(world.ranks)]
     try:
-        owner = Owner("saving", RUNS[run], "drill", "", 1, 1, 0.0, world.ranks)
-        claim = occupy(storage, world.root, owner, 1.0, clock=world.machine.clock, sleep=world.machine.sleep,
-                       traced=world.format == ITERATION)
+        holder = LeaseHolder("saving", RUNS[run], "drill", "", 1, 1, 0.0, world.ranks)
+        lease = acquire(storage, world.root, holder, 1.0, clock=world.machine.clock, sleep=world.machine.sleep,
+                        keep_run_marker=world.format == ITERATION)
         for place in places:
             clean_own_folder(place)
         Committer(places[0]).adopt()
         save_quietly(world.root, world.format, world.ranks, run, step, commit=False, storage=storage)
         Committer(places[0], KeepLast(1)).saved(step)
-        claim.leave()
+        lease.release()
     except (MindResumeError, OSError) as error:
         return Verdict(HARD_FAIL, f"the next run cannot save: {error}", found.chosen)
     after = _resume(world, storage, (RUNS[run], step))

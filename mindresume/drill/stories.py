@@ -17,13 +17,13 @@ from mindresume.formats.names import FileName
 from mindresume.layout import TensorLayout
 from mindresume.manifest import run_name
 from mindresume.state import TrainingState
-from mindresume.store.acquire import occupy
-from mindresume.store.background import Background
-from mindresume.store.claim import Owner
+from mindresume.store.acquire import acquire
+from mindresume.store.background import AsyncSaver
+from mindresume.store.claim import LeaseHolder
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL, KeepLast, Policy
-from mindresume.store.saver import Foreground, Outcome, Save, Work
-from mindresume.store.shard import Place, Shard, clean_own_folder, iteration_shard, rank_shard, write_shard
+from mindresume.store.saver import Outcome, Save, SaveJob, SyncSaver
+from mindresume.store.shard import SaveTarget, Shard, clean_own_folder, iteration_shard, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage, Storage, temporary_name
 
 ITERATION = "iteration"                     # Checkpoint 2.0; the others are formats of a file in rank folders
@@ -44,7 +44,7 @@ class World:
     recorded: dict[Saved, set[int]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def place(self, rank: int, run: int, storage: Storage | None = None) -> Place:
+    def place(self, rank: int, run: int, storage: Storage | None = None) -> SaveTarget:
         return place_of(storage or self.machine.view(rank), self.root, self.format, self.ranks, run, rank)
 
     def did(self, rank: int, run: int, step: int) -> None:
@@ -65,11 +65,11 @@ def tensors(run: int, step: int, rank: int) -> dict[str, np.ndarray]:
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def place_of(storage: Storage, root: str, fmt: str, ranks: int, run: int, rank: int) -> Place:
-    return Place(storage, root, RUNS[run], rank, ranks, fmt == ITERATION)
+def place_of(storage: Storage, root: str, fmt: str, ranks: int, run: int, rank: int) -> SaveTarget:
+    return SaveTarget(storage, root, RUNS[run], rank, ranks, fmt == ITERATION)
 
 
-def shard(place: Place, step: int, fmt: str) -> Shard:
+def shard(place: SaveTarget, step: int, fmt: str) -> Shard:
     run, state = RUNS.index(place.run), TrainingState(step, PER_EPOCH, step, 8)
     arrays, random = tensors(run, step, place.rank), {"rank": place.rank}
     if not place.iterations:
@@ -91,10 +91,10 @@ def save_quietly(root: str, fmt: str, ranks: int, run: int, step: int, commit: b
         Committer(places[0]).saved(step)
 
 
-class _Told(Work):
+class _Told(SaveJob):
     """Says when this rank's part is written, which for rank 0 is before it commits."""
 
-    def __init__(self, place: Place, committer: Committer | None, world: World, run: int):
+    def __init__(self, place: SaveTarget, committer: Committer | None, world: World, run: int):
         super().__init__(place, committer)
         self.world, self.run = world, run
 
@@ -111,9 +111,9 @@ def _save_steps(world: World, rank: int, run: int, steps: list[int], policy: Pol
                 background: bool = False) -> None:
     place = world.place(rank, run)
     if background:
-        saver: Background | Foreground = Background(place, policy if rank == 0 else None, "thread")
+        saver: AsyncSaver | SyncSaver = AsyncSaver(place, policy if rank == 0 else None, "thread")
     else:
-        saver = Foreground(_Told(place, world.committer(run, policy) if rank == 0 else None, world, run))
+        saver = SyncSaver(_Told(place, world.committer(run, policy) if rank == 0 else None, world, run))
     for number, step in enumerate(steps):
         saver.save(Save(shard(place, step, world.format)))
         outcomes = saver.wait(60.0)
@@ -163,9 +163,9 @@ def _pointers(world: World, rank: int) -> None:
 def _claim(world: World, rank: int) -> None:
     """Rank 0 alone; the others wait for the name of the run, as they do in a training."""
     if rank == 0:
-        owner = Owner("saving", RUNS[1], "drill", "", 1, 1, 0.0, world.ranks)
-        occupy(world.place(0, 1).storage, world.root, owner, 1.0, clock=world.machine.clock, sleep=world.machine.sleep,
-               traced=world.format == ITERATION)
+        holder = LeaseHolder("saving", RUNS[1], "drill", "", 1, 1, 0.0, world.ranks)
+        acquire(world.place(0, 1).storage, world.root, holder, 1.0, clock=world.machine.clock, sleep=world.machine.sleep,
+                keep_run_marker=world.format == ITERATION)
 
 
 def _start(world: World, rank: int) -> None:
@@ -173,7 +173,7 @@ def _start(world: World, rank: int) -> None:
     place = world.place(rank, 1)
     clean_own_folder(place)
     if rank == 0:
-        Work(place, world.committer(1)).begin()
+        SaveJob(place, world.committer(1)).begin()
     _save_steps(world, rank, 1, [30], KeepLast(1))
 
 

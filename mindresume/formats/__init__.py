@@ -53,7 +53,7 @@ class Candidate:
     ``unseen``: why it could not be looked into (a folder that cannot be listed); then ``problem`` says so too. Nothing is known
     of what is in it: it is never removed, and no training begins afresh beside it. ``lineage``: the run that began its training;
     empty: its records do not say.
-    ``existed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
+    ``maybe_completed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
     ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
     """
     step: int | None
@@ -66,7 +66,7 @@ class Candidate:
     run: str | None = None
     attempt: str | None = None
     committed: bool = False
-    existed: bool = True
+    maybe_completed: bool = True
     problem: Refusal | None = None
     saved_at: float | None = None
     epoch: int | None = None
@@ -86,7 +86,7 @@ class Candidate:
         return os.path.basename(self.attempt or "")
 
     @property
-    def box(self) -> str:
+    def commit_dir(self) -> str:
         """The folder whose renaming makes it no checkpoint any more: the iteration folder, else the folder of records. Empty for
         what has no records."""
         if self.attempt is None:

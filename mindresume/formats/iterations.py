@@ -74,7 +74,8 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
     candidates = [_place(storage, root, candidate, ours) for candidate in foreign] + ours
     by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
     if not tracked:
-        return by_age, [f"{TRACKER} is not there; the newest one that is whole is taken"] if any(c.existed for c in ours) else []
+        return by_age, [f"{TRACKER} is not there; the newest one that is whole is taken"] if any(c.maybe_completed
+                                                                                                 for c in ours) else []
     named = read_tracker(_head(storage, os.path.join(root, TRACKER)))
     if isinstance(named, str):
         return by_age, [f"{TRACKER}: {named}; the newest one that is whole is taken"]
@@ -85,7 +86,7 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     """``named``: the step in the tracker. First it, then older steps, then the others."""
     notes = []
     visible = [c for c in by_age if parse_iteration(c.base) is not None]
-    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.existed and not c.unseen)), None)
+    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.unseen)), None)
     # A save comes to the tracker only behind its intent: what was committed since, and has neither intent nor name, says nothing
     # of why the tracker names another step.
     last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.base) is not None)), None)
@@ -97,12 +98,12 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     # All ranks have finished it, nobody committed it: the newest of all, unless the tracker was set back.
     ready = []
     if newest is None or newest.step == named:
-        ready = [c for c in by_age if c not in visible and c.existed and c.problem is None and
+        ready = [c for c in by_age if c not in visible and c.maybe_completed and c.problem is None and
                  (newest is None or c.order > newest.order)]
     upto = sorted((c for c in by_age if c not in ready and (c.step or 0) <= named), key=lambda c: (c.step or 0, c.order),
                   reverse=True)
     newer = [c for c in by_age if c not in ready and (c.step or 0) > named]
-    steps = [c.step for c in newer if c.existed]
+    steps = [c.step for c in newer if c.maybe_completed]
     if steps:
         notes.append(f"newer than step {named}, which {TRACKER} names, and only taken if no other can be: step {listed(steps)}")
     return ready + upto + newer, notes
@@ -134,7 +135,7 @@ def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candida
         return replace(candidate, order=(*FIRST, candidate.step or 0))
     status = status_of(storage, root, candidate.every_file[0]) if candidate.every_file else None
     step = candidate.step or 0
-    number = max((c.order[0] for c in ours if c.existed and (c.step or 0) <= step), default=0.0)
+    number = max((c.order[0] for c in ours if c.maybe_completed and (c.step or 0) <= step), default=0.0)
     return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
 
 
@@ -163,7 +164,7 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
     candidate = Candidate(step, MINDFORMERS, "safetensors", files, world, (0.0,), base=name)
     missing = _missing(name, found, names)
     if missing:
-        return replace(candidate, existed=tracked, problem=candidate.refuse(*missing))
+        return replace(candidate, maybe_completed=tracked, problem=candidate.refuse(*missing))
     try:
         common = common_of(storage, root, name)
     except DamagedFileError as error:

@@ -139,7 +139,7 @@ def _holds(storage: Storage, path: str) -> bool:
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
         unseen: list[str] = []                              # what cannot be seen may be one, too; no record denies it
         return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unseen))) or unseen for name in ranks)
-    return any(candidate.existed for candidate in scan(storage, path).candidates)
+    return any(candidate.maybe_completed for candidate in scan(storage, path).candidates)
 
 
 def _folders(storage: Storage, path: str, unseen: list[str]) -> Iterator[str]:

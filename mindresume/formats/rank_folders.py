@@ -186,7 +186,7 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
         if written in attempted:
             return None                     # a candidate already, by its folder of records; or one that is being removed
         run, step = written
-        return replace(base, step=step, origin=OURS, run=run, existed=False, order=(run_sequence(run), step, 0.0),
+        return replace(base, step=step, origin=OURS, run=run, maybe_completed=False, order=(run_sequence(run), step, 0.0),
                        problem=Refusal(step, "the save never completed: no record of it was written",
                                        base.first.path))
     step = scalars.get("step_num")
@@ -220,7 +220,7 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
         found = parallel(storage, lambda file: status_of(storage, root, file), candidate.every_file)
         return max((status.mtime for status in found if status), default=0.0)
 
-    there = [candidate for candidate in ours if candidate.existed]
+    there = [candidate for candidate in ours if candidate.maybe_completed]
     newest_of_ours = max((candidate.saved_at or 0.0 for candidate in there), default=0.0)
     numbers = [(*_life(candidate), candidate.order[0]) for candidate in there]
     times = {id(candidate): mtime(candidate) for candidate in foreign if candidate.origin == MINDFORMERS}

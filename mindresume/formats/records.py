@@ -138,7 +138,7 @@ def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
                         small=tuple(file.below(attempt.base) for file in candidate.small))
     if attempt.base.startswith(FOLDER + "/"):
         return candidate                                        # in the making
-    candidate = replace(candidate, existed=True)                # it was renamed after its commit
+    candidate = replace(candidate, maybe_completed=True)        # it was renamed after its commit
     if not candidate.committed and not candidate.absent and MANIFEST not in attempt.content:
         candidate = replace(candidate, manifest_problem="it is missing")
     number = parse_iteration(attempt.base)
@@ -208,7 +208,7 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                           rank=missing[0] if missing else None)
     first = records.get(0) or next(iter(records.values()), None)
     return Candidate(step, OURS, first.files[0].format if first else "", {rank: r.files for rank, r in records.items()}, world,
-                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, existed=not certain or
+                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, maybe_completed=not certain or
                      MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),

@@ -42,7 +42,7 @@ def select(config: Any, path: str, named: str | None, context: TrainingContext, 
     found = selector.select(request)
     if found.choice is None:
         return None
-    resources.read_lock, resources.load_attempt.trial = found.read_lock, found.load_attempt
+    resources.read_lock, resources.load_attempt.load_attempt = found.read_lock, found.load_attempt
     plan = ResumePlan(None, found.choice, found.choice, partial(_last, complete) if complete else None, found.lost_work)
     if found.uses_layouts or found.choice.chosen.base:
         plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())

@@ -19,7 +19,7 @@ from mindresume.plugin import adapter
 from mindresume.plugin.session import RunProgress
 from mindresume.state import TrainingState, is_transient
 from mindresume.store.saver import Extra
-from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
+from mindresume.store.shard import SaveTarget, Shard, iteration_shard, rank_shard
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StateCollector:
     global batch size. ``inference``: (folder, kind) of the weights alone that are asked for, of which ``keep`` stay. ``run``:
     counters of the training. ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored."""
     config: Any
-    place: Place
+    place: SaveTarget
     prefix: str | None
     suffix: int
     done: int

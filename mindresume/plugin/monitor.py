@@ -94,9 +94,9 @@ class CheckpointMonitor(BuiltIn):
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        trial = session.current().resources.load_attempt.trial
-        if trial is not None and not trial.begun:
-            adapter.when_compiled(run_context.original_args().train_network, self._checkpoints.begin_trial)
+        load_attempt = session.current().resources.load_attempt.load_attempt
+        if load_attempt is not None and not load_attempt.begun:
+            adapter.when_compiled(run_context.original_args().train_network, self._checkpoints.begin_load_attempt)
         return super(BuiltIn, self).on_train_step_begin(run_context)        # the built-in polls its own writer here
 
     def on_train_end(self, run_context: Any) -> None:

@@ -39,12 +39,12 @@ from mindresume.resume.prove import VerifiedShard
 from mindresume.resume.select import Choice
 from mindresume.settings import Settings
 from mindresume.store import preemption
-from mindresume.store.claim import Claim
-from mindresume.store.islands import Islands
-from mindresume.store.kept import KeptFiles
+from mindresume.store.claim import Lease
+from mindresume.store.islands import SharedGroups
+from mindresume.store.kept import ReadCache
 from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.storage import PosixStorage, Storage
-from mindresume.store.trials import PendingTrial
+from mindresume.store.trials import PendingLoadAttempt
 
 TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
@@ -158,21 +158,21 @@ class Resources:
     group: Group = field(default_factory=Solo)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
     storage: Storage = field(default_factory=PosixStorage)
-    topology: dict[str, Islands] = field(default_factory=dict)
-    read_lock: Claim | None = None
-    load_attempt: PendingTrial = field(default_factory=PendingTrial)
+    topology: dict[str, SharedGroups] = field(default_factory=dict)
+    read_lock: Lease | None = None
+    load_attempt: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
 
     def drop_verified_bytes(self) -> None:
         """Frees the verified bytes that were kept in memory for the load."""
-        if isinstance(self.storage, KeptFiles):
-            self.storage.forget()
+        if isinstance(self.storage, ReadCache):
+            self.storage.clear()
 
     def release(self) -> None:
         """Gives up what protects the selected checkpoint: it has been read, or nobody is going to. Idempotent."""
         self.drop_verified_bytes()
         if self.read_lock is not None:
-            self.read_lock.leave()
+            self.read_lock.release()
             self.read_lock = None
 
 

@@ -70,7 +70,7 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
     path = locate_checkpoints(storage, path, group, context.emit)
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
-        islands_of(storage, path, group, context.resources.topology, context.emit).apart
+        islands_of(storage, path, group, context.resources.topology, context.emit).is_split
     plan = choosing.select(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
                            resume=False, as_it_is=not converts)
     choice, chosen = plan.choice, plan.choice.chosen

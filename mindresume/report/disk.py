@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindresume.reshard.strategies import strategy_lookup
 from mindresume.resume.survey import COMPLETE, list_checkpoints, size_of
-from mindresume.store.claim import SAVING, lives, users_of
+from mindresume.store.claim import SAVING, is_alive, known_lease_holders
 from mindresume.store.storage import Storage
 
 
@@ -47,5 +47,5 @@ def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
                              saved.committed, saved.saved_at, row.state,
                              row.problem.reason if row.problem else "; ".join(row.remarks))
             for row in seen for saved in [row.candidate]]
-    leases = {owner.run: lives(owner) for owner in users_of(storage, found.root) if owner.purpose == SAVING}
+    leases = {holder.run: is_alive(holder) for holder in known_lease_holders(storage, found.root) if holder.purpose == SAVING}
     return CheckpointState(found.root, found.exists, tuple(rows), found.notes, leases)

@@ -34,7 +34,7 @@ from mindresume.reshard.made import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.weights import CheckpointView
 from mindresume.store.commit import Committer
 from mindresume.store.lineage import continued
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, remove_tree
 
 LOCK = ".lock"                      # behind the name of the work folder
@@ -227,7 +227,7 @@ class Conversion:
 
     def _record(self, sums: Mapping[int, Checksums]) -> None:
         plan, state = self.plan, self.plan.source.state
-        place = Place(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.base))
+        place = SaveTarget(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.base))
         attempt = place.attempt(state.step)
         self.storage.make_folder(attempt)
         for rank, numbers in enumerate(plan.shards):

@@ -37,8 +37,8 @@ from mindresume.resume.prove import verify_rank
 from mindresume.resume.select import candidates_for
 from mindresume.resume.understood import IterationMetadata
 from mindresume.state import TrainingState, is_count, is_number
-from mindresume.store.claim import Claim
-from mindresume.store.holds import hold
+from mindresume.store.claim import Lease
+from mindresume.store.holds import acquire_read_lock
 from mindresume.store.storage import Storage, parallel
 from mindresume.strategy import Strategy
 
@@ -83,17 +83,17 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
                   emit: Emit = ignore) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
     ``prune`` removes it. On a read-only folder it is read without the lock, and a warning is emitted."""
-    held: list[Claim] = []
+    held: list[Lease] = []
 
     def leave() -> None:
         while held:
-            held.pop().leave()
+            held.pop().release()
 
     def keep(root: str, candidate: Candidate) -> None:
         leave()
-        claim = hold_candidate(storage, root, candidate, emit)
-        if claim is not None:
-            held.append(claim)
+        lease = hold_candidate(storage, root, candidate, emit)
+        if lease is not None:
+            held.append(lease)
 
     try:
         yield open_checkpoint(storage, path, step, strategy, keep)
@@ -101,19 +101,19 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
         leave()
 
 
-def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore) -> Claim | None:
+def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore) -> Lease | None:
     """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``. None where nothing
     removes it, and, with a warning, where nothing can be written. MissingCheckpointError if it is gone already."""
-    if candidate.origin != OURS or not candidate.box:           # mindresume never removes it
+    if candidate.origin != OURS or not candidate.commit_dir:    # mindresume never removes it
         return None
     try:
-        claim = hold(storage, root, candidate.name, candidate.box)
+        lease = acquire_read_lock(storage, root, candidate.name, candidate.commit_dir)
     except OSError as error:
         emit(warning(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}"))
         return None
-    if claim is None:
+    if lease is None:
         raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
-    return claim
+    return lease
 
 
 def open_checkpoint(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
@@ -158,7 +158,7 @@ def _newest(storage: Storage, path: str, step: int | None, strategy: str | None,
         except _Gone:
             raise
         except MindResumeError as error:
-            if candidate.box and storage.status(candidate.box) is None:
+            if candidate.commit_dir and storage.status(candidate.commit_dir) is None:
                 raise _Gone(f"step {candidate.step} of {found.root} was removed while it was opened") from error
             if insists or step is not None or len(wanted) == 1:
                 raise

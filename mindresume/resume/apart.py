@@ -56,7 +56,7 @@ def select_node_local(storage: Storage, path: str, group: Group, policy: Selecti
     def look() -> dict[str, object]:
         here = _look(storage, path, group, policy)
         local.append(here)
-        return {"offers": list(here.offers)[:_NEWEST], "maybe_completed": any(c.existed for c in here.found.candidates),
+        return {"offers": list(here.offers)[:_NEWEST], "maybe_completed": any(c.maybe_completed for c in here.found.candidates),
                 "is_explicit": here.is_explicit, "strange": here.found.strange}
     rows = report(group, look, Waiting(f"looking at the checkpoints below {path}"))
     mine, tried = local[0], []

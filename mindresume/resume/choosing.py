@@ -40,13 +40,13 @@ from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.witness import wait_until_visible
 from mindresume.settings import Settings
-from mindresume.store.claim import Claim
-from mindresume.store.holds import hold
-from mindresume.store.islands import Islands, find, together
-from mindresume.store.kept import KeptFiles, disk_of
+from mindresume.store.claim import Lease
+from mindresume.store.holds import acquire_read_lock
+from mindresume.store.islands import SharedGroups, find_shared_groups, single_group
+from mindresume.store.kept import ReadCache, uncached
 from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.storage import Storage
-from mindresume.store.trials import Trial
+from mindresume.store.trials import LoadAttempt
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class SelectedCheckpoint:
         choice: None: a fresh start.
         uses_layouts: whether it is loaded by regions of its tensors, instead of each rank its own file.
         lost_work: on rank 0, the steps that a job that died had done after this checkpoint.
-        read_lock: keeps the checkpoint from being removed. Leave it when all ranks have read it.
+        read_lock: keeps the checkpoint from being removed. Release it when all ranks have read it.
         load_attempt: counts this load until a step is done. None: loads are not counted.
     """
     choice: Choice | None = None
     uses_layouts: bool = False
     lost_work: LostWork | None = None
-    read_lock: Claim | None = None
-    load_attempt: Trial | None = None
+    read_lock: Lease | None = None
+    load_attempt: LoadAttempt | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class CheckpointSelector:
         emit: receives the events of the selection.
         select_consolidated, strategy_of: as of ``selection.CheckpointSources``.
         remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to()``.
-        islands: which ranks share a folder, by its real path. What is found out is added.
+        shared_groups: which ranks share a folder, by its real path. What is found out is added.
     """
     storage: Storage
     group: Group
@@ -111,7 +111,7 @@ class CheckpointSelector:
     strategy_of: StrategyOf = unknown_strategy
     remote: RemoteCheckpoints | None = None
     saved_to: Callable[[], Collection[str]] = frozenset
-    islands: dict[str, Islands] = field(default_factory=dict)
+    shared_groups: dict[str, SharedGroups] = field(default_factory=dict)
 
     def select(self, request: SelectionRequest) -> SelectedCheckpoint:
         """Selects and protects a checkpoint.
@@ -119,7 +119,7 @@ class CheckpointSelector:
         Raises:
             NoUsableCheckpointError, MissingCheckpointError, LoadError, AgreementError: on all ranks together.
         """
-        emit, group, disk = self.emit, self.group, disk_of(self.storage)
+        emit, group, disk = self.emit, self.group, uncached(self.storage)
         path, requested, resume = request.path, request.requested, request.resume
         if requested and _is_file(disk, path):
             emit(warning(f"resume_training: {requested} is ignored, because load_checkpoint is a file: {path}"))
@@ -127,11 +127,11 @@ class CheckpointSelector:
         path = locate_checkpoints(disk, path, group, emit)
         # A collective: all ranks must take part, whatever each of them finds.
         one = request.any_layout or any(report(group, lambda: _is_file(disk, path)))
-        islands = together(group.size) if one else islands_of(disk, path, group, self.islands, emit)
-        visibility = wait_until_visible(disk, path, group, islands)
+        shared_groups = single_group(group.size) if one else islands_of(disk, path, group, self.shared_groups, emit)
+        visibility = wait_until_visible(disk, path, group, shared_groups)
         if visibility.wait_seconds or visibility.missing:
             emit(VisibilityWaited(visibility.wait_seconds, visibility.missing))
-        choice = self._select(request, path, requested, islands)
+        choice = self._select(request, path, requested, shared_groups)
         for refusal in choice.refused:
             emit(CandidateRefused(refusal.step, refusal.reason, refusal.file, weights_only=not resume))
         for note in choice.notes:
@@ -152,17 +152,17 @@ class CheckpointSelector:
             any_layout, self._unhealthy(request.health_dir) if request.health_dir is not None else None,
             self.settings.poison_limit, require_counters=request.resume)
 
-    def _select(self, request: SelectionRequest, path: str, requested: str | None, islands: Islands) -> Choice:
-        if islands.apart:
+    def _select(self, request: SelectionRequest, path: str, requested: str | None, shared_groups: SharedGroups) -> Choice:
+        if shared_groups.is_split:
             self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all of them have is selected"))
         remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
-        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, islands)
+        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, shared_groups)
         return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
                                  ProgressReporter("checking", self.emit))
 
     def _unhealthy(self, folder: str) -> Collection[str]:
         """Returns the names of unhealthy files; empty on other ranks than 0, because rank 0 decides."""
-        names, trouble = unhealthy_files(disk_of(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
+        names, trouble = unhealthy_files(uncached(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
         if trouble:
             self.emit(warning(trouble))
         return names
@@ -170,7 +170,7 @@ class CheckpointSelector:
     def _start_afresh(self, request: SelectionRequest, path: str) -> None:
         """Reports a fresh start. Raises MissingCheckpointError if weights were asked for."""
         forget_kept(self.storage)
-        known = any(report(self.group, lambda: disk_of(self.storage).status(path) is not None))
+        known = any(report(self.group, lambda: uncached(self.storage).status(path) is not None))
         reason = "holds no checkpoint that was ever complete" if known else "does not exist"
         if not request.resume:
             raise MissingCheckpointError(f"{path} {reason}; initial weights were asked for (no_load_optim: True, "
@@ -180,20 +180,20 @@ class CheckpointSelector:
 
     def _protect(self, request: SelectionRequest, choice: Choice, uses_layouts: bool) -> SelectedCheckpoint:
         """Locks the selected checkpoint against removal and reports it."""
-        group, disk, chosen, resume = self.group, disk_of(self.storage), choice.chosen, request.resume
+        group, disk, chosen, resume = self.group, uncached(self.storage), choice.chosen, request.resume
         lost = None
         if resume and group.rank == 0:
             with suppress(OSError):
                 lost = find_lost_work(disk, choice.root, chosen)
-        lock = lock_selected(disk, choice, group, self.islands, self.emit)
+        lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
         try:
             limit = self.settings.poison_limit
-            attempt = Trial(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
+            attempt = LoadAttempt(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
                 resume and limit and request.output_dir is not None) else None
             self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root, describe(chosen, choice.complete),
                                          weights_only=not resume))
             self._report_kept(choice)
-            if isinstance(self.storage, KeptFiles):
+            if isinstance(self.storage, ReadCache):
                 self.storage.enough()
             for remark in choice.remarks:
                 self.emit(warning(remark))
@@ -201,14 +201,14 @@ class CheckpointSelector:
                 uses_layouts = not all(report(group, lambda: own_shard(choice, group) is not None))
         except BaseException:
             if lock is not None:
-                lock.leave()
+                lock.release()
             raise
         return SelectedCheckpoint(choice, uses_layouts, lost, lock, attempt)
 
     def _report_kept(self, choice: Choice) -> None:
         """Emits how much of the checkpoint is read a second time."""
         storage = self.storage
-        if not isinstance(storage, KeptFiles) or choice.chosen.origin == MINDFORMERS:
+        if not isinstance(storage, ReadCache) or choice.chosen.origin == MINDFORMERS:
             return                                          # without checksums only headers were read
         read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
         if read or storage.size:
@@ -225,7 +225,7 @@ def caching_storage(storage: Storage, settings: Settings, group: Group) -> Stora
     budget = share_of_rank(group) // 2
     if settings.staging_gib:
         budget = min(budget, int(settings.staging_gib * 2**30))
-    return KeptFiles(storage, budget)
+    return ReadCache(storage, budget)
 
 
 def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) -> str:
@@ -254,22 +254,22 @@ def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) ->
     return places[0]
 
 
-def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Islands], emit: Emit) -> Islands:
+def islands_of(storage: Storage, path: str, group: Group, known: dict[str, SharedGroups], emit: Emit) -> SharedGroups:
     """Returns which ranks see the same folder. It is taken for a folder that all share where no rank has it, or one cannot write
     there, which is how this is found out."""
     root = os.path.realpath(path)
     if root not in known:
         if not any(report(group, lambda: storage.status(root) is not None)):
-            return together(group.size)
+            return single_group(group.size)
         try:
-            known[root] = find(storage, root, group)
+            known[root] = find_shared_groups(storage, root, group)
         except AgreementError as error:
             emit(Notice(f"{root} is taken for a folder that all nodes share: {error}"))
-            return together(group.size)                 # not remembered: a save there must find it out
+            return single_group(group.size)             # not remembered: a save there must find it out
     return known[root]
 
 
-def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[str, Islands], emit: Emit) -> Claim | None:
+def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[str, SharedGroups], emit: Emit) -> Lease | None:
     """Publishes that the selected checkpoint is being read, so that neither the retention of a job that still saves there nor
     ``mindresume prune`` removes it. Rank 0 does so, or where nodes share no storage the first rank of each node. A folder that
     cannot be written to is read without a lock.
@@ -281,23 +281,23 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
     chosen = choice.chosen
     if chosen.attempt is None:
         return None
-    held: list[Claim] = []
+    held: list[Lease] = []
 
     def work() -> bool:
         try:
-            claim = hold(storage, choice.root, chosen.name, chosen.box)
+            lease = acquire_read_lock(storage, choice.root, chosen.name, chosen.commit_dir)
         except OSError as error:
             emit(Notice(f"{choice.root} is read without a lock: {error}"))
             return True
-        held.extend([claim] if claim is not None else [])
-        return claim is not None
-    islands = known.get(os.path.realpath(choice.root), together(group.size))
+        held.extend([lease] if lease is not None else [])
+        return lease is not None
+    shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
     try:
-        if not all(report(group, lambda: work() if islands.leads(group.rank) else True)):
+        if not all(report(group, lambda: work() if shared_groups.is_leader(group.rank) else True)):
             raise LoadError(f"{chosen.attempt} was removed while it was selected; start the job again")
     except BaseException:
-        for claim in held:
-            claim.leave()
+        for lease in held:
+            lease.release()
         raise
     return held[0] if held else None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mindresume.formats import Candidate
 from mindresume.manifest import FOLDER, attempts
-from mindresume.store.claim import SAVING, claims, lives
+from mindresume.store.claim import SAVING, is_alive, lease_holders
 from mindresume.store.storage import Storage
 
 
@@ -29,10 +29,10 @@ class LostWork:
 def find_lost_work(storage: Storage, root: str, chosen: Candidate) -> LostWork | None:
     """Returns the work that the last job that saved below ``root`` had done after ``chosen``. None if that job ended normally, is
     alive, or was not one of mindresume. Raises OSError."""
-    dead = [owner for owner in claims(storage, root) if owner.purpose == SAVING and lives(owner) is not True]
+    dead = [holder for holder in lease_holders(storage, root) if holder.purpose == SAVING and is_alive(holder) is not True]
     if not dead:
         return None
-    last = max(dead, key=lambda owner: owner.order)
+    last = max(dead, key=lambda holder: holder.order)
     begun = [step for _, step, run in attempts(storage.list(os.path.join(root, FOLDER))) if run == last.run]
     reached = max([last.step, *begun])
     return LostWork(max(reached - (chosen.step or 0), 0), chosen.saved_at)

@@ -39,17 +39,17 @@ from mindresume.resume.prove import check_files
 from mindresume.resume.select import Choice
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store import iteration
-from mindresume.store.acquire import see_dead
-from mindresume.store.claim import leave_trace
+from mindresume.store.acquire import check_no_live_job
+from mindresume.store.claim import record_run_number
 from mindresume.store.common import order_of
-from mindresume.store.holds import holds
-from mindresume.store.islands import Islands
-from mindresume.store.kept import KeptFiles
+from mindresume.store.holds import read_locks
+from mindresume.store.islands import SharedGroups
+from mindresume.store.kept import ReadCache
 from mindresume.store.remote import RemoteCheckpoints, record_path
 from mindresume.store.removal import free_names
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import Storage, parallel, publish, read_bytes, temporary_name
-from mindresume.store.trials import deaths_by_key, suspicion
+from mindresume.store.trials import failed_loads_by_key, suspicion
 
 CHECKPOINT = "checkpoint"       # below output_dir, where mindformers has folders of its own, and below remote_save_url
 _SPARE = 64 << 20               # bytes that stay free on the disk
@@ -66,7 +66,7 @@ class RemoteFetch:
         policy: of the selection. Checkpoints that it would refuse, by their manifest or by failed loads that are recorded here,
             are not fetched.
         emit: receives CheckpointFetched and CandidateRefused.
-        islands: which ranks share a folder, where nodes share no storage; each node then gets all records and the manifest.
+        shared_groups: which ranks share a folder, where nodes share no storage; each node then gets all records and the manifest.
     """
     storage: Storage
     remote: RemoteCheckpoints
@@ -74,7 +74,7 @@ class RemoteFetch:
     group: Group
     policy: SelectionPolicy = SelectionPolicy()
     emit: Emit = ignore
-    islands: Islands | None = None
+    shared_groups: SharedGroups | None = None
     refused: list[Refusal] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
     _fetched: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ class RemoteFetch:
     def _fetch_newer(self, refused: Iterable[Any], chosen: Candidate | None) -> bool:
         """Fetches the newest checkpoint that is newer than all usable ones here. Returns whether there was one."""
         steps = {refusal.step for refusal in refused}
-        bound = (chosen.order[:2] if chosen else (0, 0)) if self.islands else None
+        bound = (chosen.order[:2] if chosen else (0, 0)) if self.shared_groups else None
         while True:
             offer = decide(self.group, lambda: self._offer(steps, bound, suspected=chosen is None),
                            Waiting(f"looking at {self.remote.url}"))
@@ -133,8 +133,8 @@ class RemoteFetch:
                 return False
             self._tried.add(offer["attempt"])
             problem = self._fetch(offer["attempt"], offer["manifest"].encode())
-            if isinstance(self.storage, KeptFiles):
-                self.storage.forget()               # this rank or another one may have replaced files
+            if isinstance(self.storage, ReadCache):
+                self.storage.clear()               # this rank or another one may have replaced files
             if problem is None:
                 return True
             self._refuse(offer["attempt"], problem)
@@ -166,7 +166,7 @@ class RemoteFetch:
             names = [name for name in self.remote.scan().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
             return {**offer, "failed": f"whether there is something newer is not known: {error}"}
-        deaths = deaths_by_key(self.storage, self.root) if policy.max_failed_loads and not requested else {}
+        deaths = failed_loads_by_key(self.storage, self.root) if policy.max_failed_loads and not requested else {}
         failing = [name for name in names if suspicion(deaths.get(name, ()), policy.max_failed_loads)]
         for attempt in [*(name for name in names if name not in failing), *(failing if suspected else ())]:
             try:
@@ -228,10 +228,10 @@ class RemoteFetch:
     def _all(self, work: Callable[[], None], leaders: bool = False) -> str | None:
         """Returns None if ``work`` succeeded on all ranks, else the first reason. ``leaders``: only rank 0 works, or where nodes
         share no storage the first rank of each node."""
-        leads = self.islands.leads(self.group.rank) if self.islands else self.group.rank == 0
+        is_leader = self.shared_groups.is_leader(self.group.rank) if self.shared_groups else self.group.rank == 0
 
         def attempt() -> str | None:
-            if leaders and not leads:
+            if leaders and not is_leader:
                 return None
             try:
                 work()
@@ -266,8 +266,9 @@ class _Share:
         """Creates the folder of records, which marks weights without a record as a save that never completed. Removes such files
         of earlier saves that have the names of files to fetch."""
         paths = {os.path.join(self.target_dir, file.path) for files in self.manifest.files for file in files}
-        free_names(self.storage, self.root, paths, self.manifest.run, lambda: see_dead(self.storage, self.root, self.emit),
-                   lambda: holds(self.storage, self.root), self.emit)
+        free_names(self.storage, self.root, paths, self.manifest.run,
+                   lambda: check_no_live_job(self.storage, self.root, self.emit),
+                   lambda: read_locks(self.storage, self.root), self.emit)
         self.storage.make_folder(self.records)
 
     def needed(self) -> int:
@@ -344,8 +345,8 @@ class _Share:
     def commit(self, data: bytes) -> None:
         publish(self.storage, os.path.join(self.target_dir, record_path(self.attempt, MANIFEST)), [data], self.manifest.run)
         if self.target_dir.endswith(os.path.join(FOLDER, self.attempt)):
-            place = Place(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
-            iteration.show(place, self.manifest.step)
+            place = SaveTarget(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
+            iteration.publish_iteration(place, self.manifest.step)
 
 
 @dataclass(frozen=True)
@@ -357,12 +358,12 @@ class RemoteSource:
 
 
 def select_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSource, group: Group, storage: Storage,
-                       policy: SelectionPolicy, emit: Emit, islands: Islands | None = None) -> Choice:
+                       policy: SelectionPolicy, emit: Emit, shared_groups: SharedGroups | None = None) -> Choice:
     """Returns the choice of ``pick``. What is newer in the object store is fetched before, if ``path`` is where this job saves.
 
     Args:
         storage: of the disk to which is downloaded.
-        islands: which ranks see the same folder, where nodes share no disk; else None.
+        shared_groups: which ranks see the same folder, where nodes share no disk; else None.
     Raises: as ``Restore.choose``.
     """
     remote, saved_to = source.remote, source.saved_to()
@@ -373,7 +374,7 @@ def select_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSour
     if root not in saved_to:
         emit(Notice(f"{remote.url} is not looked at: load_checkpoint is {path}, not where this job saves to"))
         return pick()
-    return RemoteFetch(storage, remote, root, group, policy, emit, islands).select(pick)
+    return RemoteFetch(storage, remote, root, group, policy, emit, shared_groups).select(pick)
 
 
 def number_runs(remote: RemoteCheckpoints | None, emit: Emit, storage: Storage, root: str) -> None:
@@ -406,4 +407,4 @@ def keep_run_marker(storage: Storage, remote: RemoteCheckpoints, root: str) -> N
     Raises: RemoteError, OSError."""
     runs = remote.scan().runs()
     if runs:
-        leave_trace(storage, root, runs[-1])
+        record_run_number(storage, root, runs[-1])

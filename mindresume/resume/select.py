@@ -40,9 +40,9 @@ from mindresume.resume.remarks import damaged_metadata_files, replica_text
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.understood import IterationMetadata
 from mindresume.state import TrainingState, is_count
-from mindresume.store.kept import KeptFiles
+from mindresume.store.kept import ReadCache
 from mindresume.store.storage import Storage
-from mindresume.store.trials import Death, deaths_by_key, key_of, suspicion, warning
+from mindresume.store.trials import FailedLoad, failed_loads_by_key, key_of, suspicion, warning
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def candidates_for(storage: Storage, path: str, requested: str | None = None, wo
         return scan_one(storage, path), True
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
     found = scan(storage, root)
-    if found.exists and not any(candidate.existed for candidate in found.candidates):
+    if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
         inner = below(storage, path)
         if inner:
             found, is_explicit = candidates_for(storage, inner, requested, world_size)
@@ -209,8 +209,8 @@ def select(storage: Storage, path: str, group: Group, policy: SelectionPolicy | 
 
 def forget_kept(storage: Storage) -> None:
     """Drops the files that ``storage`` keeps in memory: their candidate was refused, or they were replaced on disk."""
-    if isinstance(storage, KeptFiles):
-        storage.forget()
+    if isinstance(storage, ReadCache):
+        storage.clear()
 
 
 def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
@@ -257,7 +257,7 @@ class _CandidateQueue:
 
     def __init__(self, storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf = unknown_strategy):
         self.storage, self.path, self.policy, self.strategy_of = storage, path, policy, strategy_of
-        self.failed_loads: Mapping[str, tuple[Death, ...]] = {}
+        self.failed_loads: Mapping[str, tuple[FailedLoad, ...]] = {}
         self.notes: list[str] = []
         self.suspected: list[Candidate] = []
         self.refused_unhealthy = False
@@ -278,7 +278,7 @@ class _CandidateQueue:
             self.found, self.is_explicit = candidates_for(self.storage, self.path, policy.requested, policy.world_size)
             self.queue = list(self.found.candidates)
             counts = policy.max_failed_loads and not self.is_explicit
-            self.failed_loads = deaths_by_key(self.storage, self.found.root) if counts else {}
+            self.failed_loads = failed_loads_by_key(self.storage, self.found.root) if counts else {}
         self.refused += verdicts[:1]
         while self.queue or self.suspected:
             if not self.queue:                                  # a suspected checkpoint is better than none
@@ -302,7 +302,7 @@ class _CandidateQueue:
                 return {"end": "", "candidate": candidate_to_json(candidate), "root": self.found.root,
                         "refused": [r.to_json() for r in self.refused], "notes": self._all_notes()}
             self.refused.append(refusal)
-        fresh = not any(candidate.existed for candidate in self.found.candidates)
+        fresh = not any(candidate.maybe_completed for candidate in self.found.candidates)
         end = "missing" if self.is_explicit or self.found.strange else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
                 "notes": self._all_notes(), "text": self._text(end, self.found.root)}

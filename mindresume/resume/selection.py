@@ -28,8 +28,8 @@ from mindresume.resume.restore import RemoteSource, select_with_remote
 from mindresume.resume.select import Choice, ProgressMeter, forget_kept, select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.survey import NODE_LOCAL, list_checkpoints
-from mindresume.store.islands import Islands
-from mindresume.store.kept import disk_of
+from mindresume.store.islands import SharedGroups
+from mindresume.store.kept import uncached
 from mindresume.store.storage import Storage
 
 
@@ -46,7 +46,7 @@ class CheckpointSources:
     strategy_of: StrategyOf = unknown_strategy
     select_consolidated: Callable[[Storage, str], Choice] | None = None
     remote: RemoteSource | None = None
-    shared: Islands | None = None
+    shared: SharedGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
 
     Args:
-        storage: verifies the files; what it keeps in memory (``KeptFiles``) is dropped whenever a candidate is refused.
+        storage: verifies the files; what it keeps in memory (``ReadCache``) is dropped whenever a candidate is refused.
         path: the folder or file in which the checkpoints lie (``formats.location``).
         progress: receives the bytes that are verified.
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, AgreementError: on all ranks together, as ``select``.
     """
-    sources, disk = sources or CheckpointSources(), disk_of(storage)
-    split = sources.shared is not None and sources.shared.apart
+    sources, disk = sources or CheckpointSources(), uncached(storage)
+    split = sources.shared is not None and sources.shared.is_split
 
     def pick() -> Choice:
         forget_kept(storage)                                # a download may have replaced what was verified before

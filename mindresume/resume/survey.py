@@ -28,7 +28,7 @@ class CheckpointStatus:
         no storage, the files of this node are there."""
         if self.candidate.part and self.candidate.problem is None and self.problem is not None and self.problem.file is None:
             return NODE_LOCAL
-        return COMPLETE if self.problem is None else UNUSABLE if self.candidate.existed else INCOMPLETE
+        return COMPLETE if self.problem is None else UNUSABLE if self.candidate.maybe_completed else INCOMPLETE
 
     @property
     def kind(self) -> str:

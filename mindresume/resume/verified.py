@@ -32,7 +32,7 @@ def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointSta
     """
     found = [(row.candidate, find_damage(storage, root, row, progress)) for row in rows]
     for _ in range(_MAX_LISTINGS):
-        if not any(candidate.existed for candidate, bad in found if bad):
+        if not any(candidate.maybe_completed for candidate, bad in found if bad):
             break
         now = {_identity(row.candidate): row for row in again()}
         gone = [verdict for verdict in found if verdict[1] and not _is_there(storage, verdict[0], now)]
@@ -46,12 +46,13 @@ def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointSta
 
 
 def _identity(candidate: Candidate) -> Any:
-    return candidate.box, candidate.run, candidate.step, tuple(file.path for file in candidate.every_file), candidate.committed
+    return candidate.commit_dir, candidate.run, candidate.step, tuple(file.path
+                                                                      for file in candidate.every_file), candidate.committed
 
 
 def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
     """Returns whether it is there as it was read. A listing can be stale; the status of one name is not."""
-    return _identity(candidate) in now and (not candidate.box or storage.status(candidate.box) is not None)
+    return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
 
 
 def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:

@@ -21,7 +21,7 @@ from mindresume.formats.iterations import tracked
 from mindresume.formats.names import folder_name, folder_rank, parse_name
 from mindresume.manifest import EMERGENCY, FOLDER, MANIFEST, attempts, record_name
 from mindresume.store.common import order_of
-from mindresume.store.islands import Islands
+from mindresume.store.islands import SharedGroups
 from mindresume.store.storage import Storage, parallel
 
 PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
@@ -38,7 +38,7 @@ class Visibility:
     missing: tuple[str, ...] = ()
 
 
-def wait_until_visible(storage: Storage, path: str, group: Group, islands: Islands,
+def wait_until_visible(storage: Storage, path: str, group: Group, shared_groups: SharedGroups,
                        sleep: Callable[[float], None] = time.sleep) -> Visibility:
     """Waits, on all ranks together, until the ranks that select list all that any rank sees of the newest saves in ``path``.
 
@@ -57,10 +57,10 @@ def wait_until_visible(storage: Storage, path: str, group: Group, islands: Islan
 
     def lack() -> list[list[object]]:
         """Returns [path, a rank that sees it] of all that this rank selects among and does not list."""
-        if group.rank and not islands.apart:
+        if group.rank and not shared_groups.is_split:
             return []
         witnesses: dict[str, int] = {}
-        for rank in sorted(islands.ranks(group.rank), key=lambda rank: rank == group.rank):
+        for rank in sorted(shared_groups.ranks(group.rank), key=lambda rank: rank == group.rank):
             for mark in _expected(save_dirs, rank, seen[rank]):
                 witnesses.setdefault(mark, rank)
         return [[mark, witnesses[mark]] for mark in _not_listed(storage, root, witnesses)]

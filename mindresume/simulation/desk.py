@@ -103,7 +103,7 @@ def verify(play: Play) -> None:
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for candidate, bad in verify_checkpoints(storage, found.root, rows,
                                                      lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
-                if bad and candidate.existed and not _is_struck(play):
+                if bad and candidate.maybe_completed and not _is_struck(play):
                     play.history.wrong.append(f"verify calls step {candidate.step} damaged: {bad[0].reason}")
 
 

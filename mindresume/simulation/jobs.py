@@ -38,9 +38,9 @@ from mindresume.store.manager import CheckpointManager
 from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Outcome, Save
-from mindresume.store.shard import Place, Shard, iteration_shard, rank_shard
+from mindresume.store.shard import SaveTarget, Shard, iteration_shard, rank_shard
 from mindresume.store.step import SaveOptions, Step
-from mindresume.store.trials import PendingTrial
+from mindresume.store.trials import PendingLoadAttempt
 
 ITERATION = "iteration"
 PER_EPOCH = 100
@@ -129,7 +129,7 @@ def tensors(run: str, step: int, rank: int) -> dict[str, np.ndarray]:
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def shard_of(place: Place, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
+def shard_of(place: SaveTarget, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
     state, arrays = TrainingState(step, PER_EPOCH, step, 8, health=health), tensors(place.run, step, place.rank)
     random = {"rank": place.rank}
     if not place.iterations:
@@ -164,7 +164,7 @@ class _RemoteCheckpoints(RemoteCheckpoints):
     """Tells the history of uploads."""
     history: History
 
-    def commit(self, place: Place, step: int, base: str) -> None:
+    def commit(self, place: SaveTarget, step: int, base: str) -> None:
         super().commit(place, step, base)
         self.history.uploaded.add((place.run, step))
 
@@ -252,24 +252,24 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     process, least = running(), due(job.history)
     group = job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
-    choice, trial, hold = None, None, None
-    islands: dict[str, Any] = {}
+    choice, load_attempt, hold = None, None, None
+    shared_groups: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
         found = CheckpointSelector(storage, group, training.settings, process.emit, _no_complete_weights, remote=remote,
-                                   saved_to=lambda: {training.root}, islands=islands).select(
+                                   saved_to=lambda: {training.root}, shared_groups=shared_groups).select(
             SelectionRequest(training.root, output_dir=training.output, any_layout=training.converts,
                              health_dir=training.output if training.monitored else None))
-        choice, trial, hold = found.choice, found.load_attempt, found.read_lock
+        choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
         if choice is None and history.uploaded:
             history.wrong.append(f"{job.name} begins afresh, though {max(history.uploaded, key=newer)} is at the url")
     start = _loaded(job, choice, storage, rank) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
                           iterations=training.format == ITERATION)
     manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL,
-                       process.emit, pending=PendingTrial(trial))
+                       process.emit, pending=PendingLoadAttempt(load_attempt))
     manager.history, process.own = history, manager
-    manager.open(islands, choice, partial(number_runs, remote, process.emit), claims={})
+    manager.open(shared_groups, choice, partial(number_runs, remote, process.emit), leases={})
     opened.append(manager.place.run)
     history.opened.setdefault(manager.place.run, here().scheduler.now)
     history.sizes[manager.place.run] = training.ranks
@@ -278,13 +278,13 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     if rank == 0:
         history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if hold is not None:
-        hold.leave()
+        hold.release()
     manager.begin(start, choice, remote)
     manager.meet()
     manager.listen()
     step, left = start, ""
     history.tried.add(manager.place.run)
-    manager.begin_trial()
+    manager.begin_load_attempt()
     for step in range(start + 1, training.steps + 1):
         try:
             _train(group, training.pace)

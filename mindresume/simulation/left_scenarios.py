@@ -11,7 +11,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.scenarios import RUN, SCENARIOS, Play, Scenario, restarted
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.standins import running, standing_in
-from mindresume.store.shard import Place, write_shard
+from mindresume.store.shard import SaveTarget, write_shard
 
 
 def _uncommitted(play: Play) -> None:
@@ -25,7 +25,7 @@ def _uncommitted(play: Play) -> None:
         storage = Mount(cluster, running())
         for step in (4, 6):
             for rank in range(training.ranks):
-                place = Place(storage, training.root, RUN, rank, training.ranks, play.format == ITERATION, (), lineage)
+                place = SaveTarget(storage, training.root, RUN, rank, training.ranks, play.format == ITERATION, (), lineage)
                 write_shard(place, shard_of(place, step, play.format, 1))
             history.began.add((RUN, step))
             history.reported[RUN, step] = set(range(training.ranks))

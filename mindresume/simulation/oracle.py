@@ -40,7 +40,7 @@ from mindresume.simulation.scheduler import Stuck, TooLong
 from mindresume.simulation.standins import standing_in
 from mindresume.store.common import COMMON
 from mindresume.store.storage import read_json
-from mindresume.store.trials import trials
+from mindresume.store.trials import load_attempts
 
 UNKNOWN = "?"
 WRONG, LOST, STUCK, UNTIDY, TOLD, UNEQUAL = "wrong", "lost", "stuck", "untidy", "told", "unequal"
@@ -168,7 +168,7 @@ def _enough(candidates: Sequence[Candidate], history: History, training: Trainin
 
 def _suspected(storage: Mount, history: History, training: Training) -> Iterator[Finding]:
     """No checkpoint is suspected for the death of a job that had not begun its first step."""
-    for key, deaths in trials(storage, training.root).items():
+    for key, deaths in load_attempts(storage, training.root).items():
         for death in deaths or ():
             if death.run not in history.tried:
                 yield Finding(LOST, f"run {death.run} counts as died of {key}, and had not begun its first step")

@@ -97,8 +97,8 @@ def _boxes(disks: Mapping[str, Disk], training: Training) -> dict[Saved, list[st
     """{(run, step): names of the objects of that attempt}."""
     found: dict[Saved, list[str]] = {}
     for name in disks[BUCKET].list(training.url):           # type: ignore[attr-defined]
-        box, _, path = name.partition("/")
-        if path and (parsed := parse_attempt(box)):
+        commit_dir, _, path = name.partition("/")
+        if path and (parsed := parse_attempt(commit_dir)):
             found.setdefault((parsed[1], parsed[0]), []).append(name)
     return found
 

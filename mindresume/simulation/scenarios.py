@@ -26,13 +26,13 @@ from mindresume.simulation.oracle import STUCK, Finding, judge, pointed
 from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import TICK, Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
-from mindresume.store.background import Background, work_for
+from mindresume.store.background import AsyncSaver, save_job_for
 from mindresume.store.claim import ended
-from mindresume.store.holds import Holds, hold, holds
+from mindresume.store.holds import ReadLocks, acquire_read_lock, read_locks
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.saver import Foreground, Outcome, Save
-from mindresume.store.shard import Place
+from mindresume.store.saver import Outcome, Save, SyncSaver
+from mindresume.store.shard import SaveTarget
 
 FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # of saving: in the training, or behind it
@@ -193,10 +193,11 @@ def _core(play: Play, steps: tuple[int, ...], keep: int = 0) -> None:
 def _save(play: Play, rank: int, steps: tuple[int, ...], keep: int) -> None:
     training, history, process = play.training, play.history, running()
     lineage = next(iter(history.chosen), RUN)
-    place = Place(Mount(play.cluster, process), training.root, RUN, rank, training.ranks, play.format == ITERATION, (), lineage)
+    place = SaveTarget(Mount(play.cluster, process), training.root, RUN, rank, training.ranks, play.format == ITERATION, (),
+                       lineage)
     mine = (KeepLast(keep) if keep else KEEP_ALL) if rank == 0 else None
-    saver = Background(place, mine, play.way, emit=process.emit, timeout=20.0) if play.way else Foreground(
-        work_for(place, mine, process.emit))
+    saver = AsyncSaver(place, mine, play.way, emit=process.emit, timeout=20.0) if play.way else SyncSaver(
+        save_job_for(place, mine, process.emit))
 
     def hear(outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -298,8 +299,8 @@ def _prune(play: Play, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -
     storage, root = Mount(play.cluster, running()), play.training.root
     for keep in keeps:
         here().scheduler.sleep(pause)
-        made = plan(storage, root, KeepLast(keep), holds(storage, root), ended=ended(storage, root))
-        carry_out(storage, root, made, Holds(storage, root))
+        made = plan(storage, root, KeepLast(keep), read_locks(storage, root), ended=ended(storage, root))
+        carry_out(storage, root, made, ReadLocks(storage, root))
 
 
 def _read(play: Play, pause: float = 0.8) -> None:
@@ -322,7 +323,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
         if choice.chosen.run is None:
             play.history.wrong.append(f"{choice.chosen.first} is taken for files without records")
             continue
-        held = hold(storage, choice.root, choice.chosen.name, choice.chosen.box)
+        held = acquire_read_lock(storage, choice.root, choice.chosen.name, choice.chosen.commit_dir)
         if held is not None:
             try:
                 play.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
@@ -330,7 +331,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
                 if not any(row.process == running().name and row.strike.kind in ("slow", "pause") for row in here().struck):
                     play.history.wrong.append(f"{choice.chosen.name} is held and was removed: {error}")
                 raise
-            held.leave()
+            held.release()
 
 
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (

@@ -5,9 +5,10 @@
 
 Every module of mindresume that has imported ``time``, ``threading``, ``queue``, ``secrets``, ``socket``, ``signal`` or ``atexit``
 sees a stand-in instead; so do parameters whose default is one of their functions. Nothing else of the product is replaced, but
-what the kernel tells otherwise: who a process is (``owner_of_this_process``), whether one lives (``lives``), what memory is left
-(``levels``), whether a folder is on a disk of this host alone (``is_local``), and which signals came (``Trial._listen``). What
-has no stand-in and would let real time or chance in (a Timer, ``secrets.choice``) is refused when it is used.
+what the kernel tells otherwise: who a process is (``holder_of_this_process``), whether one lives (``is_alive``), what memory is
+left (``levels``), whether a folder is on a disk of this host alone (``is_local``), and which signals came
+(``LoadAttempt._listen``). What has no stand-in and would let real time or chance in (a Timer, ``secrets.choice``) is refused when
+it is used.
 """
 from __future__ import annotations
 
@@ -145,16 +146,17 @@ def _said() -> float:
 
 
 def _owner(purpose: str, world_size: int = 1, holds: Any = ()) -> Any:
-    from mindresume.store.claim import Owner
+    from mindresume.store.claim import LeaseHolder
     process = running()
-    return Owner(purpose, "", process.host.name, process.host.name, process.pid, process.pid, _said(), world_size, tuple(holds))
+    return LeaseHolder(purpose, "", process.host.name, process.host.name, process.pid, process.pid, _said(), world_size,
+                       tuple(holds))
 
 
-def _lives(owner: Any) -> bool | None:
+def _lives(holder: Any) -> bool | None:
     me, cluster = running(), here()
-    if not owner.machine or (owner.machine != me.host.name and not cluster.one_machine):
+    if not holder.machine or (holder.machine != me.host.name and not cluster.one_machine):
         return None
-    return any(other.pid == owner.pid and not other.dead for other in cluster.processes)
+    return any(other.pid == holder.pid and not other.dead for other in cluster.processes)
 
 
 def _levels(root: str = "/") -> Any:
@@ -167,7 +169,7 @@ def _is_local(path: str, mounted: Any = None) -> bool:
     return running().host.disk.local
 
 
-def _listen(trial: Any) -> None:
+def _listen(load_attempt: Any) -> None:
     """Signals are not written into a file: it would be one of the real disk."""
 
 
@@ -207,8 +209,9 @@ class _Places:
         self.modules = {module.__name__ for module in modules}
         from mindresume import host_memory
         from mindresume.store import claim, shard, shared, trials
-        self._functions = {**_FUNCTIONS, claim.owner_of_this_process: _owner, claim.lives: _lives, host_memory.levels: _levels,
-                           shared.is_local: _is_local, trials.Trial._listen: _listen, Staging: _Staging}
+        self._functions = {**_FUNCTIONS, claim.holder_of_this_process: _owner, claim.is_alive: _lives,
+                           host_memory.levels: _levels,
+                           shared.is_local: _is_local, trials.LoadAttempt._listen: _listen, Staging: _Staging}
         self._known: set[int] = set()
         for module in modules:
             for key, value in list(vars(module).items()):

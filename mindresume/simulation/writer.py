@@ -16,14 +16,14 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.standins import SimpleQueue, here, running
 from mindresume.store.background import serve
 from mindresume.store.retention import Policy
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.staging import Staging
 
 _CHECK = 1.0                    # seconds between two looks for the training
 
 
 class Writer:
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
+    def __init__(self, place: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._inbox, self._outbox = SimpleQueue(), SimpleQueue()
         training, cluster = running(), here()
         self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)

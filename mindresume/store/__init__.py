@@ -1,1 +1,1 @@
-"""Where checkpoints live: the file system behind one seam, the commit on top of it, and what is kept."""
+"""Saves checkpoints: the file system behind one seam, shards and their commit, and what retention removes."""

@@ -1,12 +1,12 @@
-"""Saving behind the training: the training thread copies, a thread or a process of this rank writes and commits.
+"""Saves in the background: the training thread copies, a thread or a process of this rank writes and commits.
 
     training   pack into the staging buffer ─▶ goes on        poll at every step ─▶ outcomes, errors included
-    writer     unpack ─▶ Work: write_shard ─▶ record ─▶ rank 0: commit, meta.json, prune          one save in flight
+    writer     unpack ─▶ SaveJob: write_shard ─▶ record ─▶ rank 0: commit, meta.json, prune       one save in flight
 
-A second save that is due waits for the first (``wait``), or is left out on all ranks (the caller agrees on that by ``busy``).
-A writer that dies is an error of the save it had, and the next save gets a new one. What cannot be staged (memory) is written
-in the training thread. "process": the writer shares nothing with the training but the buffer, so it goes on while the training
-holds Python's lock, and it finishes its save if the training dies.
+A second save that is due waits for the first (``wait``), or is left out on all ranks (the caller agrees on that by ``busy``). A
+writer that dies is an error of the save it had, and the next save gets a new one. What cannot be staged (memory) is written in
+the training thread. "process": the writer shares nothing with the training but the buffer, so it goes on while the training holds
+Python's lock, and it finishes its save if the training dies.
 """
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from mindresume.errors import FolderInUseError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.store.claim import ended
 from mindresume.store.commit import Committer
-from mindresume.store.holds import Holds
+from mindresume.store.holds import ReadLocks
 from mindresume.store.retention import Policy
-from mindresume.store.saver import Outcome, Save, Work
-from mindresume.store.shard import Place, is_committed
+from mindresume.store.saver import Outcome, Save, SaveJob
+from mindresume.store.shard import SaveTarget, is_committed
 from mindresume.store.staging import Staging
 
 _LATE = 5.0                     # seconds that a writer which keeps a deadline may be late
@@ -44,27 +44,27 @@ _DEAF = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass
 class Counts:
-    """Of one training. ``stopped``: seconds the training thread was held by saves, copies included."""
+    """Counts the saves of one training. ``stopped``: seconds for which the training thread waited for saves, copies included."""
     saves: int = 0
     waited: int = 0
     foreground: int = 0
     stopped: float = 0.0
 
 
-def work_for(place: Place, policy: Policy | None, emit: Emit = ignore) -> Work:
-    """``policy``: on rank 0, which commits and removes."""
+def save_job_for(place: SaveTarget, policy: Policy | None, emit: Emit = ignore) -> SaveJob:
+    """Returns what saves to ``target``. ``policy``: of retention, on rank 0, which commits and removes; None on other ranks."""
     if policy is None:
-        return Work(place, None, emit)
-    return Work(place, Committer(place, policy, emit, holds=Holds(place.storage, place.root),
-                                 ended=lambda run: ended(place.storage, place.root)(run)), emit)
+        return SaveJob(place, None, emit)
+    return SaveJob(place, Committer(place, policy, emit, read_locks=ReadLocks(place.storage, place.root),
+                                    ended=lambda run: ended(place.storage, place.root)(run)), emit)
 
 
-class Background:
-    """A ``Saver``. ``kind``: "thread" or "process". ``budget``: bytes of staging memory, 0: as much as a save needs.
-    ``share``: bytes that this rank may take of the memory that it shares with others; ``available()``: bytes that are left at the
-    moment. ``timeout``: seconds a save that is due waits for the one before."""
+class AsyncSaver:
+    """Saves in a background thread or process. Implements ``Saver``. ``kind``: "thread" or "process". ``budget``: bytes of
+    staging memory, 0: as much as a save needs. ``share``: bytes that this rank may take of the memory that it shares with others;
+    ``available()``: bytes that are left now. ``timeout``: seconds for which a save that is due waits for the previous one."""
 
-    def __init__(self, place: Place, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
+    def __init__(self, place: SaveTarget, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
                  emit: Emit = ignore, share: int = host_memory.UNKNOWN,
                  available: Callable[[], int] = host_memory.left):
         self.place, self.policy, self.kind, self.budget, self.timeout, self.emit = place, policy, kind, budget, timeout, emit
@@ -106,7 +106,7 @@ class Background:
         else:
             self.counts.foreground += 1
             self.emit(SaveNotStaged(save.step, reason))
-            outcome = Work(self.place, None, self.emit).write(save)
+            outcome = SaveJob(self.place, None, self.emit).write(save)
             self._outcomes.append(outcome)
             self._known = save.step
             self._send(("commit", outcome), save.step)
@@ -123,7 +123,8 @@ class Background:
         return self._taken()
 
     def _ask(self) -> None:
-        """For a commit of what is saved already; of a writer that died its successor is told what that is."""
+        """Asks the writer to commit what is saved already. A writer that replaces a dead one is sent the newest save of that
+        one."""
         orphan, self._orphan = self._orphan, None
         if orphan is not None or self._writer is not None:
             self._polling = True
@@ -164,7 +165,8 @@ class Background:
         return found
 
     def _cannot_stage(self, save: Save) -> str | None:
-        """Why not. A buffer that is there already is used in any case: it takes no more memory."""
+        """Returns why ``save`` cannot be staged, None if it can. A buffer that exists already is used in any case: it takes no
+        more memory."""
         needed = self._staging.needed(save)
         if needed <= self._staging.size:
             return None
@@ -193,7 +195,7 @@ class Background:
         return self._flight is None
 
     def _collect(self, patience: float) -> None:
-        """Takes what the writer says; waits ``patience`` seconds for the first message if there is none."""
+        """Receives the messages of the writer; waits ``patience`` seconds for the first one if there is none."""
         while self._writer is not None:
             gone = not self._writer.alive()         # asked before the last look, so that no last word is missed
             message = self._writer.receive(patience)
@@ -230,10 +232,11 @@ class Background:
                     f"counts if its record is there")))
 
 
-def serve(place: Place, policy: Policy | None, staging: Staging, receive: Callable[[], Any],
+def serve(place: SaveTarget, policy: Policy | None, staging: Staging, receive: Callable[[], Any],
           send: Callable[[Any], None]) -> None:
-    """The writer: one message after the other until None. Each is answered by outcomes and events, then ("done", step)."""
-    work = work_for(place, policy, lambda event: send(("event", event)))
+    """Runs the writer: handles one message after the other until None. Answers each with outcomes and events, then ("done",
+    step)."""
+    work = save_job_for(place, policy, lambda event: send(("event", event)))
     work.begin()                        # also after the writer before this one died: what it had written can be complete
     while (message := receive()) is not None:
         kind, *values = message
@@ -267,28 +270,28 @@ class _Writer(Protocol):
     def send(self, message: Any) -> None: ...
 
     def receive(self, patience: float) -> Any:
-        """None: nothing came."""
+        """Returns the next message, None if there is none."""
 
     def alive(self) -> bool: ...
 
     def close(self) -> None:
-        """No message will follow."""
+        """Tells the writer that no message will follow."""
 
     def join(self) -> None:
-        """It said that it ends."""
+        """Waits for the end of a writer that said that it ends."""
 
     def end(self) -> str:
-        """How it died."""
+        """Returns how the writer died."""
 
 
 class _Thread:
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
+    def __init__(self, place: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(place, policy, staging))
         self._thread.start()
 
-    def _run(self, place: Place, policy: Policy | None, staging: Staging) -> None:
+    def _run(self, place: SaveTarget, policy: Policy | None, staging: Staging) -> None:
         try:
             serve(place, policy, staging, self._inbox.get, self._outbox.put)
         finally:
@@ -317,13 +320,16 @@ class _Thread:
 
 
 class _Process:
-    """``python -m mindresume.store.background CONNECTION MEMORY PARENT``: fresh, because a fork of a process with a device and
-    its threads is not safe, and without the main module of the user, which a spawn of multiprocessing would import again.
+    """Runs ``python -m mindresume.store.background CONNECTION MEMORY PARENT``. The process is started anew, because a fork of a
+    process with a device and its threads is not safe, and without the main module of the user, which a spawn of multiprocessing
+    would import again.
 
-    It has a session of its own and takes no signal that asks to end, from its first moment on: launchers and platforms send those
-    to all processes that they find, and what it has begun is to be finished. It ends when the training does (``_main``)."""
+    It has a session of its own and ignores signals that ask it to end, from its first moment on: launchers and platforms send
+    those to all processes that they find, and a save that has begun is to be finished. It ends when the training does
+    (``_main``).
+    """
 
-    def __init__(self, place: Place, policy: Policy | None, staging: Staging, timeout: float):
+    def __init__(self, place: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._connection, theirs = Pipe()
         path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)])
         environment = {**os.environ, "PYTHONPATH": path}
@@ -362,12 +368,13 @@ class _Process:
         return f"exit status {self._process.wait()}"
 
 
-_WRITERS: dict[str, Callable[[Place, Policy | None, Staging, float], _Writer]] = {"thread": _Thread, "process": _Process}
+_WRITERS: dict[str, Callable[[SaveTarget, Policy | None, Staging, float], _Writer]] = {"thread": _Thread, "process": _Process}
 
 
 def _main() -> None:
-    """The writer process. When the training closes the connection or is gone, what was taken is finished, and it ends; a training
-    that is gone is waited for no longer than a living one would wait, and then the process ends with what it has."""
+    """Runs the writer process. When the training closes the connection or is gone, the writer finishes the save that it has, and
+    ends. If the training is gone it waits for other ranks no longer than a living training would, and then ends with what it
+    has."""
     connection, memory, training = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 
     def gone() -> bool:                 # the connection alone does not tell: children of the training can hold it open

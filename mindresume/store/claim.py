@@ -1,14 +1,15 @@
-"""Who uses a folder of checkpoints: one job that saves into it, and readers of checkpoints that must not go meanwhile.
+"""Leases on a checkpoint directory: of the one job that saves there, and of readers of checkpoints that must not be removed
+meanwhile.
 
-    claim = Claim(storage, root, owner)         # acquire.py: of a job that saves; holds.py: of who reads, and of who removes
-    claim.publish();  claim.start();  claim.leave()
+    lease = Lease(storage, root, holder)        # acquire.py: of a job that saves; holds.py: of readers, and of removals
+    lease.publish();  lease.start();  lease.release()
     fence(storage, root, run)                   # every rank before it writes: FolderInUseError if a later run took over
 
-A claim is a small sealed file ``.mindresume/claim-{run}.json`` that says who and where, and counts up while its owner lives.
-Whether an owner lives is never guessed from age: on the same machine its process is looked up; of one elsewhere the count is
-watched for some of its own beats. What cannot be known (a claim that cannot be read, an owner elsewhere that does not beat) is
-taken for alive, and a person decides. A job that was taken for dead and wakes up again finds the claim of its successor and stops
-saving.
+A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder, and counts up (a heartbeat) while the holder
+is alive. Whether a holder is alive is never guessed from age: on the same machine its process is looked up; for a holder on
+another machine the count is watched for some of its own heartbeats. What cannot be known (a lease that cannot be read, a holder
+on another machine without heartbeats) counts as alive, and a person decides. A job that was taken for dead and wakes up again
+finds the lease of its successor and stops saving.
 """
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ ENDED = "ended-"               # prefix of the claim of a run that is over and l
 
 
 @dataclass(frozen=True)
-class Owner:
-    """A process, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid`` means something
-    there only. ``started``: of the process, in the kernel's own ticks, so that a number used again is not taken for it.
-    ``holds``: names of attempt folders. ``since``: seconds since 1970, for people. ``step``: that the training had reached at
-    this beat, 0: not known. ``every``: seconds between two beats, 0: there are none."""
+class LeaseHolder:
+    """A process that has a lease, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid``
+    means something there only. ``started``: start of the process in ticks of the kernel, so that a pid that is used again is not
+    taken for it. ``holds``: names of attempt folders. ``since``: seconds since 1970, for people. ``step``: that the training had
+    reached at this heartbeat, 0: not known. ``every``: seconds between two heartbeats, 0: there are none."""
     purpose: str
     run: str
     host: str
@@ -67,9 +68,9 @@ class Owner:
         return seal({"version": 1, "kind": "claim", **asdict(self)})
 
     @classmethod
-    def read(cls, storage: Storage, path: str) -> Owner:
-        """RecordError if it is torn, altered, of another kind or of a later version; FileNotFoundError if it is gone, OSError if
-        it cannot be read."""
+    def read(cls, storage: Storage, path: str) -> LeaseHolder:
+        """Reads a lease. Raises RecordError if it is torn, altered, of another kind or of a later version; FileNotFoundError if
+        it is gone, OSError if it cannot be read."""
         with storage.open(path) as file:
             head, _ = unseal(file, "claim")
         with field_errors("claim"):
@@ -87,14 +88,15 @@ class Owner:
             return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every))
 
 
-def owner_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> Owner:
-    """``run`` is still empty: ``occupy`` finds the next."""
-    return Owner(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
-                 world_size, tuple(holds))
+def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
+    """Returns the holder that this process is. Its ``run`` is still empty: ``acquire`` finds the next."""
+    return LeaseHolder(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
+                       world_size, tuple(holds))
 
 
 def _machine() -> str:
-    """Empty where it cannot be told; then no other process is taken for one of the same machine."""
+    """Returns the identity of this machine. Empty where it cannot be found; then no other process counts as one of the same
+    machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -103,7 +105,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Start of a process in ticks since boot; None if there is none, or only its zombie."""
+    """Returns the start of a process in ticks since boot; None if there is none, or only its zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -112,21 +114,21 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def lives(owner: Owner) -> bool | None:
-    """None: it ran on another machine, so only its beats can tell."""
-    if not owner.machine or owner.machine != _machine():
+def is_alive(holder: LeaseHolder) -> bool | None:
+    """Returns whether the process of a holder runs. None: it ran on another machine, so only its heartbeats can tell."""
+    if not holder.machine or holder.machine != _machine():
         return None
-    return _started(owner.pid) == owner.started
+    return _started(holder.pid) == holder.started
 
 
 # ---- the folder ----------------------------------------------------------------------------------------------------
 
-def claim_path(root: str, run: str) -> str:
+def lease_path(root: str, run: str) -> str:
     return os.path.join(root, FOLDER, f"{PREFIX}{run}{SUFFIX}")
 
 
-def claimed(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
-    """Runs of the claims among ``names``."""
+def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
+    """Returns the runs of the leases among ``names``."""
     found = []
     for name in names:
         if name.startswith(prefix) and name.endswith(SUFFIX):
@@ -138,7 +140,7 @@ def claimed(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
 
 
 def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, run) of the small files among ``names`` that a run has begun to write."""
+    """Returns (name, run) of the small files among ``names`` that a run has begun to write."""
     found = []
     for name in names:
         run = name.removesuffix(TEMPORARY).rpartition(".")[2]
@@ -149,53 +151,54 @@ def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
     return found
 
 
-def claims(storage: Storage, root: str, names: list[str] | None = None) -> list[Owner]:
-    """Every claim that can be read, for people."""
-    return look(storage, root, names)[0]
+def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -> list[LeaseHolder]:
+    """Returns the holder of every lease that can be read, for people."""
+    return read_leases(storage, root, names)[0]
 
 
-def look(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[Owner], dict[str, str]]:
-    """Every claim that can be read, and {run: why not} of the others. Those are there all the same: another host has just
-    replaced the file (ESTALE), a later version wrote it, or it is damaged. So who decides by claims takes them for alive."""
+def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
+    """Returns the holder of every lease that can be read, and {run: why not} of the others. Those exist all the same: another
+    host has just replaced the file (ESTALE), a later version wrote it, or it is damaged. So decisions treat their holders as
+    alive."""
     found, unreadable = [], {}
-    for run in claimed(storage.list(os.path.join(root, FOLDER)) if names is None else names):
+    for run in leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names):
         try:
-            found.append(Owner.read(storage, claim_path(root, run)))
-        except FileNotFoundError:               # its owner has just ended
+            found.append(LeaseHolder.read(storage, lease_path(root, run)))
+        except FileNotFoundError:               # its holder has just ended
             continue
         except (RecordError, OSError) as error:
             unreadable[run] = str(error)
     return found, unreadable
 
 
-def is_of_a_job(run: str) -> bool:
-    """Whether a claim is of a job that saves, by its name alone."""
+def is_job_lease(run: str) -> bool:
+    """Returns whether a lease is of a job that saves, by its name alone."""
     return run_sequence(run) != READER
 
 
-def users_of(storage: Storage, root: str) -> list[Owner]:
-    """``claims``, for people: none where the folder of records cannot be listed."""
+def known_lease_holders(storage: Storage, root: str) -> list[LeaseHolder]:
+    """Returns ``lease_holders``, for people: none where the folder of records cannot be listed."""
     try:
-        return claims(storage, root)
+        return lease_holders(storage, root)
     except OSError:
         return []
 
 
 def next_run(names: Iterable[str]) -> str:
-    """The name of a run later than every one that left a trace among ``names`` of folders of records."""
+    """Returns the name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
-    used = past_runs(names) + claimed(names)
+    used = past_runs(names) + leased_runs(names)
     used += [run for _, run in half_written(names)]        # it died while it claimed the folder; only a later run removes that
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
 
 
 def past_runs(names: list[str]) -> list[str]:
-    """Runs of which folders of records are among ``names``, and those that have left their number alone."""
-    return [run for _, _, run in attempts(list(map(untrashed, names)))] + claimed(names, ENDED)
+    """Returns the runs that have a folder of records among ``names``, and those that left only their number."""
+    return [run for _, _, run in attempts(list(map(untrashed, names)))] + leased_runs(names, ENDED)
 
 
-def names_in_iterations(storage: Storage, root: str) -> list[str]:
-    """Names of the folders of records in iteration folders, also in those that were copied from elsewhere."""
+def iteration_record_names(storage: Storage, root: str) -> list[str]:
+    """Returns the names of the folders of records in iteration folders, also in those that were copied from elsewhere."""
     found: list[str] = []
     for base in storage.list(root):
         if parse_iteration(base) is not None:
@@ -204,51 +207,51 @@ def names_in_iterations(storage: Storage, root: str) -> list[str]:
     return found
 
 
-def leave_trace(storage: Storage, root: str, run: str) -> None:
-    """``run`` saved elsewhere: the next one in ``root`` takes a larger number all the same."""
+def record_run_number(storage: Storage, root: str, run: str) -> None:
+    """Leaves the number of ``run``, which saved elsewhere: the next run in ``root`` takes a larger one all the same."""
     storage.make_folder(os.path.join(root, FOLDER))
     publish(storage, os.path.join(root, FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
 
 
 def fence(storage: Storage, root: str, run: str) -> None:
-    """FolderInUseError if a later run has acquired this folder or saved into it: then this one was taken for dead. One that has
-    published its claim and not said yet that it stays gives way."""
+    """Raises FolderInUseError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
+    run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
     names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
-    later = [other for other in claimed(names, ENDED) + [other for _, _, other in attempts(names)]
+    later = [other for other in leased_runs(names, ENDED) + [other for _, _, other in attempts(names)]
              if (run_sequence(other), other) > mine]
-    if any((run_sequence(other), other) > mine for other in claimed(names)):
-        found, unreadable = look(storage, root, names)
-        later += [other for other in (*unreadable, *(owner.run for owner in found if owner.beat))
+    if any((run_sequence(other), other) > mine for other in leased_runs(names)):
+        found, unreadable = read_leases(storage, root, names)
+        later += [other for other in (*unreadable, *(holder.run for holder in found if holder.beat))
                   if (run_sequence(other), other) > mine]
     if later:
         newest = max(later, key=lambda other: (run_sequence(other), other))
-        who = next((str(owner) for owner in claims(storage, root, names) if owner.run == newest), f"run {newest}")
-        me = next((str(owner) for owner in claims(storage, root, names) if owner.run == run), f"run {run}")
+        who = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == newest), f"run {newest}")
+        me = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == run), f"run {run}")
         raise FolderInUseError(f"{who} has taken over {root}; this job, {me}, stops saving there. Checkpoints of two jobs are "
                                f"never mixed: end one of them, or give it an output_dir of its own")
 
 
 def ended(storage: Storage, root: str) -> Callable[[str], bool]:
-    """Returns what tells whether a run is over for certain: it left no claim, or its process is seen to be gone. Claims are read
-    once, when it is first asked: who makes a plan asks after it has read the folder."""
+    """Returns a function that returns whether a run is over for certain: it left no lease, or its process is gone. Leases are
+    read once, at the first call: a caller that makes a plan calls it after it has read the directory."""
     living: list[set[str]] = []
 
     def over(run: str) -> bool:
         if not living:
-            found, unreadable = look(storage, root)
-            saving = {owner.run for owner in found if owner.purpose == SAVING and lives(owner) is not False}
+            found, unreadable = read_leases(storage, root)
+            saving = {holder.run for holder in found if holder.purpose == SAVING and is_alive(holder) is not False}
             living.append(saving | set(unreadable))
         return run not in living[0]
     return over
 
 
-class Claim:
-    """A published claim. ``start`` begins to count up in a thread of its own; a beat that fails is tried again at the next.
-    ``traced``: when it is left its name stays, because nothing else in the folder of records tells the number of the run: a
-    commit moves iteration folders away from there."""
+class Lease:
+    """A published lease. ``start`` begins heartbeats in a thread of its own; one that fails is tried again at the next.
+    ``keep_run_marker``: ``release`` leaves a marker with the number of the run, because nothing else in the folder of records has
+    it: a commit moves iteration folders away from there."""
 
-    def __init__(self, storage: Storage, root: str, owner: Owner, traced: bool = False):
-        self.storage, self.root, self.owner, self.traced = storage, root, owner, traced
+    def __init__(self, storage: Storage, root: str, holder: LeaseHolder, keep_run_marker: bool = False):
+        self.storage, self.root, self.holder, self.keep_run_marker = storage, root, holder, keep_run_marker
         self.step = 0                           # that the training has reached; the next beat tells
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -256,45 +259,46 @@ class Claim:
 
     @property
     def run(self) -> str:
-        return self.owner.run
+        return self.holder.run
 
     def publish(self) -> None:
-        publish(self.storage, claim_path(self.root, self.run), [self.owner.encode()], self.run)
+        publish(self.storage, lease_path(self.root, self.run), [self.holder.encode()], self.run)
 
     def beat(self) -> None:
-        """Counts up once; the first time says that the folder is acquired. OSError if it cannot be written."""
+        """Counts up once; the first time says that the directory is acquired. Raises OSError if it cannot be written."""
         with self._lock:
             if not self._stop.is_set():
-                self.owner = replace(self.owner, beat=self.owner.beat + 1, step=self.step)
+                self.holder = replace(self.holder, beat=self.holder.beat + 1, step=self.step)
                 self.publish()
 
-    def start(self) -> Claim:
+    def start(self) -> Lease:
         def work() -> None:
-            while not self._stop.wait(self.owner.every):
+            while not self._stop.wait(self.holder.every):
                 with suppress(OSError):
                     self.beat()
-        if self.owner.every:
+        if self.holder.every:
             threading.Thread(target=work, name="mindresume-claim", daemon=True).start()
         return self
 
-    def leave(self) -> None:
-        """Removes the claim. Does nothing the second time, and nothing in a child of the process that made it. A beat that hangs
-        in the file system does not hang the end of the job: the claim stays then, and the next job finds its owner dead."""
-        self._end(self.traced)
+    def release(self) -> None:
+        """Removes the lease. Does nothing the second time, and nothing in a child of the process that made it. A heartbeat that
+        hangs in the file system does not hang the end of the job: the lease stays then, and the next job finds its holder
+        dead."""
+        self._end(self.keep_run_marker)
 
     def withdraw(self) -> None:
-        """Removes the claim of a job that has not acquired the folder: it leaves no trace, which would tell others that a later
-        run was there."""
+        """Removes the lease of a job that has not acquired the directory. It leaves no marker, which would tell others that a
+        later run was there."""
         self._end(False)
 
-    def _end(self, traced: bool) -> None:
+    def _end(self, keep_run_marker: bool) -> None:
         if self._stop.is_set() or os.getpid() != self._process:
             return
         self._stop.set()
         if self._lock.acquire(timeout=BEAT):
             try:
-                path = claim_path(self.root, self.run)
-                if traced:
+                path = lease_path(self.root, self.run)
+                if keep_run_marker:
                     self.storage.rename(path, os.path.join(os.path.dirname(path), f"{ENDED}{self.run}{SUFFIX}"))
                 else:
                     self.storage.remove(path)

@@ -38,26 +38,26 @@ from mindresume.store import iteration
 from mindresume.store.claim import fence
 from mindresume.store.removal import Plan, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, Policy
-from mindresume.store.shard import Place, is_committed
+from mindresume.store.shard import SaveTarget, is_committed
 from mindresume.store.storage import parallel, publish, publish_json
 
 
 class Committer:
-    """Rank 0's part. ``saved(step)`` after each own save, ``poll()`` after each step, ``finish()`` at the end.
+    """Commits, on rank 0. Call ``saved(step)`` after each own save, ``poll()`` after each step, ``finish()`` at the end.
 
-    ``emit`` receives an event of each commit, removal and delay. No method raises for a file system that is in trouble: the
-    step then stays uncommitted, is tried again, and the reason is in an event; a training never dies of a commit.
-    FolderInUseError if a later run has taken over the folder.
+    ``emit`` receives an event of each commit, removal and delay. No method raises for a file system that is in trouble: the step
+    then stays uncommitted, is tried again, and the reason is in an event; a training never dies of a commit. Raises
+    FolderInUseError if a later run has acquired the directory.
 
-    ``holds()``: {name of an attempt folder: who holds it}, what must not be removed now; ``ended(run)``: whether a run is over,
-    so that its incomplete saves can go: asked of runs with a smaller number only, by default all of those are.
+    ``read_locks()``: {name of an attempt folder: who reads it}, which must not be removed now; ``ended(run)``: whether a run is
+    over, so that its incomplete saves can be removed: called for runs with a smaller number only, by default all of those are.
     """
 
-    def __init__(self, place: Place, policy: Policy = KEEP_ALL, emit: Emit = ignore,
+    def __init__(self, place: SaveTarget, policy: Policy = KEEP_ALL, emit: Emit = ignore,
                  clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-                 holds: Callable[[], Mapping[str, str]] = dict, ended: Callable[[str], bool] | None = None):
+                 read_locks: Callable[[], Mapping[str, str]] = dict, ended: Callable[[str], bool] | None = None):
         self.place, self.policy, self.emit, self.clock, self.sleep = place, policy, emit, clock, sleep
-        self.holds, self._ended = holds, ended
+        self.read_locks, self._ended = read_locks, ended
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._emitted: set[Event] = set()
@@ -80,7 +80,7 @@ class Committer:
         return self.pending
 
     def _commits(self, step: int, by_name: bool) -> bool:
-        """Whether it is committed now."""
+        """Returns whether ``step`` is committed now."""
         try:
             missing = self.try_commit(step, by_name)
         except (OSError, RecordError) as error:
@@ -130,7 +130,7 @@ class Committer:
         return []
 
     def _publish(self, step: int) -> Manifest:
-        """The commit itself: the manifest."""
+        """Commits: publishes the manifest."""
         manifest = self._manifest(self.place, step)
         # A rank may stand between the rename of its record and the flush: a manifest must not outlive a record that it names.
         self.place.storage.sync(self.place.attempt(step))
@@ -139,8 +139,8 @@ class Committer:
         return manifest
 
     def _commits_late(self, step: int) -> bool:
-        """A later one is committed: now or never. If ``step`` is complete, and was only listed late, it is committed, too; else
-        it is removed, as one that never completed. The pointers go by the later one."""
+        """Commits ``step`` behind a later one, if it is complete and was only listed late; else it is removed, as one that never
+        completed. Returns whether it is committed. The pointers follow the later one."""
         try:
             if self._missing(step, by_name=True):
                 return False
@@ -151,8 +151,8 @@ class Committer:
         return True
 
     def _after(self, step: int, manifest: Manifest) -> None:
-        """Pointers and pruning. The commit stands, whatever fails here; it is done again next time. What old pointers lead to
-        stays for one save more, but not for ever."""
+        """Updates the pointers and prunes. The commit stands, whatever fails here; it is done again next time. What old pointers
+        lead to stays for one save more, but not for ever."""
         try:
             self._point(self.place, manifest)
             pointed, self._late = True, False
@@ -165,8 +165,9 @@ class Committer:
             except OSError as error:
                 self.emit(warning(f"step {step} is committed, and older ones are not removed now: {error}"))
 
-    def _manifest(self, place: Place, step: int) -> Manifest:
-        """From the records, each checked against its files. RecordError or OSError if something does not fit."""
+    def _manifest(self, place: SaveTarget, step: int) -> Manifest:
+        """Makes the manifest from the records, each checked against its files. Raises RecordError or OSError if something does
+        not fit."""
         storage, attempt, base = place.storage, place.attempt(step), place.base(step)
 
         def read(rank: int) -> tuple[Record, str]:
@@ -189,15 +190,16 @@ class Committer:
         manifest = Manifest.of(records, place.part)
         if not place.iterations:
             return manifest
-        return replace(manifest, small=iteration.write_small(place, manifest.state, [record for record, _ in records]))
+        return replace(manifest, small=iteration.write_metadata_files(place, manifest.state, [record for record, _ in records]))
 
-    def _point(self, place: Place, manifest: Manifest) -> None:
-        """So that mindformers without us finds the same checkpoint. An iteration folder that an error left without its name gets
-        it first.
+    def _point(self, place: SaveTarget, manifest: Manifest) -> None:
+        """Updates the pointers, so that mindformers without mindresume finds the same checkpoint. An iteration folder that an
+        error left without its name gets it first.
 
         Of rank folders one ``meta.json`` is enough, in that of the first rank: mindformers takes the oldest step that any of them
-        names and passes over folders without one. Those that it, or a version of ours before, has left in the other folders would
-        hold it back; they go once a run, behind the first commit, when the step they name is still there."""
+        names and passes over folders without one. Those that it, or an earlier version, has left in the other folders would hold
+        it back; they are removed once a run, after the first commit, while the step they name is still there.
+        """
         if place.iterations:
             self._show(manifest.step)
             return
@@ -217,12 +219,12 @@ class Committer:
             self._alone = True
 
     def _show(self, step: int) -> None:
-        """The iteration folder of ``step``, after those of this run that an error left without their names. The tracker
+        """Publishes the iteration folder of ``step``, after those of this run that an error left without their names. The tracker
         follows each: one that names an older step than the newest folder, without an intent, counts as set back by hand."""
         for attempt in find_attempts(self.place.storage, self.place.root, top=[]):
             if attempt.run == self.place.run and attempt.step < step and attempt.base and MANIFEST in attempt.content:
-                iteration.show(self.place, attempt.step, emit=self.emit)
-        iteration.show(self.place, step, emit=self.emit)
+                iteration.publish_iteration(self.place, attempt.step, emit=self.emit)
+        iteration.publish_iteration(self.place, step, emit=self.emit)
 
     def adopt(self) -> list[int]:
         """Commits what earlier runs completed before they died, and makes it visible. Returns its steps, newest first."""
@@ -241,7 +243,8 @@ class Committer:
                 continue
             if candidate.part and not self.place.part:          # of one node, whose folder was brought here
                 continue
-            place = Place(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.part, candidate.lineage)
+            place = SaveTarget(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.part,
+                               candidate.lineage)
             step = candidate.step or 0
             try:
                 if not candidate.committed:
@@ -253,14 +256,14 @@ class Committer:
             if making and any(c.step == step and c.committed and c.order > candidate.order for c in found):
                 continue                                        # a later run has saved this step again
             if making:
-                iteration.show(place, step, newest=candidate.name in ahead, emit=self.emit)
+                iteration.publish_iteration(place, step, newest=candidate.name in ahead, emit=self.emit)
             elif candidate.name == newest:
                 self._point(place, manifest)
             self.emit(SaveCommitted(step, len(candidate.files), sum(file.size or 0 for file in candidate.every_file),
                                     candidate.run if candidate.run != self.place.run else None))
             adopted.append(step)
         if any(candidate.base for candidate in found):
-            iteration.settle(storage, root, scan_records(storage, root)[0], self.place.run)
+            iteration.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)
         return adopted[::-1]
 
     # ---- removal ---------------------------------------------------------------------------------------------------
@@ -269,21 +272,21 @@ class Committer:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.store.removal``). Returns the
         steps of the former."""
         storage, root = self.place.storage, self.place.root
-        made = plan(storage, root, self.policy, self.holds(), self.place.run, self._is_over, self.place.lineage)
-        removed = carry_out(storage, root, made, self.holds, self._emit_once)
-        steps = [candidate.step or 0 for candidate in made.victims if candidate in removed]
+        made = plan(storage, root, self.policy, self.read_locks(), self.place.run, self._is_over, self.place.lineage)
+        removed = carry_out(storage, root, made, self.read_locks, self._emit_once)
+        steps = [candidate.step or 0 for candidate in made.to_delete if candidate in removed]
         if steps:
             self.emit(CheckpointsRemoved(tuple(steps), root, str(self.policy)))
         return steps
 
     def make_room(self, step: int) -> list[int]:
-        """After a full disk: removes the incomplete saves of this run before ``step`` and the one before it, which a slow rank
+        """Removes, after a full disk, the incomplete saves of this run before ``step`` and the one before it, which a slow rank
         can still be writing (one save in flight). Otherwise they stay until a later save is committed, and on a full disk none
         ever would be. Returns their steps."""
         found, _, _ = scan_records(self.place.storage, self.place.root)
-        own = sorted((c for c in found if c.run == self.place.run and not c.existed and (c.step or 0) < step
+        own = sorted((c for c in found if c.run == self.place.run and not c.maybe_completed and (c.step or 0) < step
                       and self._missing(c.step or 0, by_name=True)), key=lambda c: c.step or 0)     # not only listed late
-        removed = carry_out(self.place.storage, self.place.root, Plan(debris=tuple(own[:-1])), self.holds, self._emit_once)
+        removed = carry_out(self.place.storage, self.place.root, Plan(orphans=tuple(own[:-1])), self.read_locks, self._emit_once)
         steps = [candidate.step or 0 for candidate in removed]
         self.pending = [other for other in self.pending if other not in steps]
         if steps:

@@ -1,9 +1,9 @@
-"""The newest checkpoint that all nodes have, where nodes share no disk (``mindresume.store.islands``).
+"""Records the newest checkpoint that all nodes have, where nodes share no disk (``mindresume.store.islands``).
 
-That is known only to all of them together. So the ranks tell each other now and then (``mindresume.store.preemption``), and each
-island keeps a note of it, which retention obeys: an island that is ahead must not remove the last one that the others have too.
+Only all of them together know that. So the ranks exchange it now and then (``mindresume.store.preemption``), and each node keeps
+a note of it, which retention obeys: a node that is ahead must not remove the last checkpoint that the others have too.
 
-    {root}/.mindresume/common          name of the newest checkpoint that all islands had; empty: none is known
+    {root}/.mindresume/common          name of the newest checkpoint that all nodes had; empty: none is known
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHY = "nodes share no disk, and not all of them are known to have a newer one"
 
 
 def committed(storage: Storage, root: str) -> list[str]:
-    """Names of the newest committed checkpoints of this island, newest first."""
+    """Returns the names of the newest committed checkpoints in ``root``, newest first."""
     names = sorted((name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))), key=order_of, reverse=True)
     found = []
     for name in names:
@@ -33,31 +33,32 @@ def committed(storage: Storage, root: str) -> list[str]:
 
 
 def newest_common(rows: Sequence[Any]) -> str:
-    """``rows``: lists of names as of ``committed``, one an island. Empty if they have none in common."""
+    """Returns the newest name in all ``rows``, lists of names as of ``committed``, one a group of ranks that share storage. Empty
+    if they have none in common."""
     names = set.intersection(*(set(row) for row in rows)) if rows else set()
     return max(names, key=order_of, default="")
 
 
 def order_of(name: str) -> tuple[int, int]:
-    """Of a folder of records: later runs are newer, then later steps."""
+    """Returns the order of a folder of records: later runs are newer, then later steps. Raises ValueError for another name."""
     (_, step, run), = attempts([name])                          # ValueError for another name
     return run_sequence(run), step
 
 
-def note(storage: Storage, root: str, name: str, tag: str) -> None:
-    """Remembers the newest checkpoint that all islands have. OSError."""
+def record(storage: Storage, root: str, name: str, tag: str) -> None:
+    """Records the newest checkpoint that all nodes have. Raises OSError."""
     publish(storage, os.path.join(root, FOLDER, COMMON), [name.encode()], tag)
 
 
-def forget(storage: Storage, root: str) -> None:
-    """Of a folder that all ranks see (again). OSError."""
+def clear(storage: Storage, root: str) -> None:
+    """Removes the note from a directory that all ranks see (again). Raises OSError."""
     with suppress(FileNotFoundError):
         storage.remove(os.path.join(root, FOLDER, COMMON))
 
 
-def spared(storage: Storage, root: str) -> Mapping[str, str]:
-    """{name of an attempt folder: why it must stay}: the newest checkpoint that all islands have, and whatever is newer. Empty
-    for a folder without such a note."""
+def protected_by_peers(storage: Storage, root: str) -> Mapping[str, str]:
+    """Returns {name of an attempt folder: why it must stay}: the newest checkpoint that all nodes have, and whatever is newer.
+    Empty for a directory without such a note."""
     names = storage.list(os.path.join(root, FOLDER))
     if COMMON not in names:
         return {}

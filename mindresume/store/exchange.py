@@ -1,10 +1,10 @@
-"""What nodes that share no disk tell each other, at the same steps (``mindresume.store.preemption``), and what follows from it.
+"""Exchanges, between nodes that share no disk, which checkpoints each has; at the same steps (``mindresume.store.preemption``).
 
-    exchange = Exchange(storage, root, run, islands, rank, uploader)
-    exchange.told(rows_of_all_ranks(exchange.news()))           # all ranks at the same step
+    peers = PeerState(storage, root, run, shared_groups, rank, uploads)
+    peers.on_peer_state(rows_of_all_ranks(peers.local_state()))         # all ranks at the same step
 
-    the newest checkpoint that all have     is noted, and stays (``mindresume.store.common``)
-    no upload is under way                  that checkpoint is uploaded next, and held on all nodes from this moment
+    the newest checkpoint that all have     is recorded, and stays (``mindresume.store.common``)
+    no upload is under way                  that checkpoint is uploaded next, and locked on all nodes from this moment
                                             (``mindresume.store.mirror``)
 """
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindresume.store.common import committed, newest_common, note
-from mindresume.store.islands import Islands
+from mindresume.store.common import committed, newest_common, record
+from mindresume.store.islands import SharedGroups
 from mindresume.store.storage import Storage
 
 
@@ -27,20 +27,20 @@ class Uploads(Protocol):
 
 
 @dataclass
-class Exchange:
-    """What the first rank of each island tells the others, and does with what all of them say. ``uploads``: of this rank, if
-    checkpoints go to an object store. Of a folder that all ranks see nothing is exchanged."""
+class PeerState:
+    """Sends the state of the first rank of each group that shares storage to the others, and acts on the states of all.
+    ``uploads``: of this rank, if checkpoints go to an object store. Nothing is exchanged about a directory that all ranks see."""
     storage: Storage
     root: str
     run: str
-    islands: Islands
+    shared_groups: SharedGroups
     rank: int
     uploads: Uploads | None = None
     _noted: str | None = None
 
-    def news(self) -> Any:
-        """For the other ranks: the newest checkpoints of this island, and whether another one can be uploaded."""
-        if not self.islands.apart or not self.islands.leads(self.rank):
+    def local_state(self) -> Any:
+        """Returns, for the other ranks, the newest checkpoints of this group, and whether another one can be uploaded."""
+        if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return None
         try:
             names = committed(self.storage, self.root)
@@ -48,18 +48,19 @@ class Exchange:
             names = []
         return [names, self.uploads is not None and self.uploads.ready()]
 
-    def told(self, rows: Sequence[Any]) -> None:
-        """``rows``: the news of all ranks. OSError if the note cannot be changed: then nothing newer than the last one goes."""
-        if not self.islands.apart or not self.islands.leads(self.rank):
+    def on_peer_state(self, rows: Sequence[Any]) -> None:
+        """Acts on ``rows``, the local states of all ranks. Raises OSError if the note cannot be changed: then nothing newer than
+        the last one is removed."""
+        if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return
-        leaders = self.islands.of_leaders(rows)
+        leaders = self.shared_groups.of_leaders(rows)
         common = newest_common([names for names, _ in leaders])
         if self.uploads is not None and leaders[0][1]:
             self.uploads.schedule(common)           # before the note: from then on older ones may go
-        self.note(common)
+        self.record(common)
 
-    def note(self, name: str) -> None:
-        """OSError as above."""
-        if name != self._noted and self.islands.leads(self.rank):
-            note(self.storage, self.root, name, self.run)
+    def record(self, name: str) -> None:
+        """Records ``name`` if it is another one. Raises OSError as above."""
+        if name != self._noted and self.shared_groups.is_leader(self.rank):
+            record(self.storage, self.root, name, self.run)
             self._noted = name

@@ -1,9 +1,9 @@
-"""Nodes that share no disk: which ranks see one folder, and which checkpoint all of them have.
+"""Finds which ranks share storage, where nodes share no disk.
 
-    islands = find(storage, root, group)        # every rank, at the start: a file of each node, and who sees it
-    islands.ranks(group.rank)                   # those that see the same folder; the first of them commits and prunes there
+    groups = find_shared_groups(storage, root, group)       # every rank, at the start: a probe file of each node; who sees it
+    groups = find_shared_groups(storage, root, group)       # every rank, at the start: a probe file a node, and who sees it
 
-Each island commits what its own ranks recorded; what all have is told by ``mindresume.store.common``.
+Each group commits what its own ranks recorded; ``mindresume.store.common`` records which checkpoint all groups have.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from mindresume.agree import Group, decide, report
 from mindresume.errors import FolderInUseError
 from mindresume.manifest import FOLDER, PROBE, is_probe, run_name, run_sequence
-from mindresume.store.claim import Claim, claims, next_run, owner_of_this_process
+from mindresume.store.claim import Lease, holder_of_this_process, lease_holders, next_run
 from mindresume.store.shared import is_local
 from mindresume.store.stale import remove_stale
 from mindresume.store.storage import Storage, publish
@@ -28,41 +28,41 @@ LOOKS = 5                       # the same, of local disks
 
 
 @dataclass(frozen=True)
-class Islands:
-    """``leaders``: by rank, the first rank of those that see the same folder."""
+class SharedGroups:
+    """Groups of ranks that share storage. ``leaders``: by rank, the first rank of those that see the same directory."""
     leaders: tuple[int, ...]
 
     @property
-    def apart(self) -> bool:
+    def is_split(self) -> bool:
         return len(set(self.leaders)) > 1
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Those that see the folder of ``rank``."""
+        """Returns the ranks that see the directory of ``rank``."""
         return tuple(other for other, leader in enumerate(self.leaders) if leader == self.leaders[rank])
 
     def of_leaders(self, rows: Sequence[Any]) -> list[Any]:
-        """Those of the rows of all ranks that are of the first rank of an island."""
+        """Returns those of the rows of all ranks that are of the first rank of a group."""
         return [rows[leader] for leader in sorted(set(self.leaders))]
 
-    def leads(self, rank: int) -> bool:
+    def is_leader(self, rank: int) -> bool:
         return self.leaders[rank] == rank
 
 
-def together(size: int) -> Islands:
-    return Islands((0,) * size)
+def single_group(size: int) -> SharedGroups:
+    return SharedGroups((0,) * size)
 
 
-def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], None] = time.sleep,
-         local: Callable[[str], bool] = is_local) -> Islands:
-    """Of a job whose ranks all can write to ``root``. On each machine one rank shows a file; who sees the file of another, or is
-    seen by it, shares the folder with it. Two islands in one folder would both commit there, so all ranks look again, together,
-    until they are one or any listing is too old to be believed (``PATIENCE``); nobody waits so long for local disks. Leaves
-    nothing behind, and removes what jobs that died here left long ago. AgreementError on all ranks if one of them cannot look or
-    write there."""
+def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callable[[float], None] = time.sleep,
+                       local: Callable[[str], bool] = is_local) -> SharedGroups:
+    """Finds the groups of a job whose ranks all can write to ``root``. On each machine one rank writes a probe file; ranks that
+    see the file of another, or whose file is seen by it, share storage with it. Two groups in one directory would both commit
+    there, so all ranks look again, together, until they are one group or no listing can be so old (``PATIENCE``); nobody waits so
+    long for local disks. Leaves nothing behind, and removes what jobs that died here left long ago. Raises AgreementError on all
+    ranks if one of them cannot look or write there."""
     if group.size == 1:
-        return together(1)
-    owner, path = owner_of_this_process(""), os.path.realpath(root)
-    seats = [tuple(row) for row in report(group, lambda: [owner.host, owner.machine, path, local(path)])]
+        return single_group(1)
+    holder, path = holder_of_this_process(""), os.path.realpath(root)
+    seats = [tuple(row) for row in report(group, lambda: [holder.host, holder.machine, path, local(path)])]
     first: dict[tuple[Any, ...], int] = {}
     for rank, seat in enumerate(seats):
         first.setdefault(seat, rank)
@@ -106,18 +106,18 @@ def find(storage: Storage, root: str, group: Group, sleep: Callable[[float], Non
         clear_stale()
     report(group, clear)
     report(group, tidy)                             # nobody goes on while the folder may still go away
-    return Islands(leaders)
+    return SharedGroups(leaders)
 
 
 def _seen(storage: Storage, folder: str, tag: str, shown: Sequence[int]) -> list[bool]:
-    """For each of the ranks ``shown`` whether its file is seen here. A listing may be a minute old; a name that nobody here has
-    ever asked for is looked up where the folder really lies."""
+    """Returns, for each of the ranks ``shown``, whether its file is seen here. A listing may be a minute old; a name that this
+    host has never looked up is looked up on the server."""
     names, listed = [f"{PROBE}{tag}-{rank}" for rank in shown], set(storage.list(folder))
     return [name in listed or storage.status(os.path.join(folder, name)) is not None for name in names]
 
 
 def _encode(seen: Sequence[bool]) -> str:
-    """As short as may be: each of thousands of ranks tells it to all others."""
+    """Encodes a row as short as possible: each of thousands of ranks sends it to all others."""
     return f"{int(''.join('1' if one else '0' for one in seen), 2):x}"
 
 
@@ -126,8 +126,8 @@ def _decode(text: str) -> int:
 
 
 def _leaders(rows: Sequence[int], shown: Sequence[int]) -> tuple[int, ...]:
-    """By rank, the first rank that shares a folder with it, directly or through others. ``rows``: by rank, a bit for each of
-    ``shown``, the last one the lowest."""
+    """Returns, by rank, the first rank that shares storage with it, directly or through others. ``rows``: by rank, a bit for each
+    of ``shown``, the last one the lowest."""
     leader = list(range(len(rows)))
 
     def top(rank: int) -> int:
@@ -145,10 +145,11 @@ def _leaders(rows: Sequence[int], shown: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(top, range(len(rows))))
 
 
-def check_alone(claim: Claim) -> None:
-    """After all leaders have claimed their folders for one run: FolderInUseError if two of them have claimed one and the same."""
-    me, storage, root = claim.owner, claim.storage, claim.root
-    for other in claims(storage, root):
+def check_not_shared(lease: Lease) -> None:
+    """Raises FolderInUseError if two leaders have acquired one and the same directory for one run. Called after all leaders have
+    acquired theirs."""
+    me, storage, root = lease.holder, lease.storage, lease.root
+    for other in lease_holders(storage, root):
         if other.run == me.run and (other.host, other.machine, other.pid) != (me.host, me.machine, me.pid):
             raise FolderInUseError(f"{root} was taken for a folder that each node has for itself, because the nodes did not see "
                                    f"each other's files there, and now host {other.host} and host {me.host} find each other in "
@@ -156,6 +157,6 @@ def check_alone(claim: Claim) -> None:
 
 
 def next_common_run(storage: Storage, root: str, group: Group) -> str:
-    """The name of a run later than every one that left a trace in the folder of any rank; the same on all ranks."""
+    """Returns the name of a run later than every one that left a trace in the directory of any rank; the same on all ranks."""
     numbers = report(group, lambda: run_sequence(next_run(storage.list(os.path.join(root, FOLDER)))))
     return decide(group, lambda: run_name(max(numbers), secrets.token_hex(4)))

@@ -1,4 +1,4 @@
-"""An iteration folder of Checkpoint 2.0 becomes visible. Rank 0 alone, after all records are there:
+"""Publishes an iteration folder of Checkpoint 2.0. On rank 0 alone, after all records are there:
 
     common.json, metadata.json ─▶ manifest (that is the commit) ─▶ the tracker's intent ─▶ rename to iteration_... ─▶ the tracker
 
@@ -7,7 +7,7 @@
     before the tracker         the intent says that the tracker was not set back by hand, but is late
 
 A folder of that name that is there already (a run that went back saves its steps again) is never written into: the tracker is
-first led to an older one, then the old folder is renamed away, then the new one takes its name.
+first set to an older one, then the old folder is renamed away, then the new one takes its name.
 """
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from mindresume.formats.metadata import encode_metadata
 from mindresume.formats.records import attempts_within, details_of, read_attempts
 from mindresume.manifest import FOLDER, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.state import TrainingState
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import Storage, publish, temporary_name
 
 
-def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
-    """``common.json``, and of several ranks ``metadata.json``: what mindformers resumes from. RecordError if the records do not
-    fit together."""
+def write_metadata_files(place: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
+    """Writes ``common.json`` and, for several ranks, ``metadata.json``, from which mindformers resumes. Raises RecordError if the
+    records do not fit together."""
     contents = {COMMON: [encode_common(common_from(state), with_status=state.health is not None)]}
     if place.world_size > 1:
         try:
@@ -61,9 +61,9 @@ def write_small(place: Place, state: TrainingState, records: Sequence[Record]) -
     return tuple(found)
 
 
-def show(place: Place, step: int, newest: bool = True, emit: Emit = ignore) -> None:
-    """Gives the committed folder of ``step`` its name, and if it is the ``newest`` points the tracker to it. OSError: what was
-    not done is done by the next call, or by ``settle``."""
+def publish_iteration(place: SaveTarget, step: int, newest: bool = True, emit: Emit = ignore) -> None:
+    """Gives the committed folder of ``step`` its name, and if it is the ``newest`` sets the tracker to it. Raises OSError: what
+    was not done is done by the next call, or by ``finish_tracker``."""
     storage, root = place.storage, place.root
     name, records = iteration_name(step), os.path.join(root, FOLDER)
     target, intent = os.path.join(root, name), os.path.join(records, intent_name(step))
@@ -77,16 +77,17 @@ def show(place: Place, step: int, newest: bool = True, emit: Emit = ignore) -> N
     storage.sync(root)
     storage.sync(records)
     if newest:
-        point(storage, root, step, place.run)
+        set_tracker(storage, root, step, place.run)
         storage.remove(intent)
         for other in intents(storage.list(records)):
             if other < step:                        # its removal had failed; nothing is late any more
                 storage.remove(os.path.join(records, intent_name(other)))
 
 
-def _make_way(place: Place, step: int, emit: Emit) -> None:
-    """Frees the name of the iteration folder of ``step``. What this training saved there before is trash now. What is of another
-    one, of mindformers, or a copy by hand is not ours to remove: it stays under another name, by which it can be loaded."""
+def _make_way(place: SaveTarget, step: int, emit: Emit) -> None:
+    """Frees the name of the iteration folder of ``step``. A folder that this training saved there before goes to the trash. One
+    of another training, of mindformers, or a copy by hand is not removed: it stays under another name, by which it can be
+    loaded."""
     storage, root, name = place.storage, place.root, iteration_name(step)
     ours, _, _ = read_attempts(storage, root, attempts_within(storage, root, name))
     if ours:
@@ -101,25 +102,26 @@ def _make_way(place: Place, step: int, emit: Emit) -> None:
         emit(Notice(f"{name} in {root} is of another training, and this one saves step {step} now: it is kept as {free}"))
 
 
-def point(storage: Storage, root: str, step: int, tag: str) -> None:
+def set_tracker(storage: Storage, root: str, step: int, tag: str) -> None:
     publish(storage, os.path.join(root, TRACKER), [str(step).encode()], tag)
 
 
 def _lead_elsewhere(storage: Storage, root: str, step: int, tag: str) -> None:
-    """While iteration ``step`` is replaced, the tracker must not name it: to the newest before it, or there is none."""
+    """Sets the tracker to the newest iteration before ``step``, if it names ``step``, which is being replaced; removes it if
+    there is none."""
     if tracked(storage, root) != step:
         return
     others = [number for name in storage.list(root) if (number := parse_iteration(name)) is not None and number < step
               and storage.status(os.path.join(root, name)) is not None]         # a listing may show what others have removed
     if others:
-        point(storage, root, max(others), tag)
+        set_tracker(storage, root, max(others), tag)
     else:
         storage.remove(os.path.join(root, TRACKER))
         storage.sync(root)
 
 
-def settle(storage: Storage, root: str, candidates: Iterable[Candidate], tag: str) -> None:
-    """Finishes what a dead job intended with the tracker. ``candidates``: those with records, newest first."""
+def finish_tracker(storage: Storage, root: str, candidates: Iterable[Candidate], tag: str) -> None:
+    """Finishes the change of the tracker that a dead job intended. ``candidates``: those with records, newest first."""
     _clean_trackers(storage, root, tag)
     pending = intents(storage.list(os.path.join(root, FOLDER)))
     if not pending:
@@ -127,7 +129,7 @@ def settle(storage: Storage, root: str, candidates: Iterable[Candidate], tag: st
     candidates = list(candidates)
     newest = next((c for c in candidates if c.committed and parse_iteration(c.base) is not None), None)
     if newest is not None and newest.step in pending:
-        point(storage, root, newest.step or 0, tag)
+        set_tracker(storage, root, newest.step or 0, tag)
     seen, there = {c.step for c in candidates if not c.unseen}, storage.list(root)
     for step in pending:
         if step in seen or iteration_name(step) not in there:   # else it cannot be listed now, and may be the newest

@@ -1,10 +1,11 @@
-"""What was read whole stays in memory, so that a checkpoint is read once from a shared disk: to be verified and to be loaded.
+"""Keeps files in memory that were read whole, so that a checkpoint is read once from a shared disk: to be verified and to be
+loaded.
 
-    storage = KeptFiles(PosixStorage(), budget)
+    storage = ReadCache(PosixStorage(), budget)
     file_checksum(storage.open(path))       # reads the disk
     read_tensor(storage.open(path), entry)  # reads memory: the very bytes of which the checksum is
     storage.enough()                        # nothing else is kept
-    storage.forget()
+    storage.clear()
 
 A file is kept if one handle read it from the first byte to the last, and the budget and the number of open files allow it. It
 lies in an anonymous file of the kernel (``memfd_create``), so that everything that reads files reads it too, and its memory
@@ -23,9 +24,9 @@ from typing import Any, BinaryIO
 from mindresume.store.storage import Storage
 
 
-class KeptFiles:
-    """A ``Storage``: ``open`` as described above, everything else is that of ``inner``. ``budget`` in bytes. ``most``: files,
-    each of which takes a handle of the process. Threads may share it."""
+class ReadCache:
+    """A ``Storage``: ``open`` as described above, everything else is that of ``inner``. ``budget`` in bytes. ``most``: number of
+    files, each of which takes a handle of the process. Threads may share it."""
 
     def __init__(self, inner: Storage, budget: int, most: int | None = None):
         self.inner, self.budget = inner, budget
@@ -40,7 +41,7 @@ class KeptFiles:
 
     @property
     def size(self) -> int:
-        """Bytes of the files that are kept."""
+        """Returns the bytes of the files that are kept."""
         with self._lock:
             return sum(size for _, size in self._kept.values())
 
@@ -52,13 +53,13 @@ class KeptFiles:
         return _Recorded(self, path, file)          # type: ignore[return-value]
 
     def enough(self) -> None:
-        """What is kept stays, and nothing more comes to it: who loads a file reads it for the last time."""
+        """Keeps what there is, and adds nothing: a caller that loads a file reads it for the last time."""
         with self._lock:
             self.budget = 0
 
-    def forget(self) -> None:
-        """Gives the memory back. Nobody reads what was kept any more. The files are made empty before they are closed: a process
-        that was forked meanwhile, such as a worker of a data set, has them open too, and would keep the memory."""
+    def clear(self) -> None:
+        """Gives the memory back; no kept file is read any more. The files are truncated before they are closed: a process that
+        was forked meanwhile, such as a worker of a data set, has them open too, and would keep the memory."""
         with self._lock:
             kept, self._kept = self._kept, {}
             self._taken -= sum(size for _, size in kept.values())
@@ -98,20 +99,20 @@ class KeptFiles:
 
 
 def _a_quarter() -> int:
-    """Of the files that this process may have open."""
+    """Returns a quarter of the number of files that this process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
 
 
-def disk_of(storage: Storage) -> Storage:
-    """Where nothing is kept: for everything that may be another file the next time it is read."""
-    return storage.inner if isinstance(storage, KeptFiles) else storage
+def uncached(storage: Storage) -> Storage:
+    """Returns the storage without its cache: for everything that may be another file the next time it is read."""
+    return storage.inner if isinstance(storage, ReadCache) else storage
 
 
 class _Recorded:
-    """A file of which everything that is read is written down as well, as long as nothing is left out before it."""
+    """A file of which everything that is read is copied to memory, as long as nothing is left out before it."""
 
-    def __init__(self, files: KeptFiles, path: str, file: BinaryIO):
+    def __init__(self, files: ReadCache, path: str, file: BinaryIO):
         self._files, self._path, self._file = files, path, file
         self._size, self._filled = os.fstat(file.fileno()).st_size, 0
         self._copy: int | None = None
@@ -154,7 +155,7 @@ class _Recorded:
             self._files.give_back(copy, self._size)
 
     def __getattr__(self, name: str) -> Any:
-        """Other ways to read are not written down; such a file is not kept."""
+        """Returns other ways to read. They are not copied; such a file is not kept."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._file, name)
@@ -166,7 +167,7 @@ class _Recorded:
         return self._file.tell()
 
     def fileno(self) -> int:
-        """Reads through it are not seen, so such a file is not kept."""
+        """Returns the handle. Reads through it are not seen, so such a file is not kept."""
         return self._file.fileno()
 
     @property

@@ -1,16 +1,16 @@
-"""Saves the checkpoints of one training: when a step is due, what became of each save, leaving early, and the end.
+"""Saves the checkpoints of one training: when a step is due, the outcome of each save, preemption, and the end.
 
     manager = CheckpointManager(storage, group, settings, options, policy, emit)
-    manager.open()                              # on all ranks together: the folder is acquired
-    manager.begin(0)                            # behind which step; clean-up, saver, uploads
+    manager.open()                              # on all ranks together: the directory is acquired
+    manager.begin(0)                            # after which step; clean-up, saver, uploads
     manager.meet()                              # all ranks: on how many hosts they run
     manager.listen()                            # from here on SIGTERM is noted
     reason = manager.step_end(step)             # after each step; not empty: the training is to stop
     manager.end(step)                           # or, after an error, manager.settle()
 
-    step_end ─▶ what became of the saves so far ─▶ due? ─▶ collect ─▶ saver ─▶ has any rank been asked to leave?
+    step_end ─▶ outcomes of the saves so far ─▶ due? ─▶ collect ─▶ saver ─▶ was any rank asked to stop?
     end      ─▶ the last step, if it is not saved yet ─▶ the saver waits (with a deadline) until all ranks are committed
-    saver    Foreground, or with async_save Background: write_shard ─▶ rank 0: commit, pointers, prune
+    saver    SyncSaver, or with async_save AsyncSaver: write_shard ─▶ rank 0: commit, pointers, prune
 """
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from mindresume.formatting import listed
 from mindresume.host_memory import UNKNOWN, share_of_rank
 from mindresume.settings import Settings
 from mindresume.state import crosses_multiple
-from mindresume.store.background import Background, work_for
-from mindresume.store.claim import Claim
-from mindresume.store.islands import Islands
+from mindresume.store.background import AsyncSaver, save_job_for
+from mindresume.store.claim import Lease
+from mindresume.store.islands import SharedGroups
 from mindresume.store.mirror import Uploader
 from mindresume.store.preemption import PreemptionHandler, Version
 from mindresume.store.remote import RemoteCheckpoints
 from mindresume.store.retention import Policy
 from mindresume.store.save_session import Resumed, SaveSession, open_save_session
-from mindresume.store.saver import Foreground, Outcome, Saver
-from mindresume.store.shard import Place, clean_own_folder, mark_emergency, write_shard
+from mindresume.store.saver import Outcome, Saver, SyncSaver
+from mindresume.store.shard import SaveTarget, clean_own_folder, mark_emergency, write_shard
 from mindresume.store.step import SaveOptions, Step
 from mindresume.store.storage import Storage
-from mindresume.store.trials import PendingTrial
+from mindresume.store.trials import PendingLoadAttempt
 
 _OTHERS = 10.0                          # seconds for the records of other ranks after an error
 
@@ -63,17 +63,17 @@ _OTHERS = 10.0                          # seconds for the records of other ranks
 class CheckpointManager:
     """Every method is called by all ranks of ``group`` at the same points, ``settle`` and ``rescue`` excepted.
 
-    ``policy``: which checkpoints stay. ``emit``: receives the events. ``pending``: the trial of the checkpoint that was
+    ``policy``: which checkpoints stay. ``emit``: receives the events. ``pending``: the load attempt of the checkpoint that was
     loaded. ``since``: the time (``time.monotonic``) from which ``every_seconds`` counts, None: now.
     ``step_end``, ``end`` and ``save`` raise SaveError if a save failed and ``on_save_error`` is ``raise``, or after
     ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder; RemoteError if an upload
     failed and ``on_save_error`` is ``raise``."""
 
     def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy,
-                 emit: Emit = ignore, pending: PendingTrial | None = None, since: float | None = None):
+                 emit: Emit = ignore, pending: PendingLoadAttempt | None = None, since: float | None = None):
         self.storage, self.group, self.settings, self.options, self.policy, self.emit = (
             storage, group, settings, options, policy, emit)
-        self.pending = pending or PendingTrial()
+        self.pending = pending or PendingLoadAttempt()
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
@@ -87,7 +87,7 @@ class CheckpointManager:
         self._errors: list[Exception] = []                  # of the end: the first is raised when all of it is done
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SaveTarget:
         return self.session.place
 
     @property
@@ -97,21 +97,21 @@ class CheckpointManager:
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
-    def open(self, islands: dict[str, Islands] | None = None, origin: Resumed | None = None,
+    def open(self, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed | None = None,
              number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
-             claims: dict[str, Claim] | None = None) -> SaveSession:
-        """Acquires the folder. Arguments and errors as of ``open_save_session``."""
+             leases: dict[str, Lease] | None = None) -> SaveSession:
+        """Acquires the directory. Arguments and errors as of ``open_save_session``."""
         options = self.options
         self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.emit,
-                                         self.settings.heartbeat, options.iterations, islands, origin, number_runs, claims)
+                                         self.settings.heartbeat, options.iterations, shared_groups, origin, number_runs, leases)
         place = self.session.place
         prefix = options.prefix if options.iterations else stem(options.prefix, place.rank, self.session.suffix)
         self.emit(RunOpened(place.run, place.root, prefix, place.world_size))
         return self.session
 
     def begin(self, step: int, resumed: Resumed | None = None, remote: RemoteCheckpoints | None = None) -> None:
-        """Cleans up what earlier runs left, and makes what saves. ``step``: behind which the training begins. ``resumed``: what
-        it has loaded. ``remote``: where checkpoints are uploaded to."""
+        """Cleans up what earlier runs left, and makes the saver. ``step``: after which the training begins. ``resumed``: the
+        checkpoint that it has loaded. ``remote``: where checkpoints are uploaded to."""
         share = share_of_rank(self.group) if self.options.async_save else UNKNOWN
         self._seen = step
         agreed(self.group, lambda: self._begin(share, resumed, remote), Waiting("cleaning up"))     # rank 0 for all that is there
@@ -124,50 +124,52 @@ class CheckpointManager:
                 self.emit(Notice(f"removed {name}, left half-written by an earlier run"))
         except OSError as error:
             self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
-        self._saver = self._make_saver(self.policy if self.session.leads else None, share)
-        self._uploader = self.session.exchange.uploads = self._start_uploader(remote) if remote is not None else None
+        self._saver = self._make_saver(self.policy if self.session.is_leader else None, share)
+        self._uploader = self.session.peer_state.uploads = self._start_uploader(remote) if remote is not None else None
 
     def _make_saver(self, policy: Policy | None, share: int) -> Saver:
-        """``policy``: on rank 0, which commits what earlier runs completed right away. ``share``: bytes for a copy."""
+        """Makes the saver. ``policy``: on rank 0, which first commits what earlier runs completed. ``share``: bytes for a
+        copy."""
         settings, kind = self.settings, self.options.async_save
-        work = work_for(self.place, policy, self.emit)
+        work = save_job_for(self.place, policy, self.emit)
         work.begin()
         if not kind:
-            return Foreground(work)
-        return Background(self.place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
+            return SyncSaver(work)
+        return AsyncSaver(self.place, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
                           settings.commit_timeout, self.emit, share)
 
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
         """Nodes that share no disk upload what all of them have; where they do not exchange that, they remove nothing."""
-        patience, apart = self.settings.commit_timeout, self.session.islands.apart
+        patience, apart = self.settings.commit_timeout, self.session.shared_groups.is_split
         uploader = Uploader(remote, self.place, self.policy, patience, self.emit,
                             only_scheduled=apart and self.settings.leave_check > 0).start()
         atexit.register(uploader.finish_at_exit, patience)      # a training that ends with an error: what it saved still goes
         return uploader
 
     def meet(self) -> None:
-        """Counts the hosts, on all ranks together, for the trial of the checkpoint that was loaded."""
+        """Counts the hosts, on all ranks together, for the load attempt of the checkpoint that was loaded."""
         hosts = len(set(report(self.group, socket.gethostname)))
-        trial = self.pending.trial
-        if trial is not None:
-            trial.run, trial.hosts = self.place.run, hosts
+        load_attempt = self.pending.load_attempt
+        if load_attempt is not None:
+            load_attempt.run, load_attempt.hosts = self.place.run, hosts
 
     def listen(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
-        """Notes from here on who asks the training to leave. Arguments as of ``PreemptionHandler``."""
-        self.preemption = PreemptionHandler(self.group, self.settings.leave_check, callbacks, news=self.session.exchange.news,
-                                            told=self.session.told, before=before)
+        """Notes from here on requests to stop the training. Arguments as of ``PreemptionHandler``."""
+        self.preemption = PreemptionHandler(self.group, self.settings.leave_check, callbacks,
+                                            local_state=self.session.peer_state.local_state,
+                                            on_peer_state=self.session.on_peer_state, before=before)
         if self.preemption.ignored:
             self.emit(warning(self.preemption.ignored))
         self.preemption.listen()
 
-    def begin_trial(self) -> None:
-        """The first step is about to be computed. A job that was asked to leave before, and is killed because that takes too
-        long, does not die of the checkpoint."""
-        trial = self.pending.trial
-        if trial is None or trial.begun or (self.preemption is not None and self.preemption.signalled):
+    def begin_load_attempt(self) -> None:
+        """Records that the first step is about to be computed. Nothing is recorded for a job that was asked to stop before: if it
+        is killed because that takes too long, the checkpoint is not the reason."""
+        load_attempt = self.pending.load_attempt
+        if load_attempt is None or load_attempt.begun or (self.preemption is not None and self.preemption.signalled):
             return
         try:
-            trial.begin()
+            load_attempt.begin()
         except OSError as error:
             self.emit(Notice(f"the load attempt cannot be recorded, so the crash-loop protection is off: {error}"))
 
@@ -186,7 +188,8 @@ class CheckpointManager:
         return self._leave_if_asked(step)
 
     def _leave_if_asked(self, step: Step) -> str:
-        """SIGTERM, or a graceful exit: all ranks save this step, and the training stops."""
+        """Saves this step on all ranks and returns the reason, after SIGTERM or a graceful exit on any rank; empty: the training
+        goes on."""
         if self.preemption is None or self._saver is None:
             return ""
         reason = self.preemption.at(step.number)
@@ -201,7 +204,7 @@ class CheckpointManager:
             self.write(step)
 
     def wants(self, step: int, force: bool = False) -> bool:
-        """Whether ``step`` is saved now, the same on all ranks. Called once a step."""
+        """Returns whether ``step`` is saved now, the same on all ranks. Called once a step."""
         before, self._seen = (self._seen if self._seen < step else step - 1), step
         if step in self._saved or not (force or self._is_due(before, step)):
             return False
@@ -215,11 +218,11 @@ class CheckpointManager:
             raise
         except SaveError as error:                          # what could not even be handed to the saver
             self._failed(step.number, error)
-        if isinstance(self._saver, Foreground):             # it is written already
+        if isinstance(self._saver, SyncSaver):              # it is written already
             self._learn(self._saver.poll())
 
     def hand_over(self, step: Step) -> None:
-        """Collects what is to be saved and gives it to the saver. SaveError if that is not possible."""
+        """Collects what is to be saved and gives it to the saver. Raises SaveError if that is not possible."""
         started = time.monotonic()
         self.emit(SaveBegun(step.number))
         save = step.collect()
@@ -229,7 +232,7 @@ class CheckpointManager:
         self._saver.save(save)
         self._stalls[save.step] = time.monotonic() - started
         step.taken(save, name)
-        if not isinstance(self._saver, Foreground):
+        if not isinstance(self._saver, SyncSaver):
             self.emit(SaveStaged(save.step, name, self._stalls[save.step]))
 
     def _is_due(self, before: int, step: int) -> bool:
@@ -246,8 +249,9 @@ class CheckpointManager:
         return due
 
     def _is_skipped(self, step: int) -> bool:
-        """``async_when_busy: skip``: left out by all ranks as soon as one of them is still writing, or none of the following
-        saves would ever be complete on all of them. The only exchange in a save, in the training thread, like a step's own."""
+        """Returns whether ``async_when_busy: skip`` leaves the step out: on all ranks as soon as one of them is still writing, or
+        none of the following saves would ever be complete on all of them. The only exchange in a save, in the training thread,
+        like a step's own."""
         if self.settings.async_when_busy != "skip" or not self.options.async_save:
             return False
         busy = any(report(self.group, self._saver.busy))
@@ -259,7 +263,7 @@ class CheckpointManager:
     # ---- what became of it -----------------------------------------------------------------------------------------
 
     def _learn(self, outcomes: list[Outcome]) -> None:
-        """What became of saves. SaveError as configured."""
+        """Handles the outcomes of saves. Raises SaveError as configured."""
         for outcome in outcomes:
             self._hear(outcome)
             if outcome.error is not None:
@@ -285,15 +289,15 @@ class CheckpointManager:
         self.emit(SaveFailed(step, reason, self._failed_in_a_row))
 
     def _heed(self, errors: list[RemoteError]) -> None:
-        """Raises the first error of uploads, which the uploader has emitted, if ``on_save_error`` is ``raise``: the checkpoints
-        on the disk are good."""
+        """Handles errors of uploads. The checkpoints themselves are good, so only ``on_save_error: raise`` stops the training for
+        them."""
         if errors and self.settings.on_save_error == "raise":
             raise errors[0]
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, step: Step, closing: Callable[[], None] = lambda: None) -> None:
-        """Saves the last step, waits until everything is committed and uploaded, and gives the folder back; no rank is done much
+        """Saves the last step, waits until everything is committed and uploaded, and releases the directory; no rank is done much
         before the others. ``closing()`` is called when nothing can be saved any more. Errors from then on, and that of the last
         save, are raised when all of this is done."""
         deadline = self.settings.commit_timeout
@@ -313,12 +317,12 @@ class CheckpointManager:
         for error in errors:
             self._keep_error(partial(self._heed, [error]))
         if self.session is not None:
-            self._together("giving the folder back", self.session.leave)
+            self._together("releasing the directory", self.session.release)
         self._listen_no_more()
         self._raise_together()
 
     def _raise_together(self) -> None:
-        """Raises the first error of the end; on the ranks that have none, that another rank ends with one: a later exchange would
+        """Raises the first error of the end. Ranks that have none raise that another rank ends with one: a later exchange would
         wait for it."""
         failing: list[int] = []
         self._keep_error(lambda: failing.extend(
@@ -345,10 +349,10 @@ class CheckpointManager:
             self.group = Solo(self.group.rank)
 
     def _save_last(self, step: Step) -> None:
-        """On all ranks: the step they are at is saved by those that have not saved it, or whose save of it failed. Collecting
-        parameters can be an exchange, so the others take part in it, and write nothing. If one of them is going to end with an
-        error, nobody begins, and all end: the next exchange would wait for the one that is gone. An error of this last save is
-        kept until the next exchange has told it."""
+        """Saves the last step, on all ranks that have not saved it, or whose save of it failed. Collecting parameters can be an
+        exchange, so the other ranks take part in it, and write nothing. If one of them is going to end with an error, no rank
+        begins, and all end: the next exchange would wait for the one that is gone. An error of this last save is kept until the
+        next exchange has sent it to the others."""
         number, deadline = step.number, self.settings.commit_timeout
 
         def written() -> list[bool]:
@@ -369,8 +373,8 @@ class CheckpointManager:
         self._keep_error(step.collect if number in self._saved else lambda: step.save(self, True))
 
     def settle(self) -> None:
-        """The training ended with an error. What it had begun to save is finished, and rank 0 waits some seconds for the records
-        of the others: on the same error they save the same step. Raises nothing, because the training's error is on its way."""
+        """Finishes what was begun to be saved, after the training ended with an error. Rank 0 waits some seconds for the records
+        of the others: on the same error they save the same step. Raises nothing, because the training's error is being raised."""
         atexit.unregister(self.settle)
         saver, self._saver = self._saver, None
         try:
@@ -387,14 +391,15 @@ class CheckpointManager:
             self._listen_no_more()
 
     def _listen_no_more(self) -> None:
-        """SIGTERM ends the process again."""
+        """Gives SIGTERM back its former handler."""
         if self.preemption is not None:
             self.preemption.close()
 
     def rescue(self, step: Step) -> bool:
-        """Ranks were lost, and each that is left saves all it holds of the last step, which becomes a checkpoint if that is
-        everything. In a thread of MindIO: no exchange between ranks, nothing is removed, nothing waits for others. False if it
-        fails; then another way may be tried. SaveError if that would wait for the ranks that are lost."""
+        """Saves all that this rank holds of the last step, after other ranks were lost. It becomes a checkpoint if the ranks that
+        are left hold everything. Runs in a thread of MindIO: no exchange between ranks, nothing is removed, nothing waits for
+        others. Returns False if it fails; then another way may be tried. Raises SaveError if that would wait for the ranks that
+        are lost."""
         number = step.number
         try:
             for outcome in self._saver.wait(self.settings.commit_timeout):

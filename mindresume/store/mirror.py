@@ -26,11 +26,11 @@ from contextlib import suppress
 from mindresume.errors import RemoteError
 from mindresume.events import Emit, UploadFailed, UploadFinished, UploadsSkipped, ignore, warning
 from mindresume.manifest import attempt_name, parse_attempt
-from mindresume.store.claim import Claim
-from mindresume.store.holds import hold
+from mindresume.store.claim import Lease
+from mindresume.store.holds import acquire_read_lock
 from mindresume.store.remote import LostShardError, RemoteCheckpoints, RunStatus, SupersededError, committed_dir, ranks_of
 from mindresume.store.retention import KEEP_ALL, Policy
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 
 PAUSE = 2.0                     # seconds between two polls of the store; longer where many ranks poll one object
 AGAIN = 30.0                    # seconds until a failed upload is tried again
@@ -52,7 +52,7 @@ class Uploader:
         wait: how the end of the training waits for the worker: condition, seconds.
     """
 
-    def __init__(self, remote: RemoteCheckpoints, place: Place, policy: Policy | None = None, patience: float = 600.0,
+    def __init__(self, remote: RemoteCheckpoints, place: SaveTarget, policy: Policy | None = None, patience: float = 600.0,
                  emit: Emit = ignore, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
                  only_scheduled: bool = False,
                  wait: Callable[[threading.Condition, float], object] = threading.Condition.wait):
@@ -64,7 +64,7 @@ class Uploader:
         self._pending: list[int] = []                   # saved here, and not uploaded
         self._settled: set[int] = set()                 # steps whose shard of this rank is uploaded, or lost
         self._scheduled = 0                             # the step that is scheduled, on rank 0; 0: none
-        self._lock: Claim | None = None                 # on the scheduled checkpoint, on the first rank of each node
+        self._lock: Lease | None = None                 # on the scheduled checkpoint, on the first rank of each node
         self._errors: list[RemoteError] = []
         self._step: int | None = None                   # being uploaded, since ``_since``
         self._since = 0.0
@@ -102,15 +102,15 @@ class Uploader:
         if run != self.place.run or self.place.rank == 0 and step in self._settled:
             return
         before, self._lock = self._lock, None
-        if before is not None and before.owner.holds == (name,):
+        if before is not None and before.holder.holds == (name,):
             self._lock = before
         else:
             try:
-                self._lock = hold(self.place.storage, self.place.root, name, self.place.attempt(step))
+                self._lock = acquire_read_lock(self.place.storage, self.place.root, name, self.place.attempt(step))
             except OSError as error:                    # perhaps it stays long enough all the same
                 self._warn(f"step {step} is not held on the disk of rank {self.place.rank} while it is uploaded: {error}")
             if before is not None:
-                before.leave()
+                before.release()
         with self._changed:
             self._scheduled = step if self.place.rank == 0 else 0
             self._changed.notify_all()
@@ -142,7 +142,7 @@ class Uploader:
             while not self._finished and (left := until - self.clock()) > 0:
                 self.wait(self._changed, left)
         if self._lock is not None:
-            self._lock.leave()
+            self._lock.release()
         if self.uploaded < self._last:
             late = "" if self._finished or self._stopped else f", within {deadline:.0f} s"
             self._warn(f"step {self._last} is not in {self.remote.url}, not whole{late}: rank {self.place.rank} "
@@ -264,7 +264,7 @@ class Uploader:
 
     def _lead_step(self, step: int, base: str) -> None:
         place, attempt, started = self.place, attempt_name(step, self.place.run), self.clock()
-        lock = hold(place.storage, place.root, attempt, base if place.iterations else place.attempt(step))
+        lock = acquire_read_lock(place.storage, place.root, attempt, base if place.iterations else place.attempt(step))
         if lock is None:
             raise LostShardError(step, "it was removed from the disk of rank 0 before")
         try:
@@ -275,7 +275,7 @@ class Uploader:
             self.remote.check_not_superseded(place.run)
             self.remote.commit(place, step, base)
         finally:
-            lock.leave()
+            lock.release()
         self._skip_older(step)
         self._done(step, over=step)
         self.emit(UploadFinished(step, self.remote.url, sent, self.clock() - started))

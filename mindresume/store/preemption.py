@@ -1,13 +1,13 @@
-"""Agrees on leaving early: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
+"""Agrees on stopping early: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
 
     SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ noted
-    at the same steps on all ranks, about every ``leave_check`` seconds ─▶ has anybody noted something?
+    at the same steps on all ranks, about every ``leave_check`` seconds ─▶ has any rank noted something?
     all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0 after the file
 
 Ranks must agree on a step, and only an exchange can do that; at every step it would cost too much, so rank 0 says with each
-exchange at which step the next one is. One process asks nobody.
+exchange at which step the next one is. A single process needs no exchange.
 
-A file that asked already before the training began has most likely ended the one before, and would end each one after its first
+A file that asked already before the training began has most likely ended the previous one, and would end each one after its first
 step. It counts again as soon as it is written again.
 """
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT = 1 << 16                        # bytes of the file
 
 
 class Version(NamedTuple):
-    """Tells apart what was written to a file at different times."""
+    """Tells apart the contents that a file had at different times."""
     inode: int
     changed: int
     size: int
@@ -41,13 +41,13 @@ class Version(NamedTuple):
 class PreemptionHandler:
     """``seconds``: about so often the ranks exchange what they noted; 0: never, so that nobody leaves. ``callbacks``: of the
     training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves.
-    ``news()`` of all ranks goes along with each exchange, to ``told``. ``before``: the ``requests`` from before the minutes of
-    compiling; a file that is not among them is looked at now."""
+    ``local_state()`` of all ranks goes along with each exchange, to ``on_peer_state``. ``before``: the ``requests`` from before
+    the minutes of compiling; a file that is not among them is looked at now."""
 
     def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
-                 news: Callable[[], Any] = lambda: None, told: Callable[[list[Any]], None] = lambda rows: None,
+                 local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
                  before: Mapping[str, Version | None] | None = None):
-        self.group, self.seconds, self.news, self.told = group, seconds, news, told
+        self.group, self.seconds, self.local_state, self.on_peer_state = group, seconds, local_state, on_peer_state
         self.clock = clock or (lambda: time.monotonic())
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
@@ -65,7 +65,7 @@ class PreemptionHandler:
 
     @property
     def ignored(self) -> str:
-        """A sentence about a request that was there before the training began; empty if there is none."""
+        """Returns a sentence about a request that was there before the training began; empty if there is none."""
         if self._stale is None:
             return ""
         return (f"{os.path.abspath(self.file)} asked to leave ({_KEY}: 1) before this training began, and most likely ended the "
@@ -73,12 +73,12 @@ class PreemptionHandler:
                 f"this training")
 
     def listen(self) -> None:
-        """From here on SIGTERM is noted instead of ending the process at once. Only the main thread can."""
+        """Notes SIGTERM from here on, instead of ending the process at once. Only the main thread can."""
         if self.seconds and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     def close(self) -> None:
-        """SIGTERM does again what it did before."""
+        """Gives SIGTERM back its former handler."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
@@ -87,7 +87,7 @@ class PreemptionHandler:
         self.signalled = True
 
     def noted(self) -> str:
-        """By this rank: BY_SIGNAL, BY_FILE, or empty."""
+        """Returns what this rank has noted: BY_SIGNAL, BY_FILE, or empty."""
         if self.signalled or any(other.exit for other in self.others):
             return BY_SIGNAL
         if self.file and self.clock() - self._looked >= _FILE_CHECK:
@@ -101,21 +101,21 @@ class PreemptionHandler:
         return ""
 
     def at(self, step: int) -> str:
-        """At the end of ``step``, on all ranks: why to leave now, the same on all; empty: go on."""
+        """Returns why to stop at the end of ``step``, the same on all ranks; empty: go on."""
         if not self.seconds:
             return ""
         if self.group.size == 1:
             return self.noted()
         if step < self._next:
             return ""
-        rows = report(self.group, lambda: [self.noted(), self._propose(step), self.news()])
-        self.told([row[2] for row in rows])
+        rows = report(self.group, lambda: [self.noted(), self._propose(step), self.local_state()])
+        self.on_peer_state([row[2] for row in rows])
         self._interval = rows[0][1]
         self._next, self._asked = step + self._interval, (step, self.clock())
         return next((row[0] for row in rows if row[0]), "")
 
     def _propose(self, step: int) -> int:
-        """Steps until the next exchange: as many as fit into ``seconds``, at most twice as many as the last time."""
+        """Returns the steps until the next exchange: as many as fit into ``seconds``, at most twice as many as the last time."""
         if self._asked is None:
             return 1
         before, then = self._asked
@@ -124,13 +124,13 @@ class PreemptionHandler:
 
 
 def requests(config: Any) -> dict[str, Version | None]:
-    """Of every file that the configuration of a training may name."""
+    """Returns the version of every file that the configuration of a training may name, as far as it asks to stop."""
     named = [callback.get("config_file") for callback in config.get("callbacks") or () if isinstance(callback, Mapping)]
     return {str(path): request(str(path)) for path in (FILE, *named) if path}
 
 
 def request(path: str) -> Version | None:
-    """Which version of the file asks to leave. None: it does not. One that is not there, or is being written, does not."""
+    """Returns the version of the file if it asks to stop. None: it does not, is not there, or is being written."""
     try:
         with PosixStorage().open(path) as file:
             status, value = os.fstat(file.fileno()), parse_json(file.read(_LIMIT))

@@ -1,4 +1,4 @@
-"""Can this folder hold checkpoints? Asked once, before a training begins, instead of at its first save."""
+"""Tests whether a directory can hold checkpoints, once before a training begins, instead of at its first save."""
 from __future__ import annotations
 
 import os
@@ -13,8 +13,8 @@ from mindresume.store.stale import remove_stale
 from mindresume.store.storage import Storage, read_bytes
 
 
-def examine(storage: Storage, root: str) -> None:
-    """Does once what a save does, with a small file. SaveError names the operation that failed or did not do what it must.
+def check_directory(storage: Storage, root: str) -> None:
+    """Does once what a save does, with a small file. Raises SaveError that names the operation that failed or had another effect.
     Removes the probes of jobs that died while they had some here."""
     folder = os.path.join(root, FOLDER)
     first, second = (os.path.join(folder, f"{PROBE}{secrets.token_hex(4)}") for _ in range(2))

@@ -1,12 +1,12 @@
-"""What retention must not remove, whatever its policy says, and why.
+"""Protects checkpoints from retention, whatever its policy says, each with a reason.
 
-    not_counted(found, lineage)                # {box of a candidate: reasons}; ``found``: all saves with records, newest first
+    not_counted(found, lineage)                # {commit_dir of a candidate: reasons}; ``found``: saves with records, newest first
     protected(storage, root, counted)          # the same, of the others
 
-A rule looks at what is in the folder and yields the candidates that must stay, each with a reason that reads well behind "kept:".
-Whoever has a new reason writes a rule and adds it to RULES: every removal (after a commit, with ``mindresume prune``) obeys it.
-The policies count what is protected like any other; it only does not go. What they must not even count is in ``not_counted``. A
-note that a rule cannot understand protects whatever it may be about: better one too many than the last one missing.
+A rule looks at the directory and yields the candidates that must stay, each with a reason that reads well after "kept:". For a
+new reason, write a rule and add it to RULES: every removal (after a commit, with ``mindresume prune``) obeys it. The policies
+count what is protected like any other; it is only not removed. What they must not even count is in ``not_counted``. A note that a
+rule cannot understand protects whatever it may be about: better one too many than the last one missing.
 """
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mindresume.formats.iteration_files import TRACKER, parse_iteration
 from mindresume.formats.iterations import tracked
 from mindresume.formats.names import META, folder_name
 from mindresume.formats.weight_files import sizes_match
-from mindresume.store.common import spared
+from mindresume.store.common import protected_by_peers
 from mindresume.store.lineage import others
 from mindresume.store.storage import Storage, read_json
-from mindresume.store.trials import trials
+from mindresume.store.trials import load_attempts
 
 Reasons = Mapping[str, list[str]]
 Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
@@ -32,23 +32,24 @@ ANOTHER_TRAINING = "of another training"
 
 
 def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
-    """Iteration folders that were copied or renamed by hand: no resume takes them under that name, and who made them may need
-    them. And all that is of another training than ``lineage`` (None: of any)."""
-    aside = {c.box: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
+    """Returns what no policy counts: iteration folders that were copied or renamed by hand (no resume takes them under that name,
+    and somebody may need them), and all that is of another training than ``lineage`` (None: of any)."""
+    aside = {c.commit_dir: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
              if parse_iteration(c.base) not in (None, c.step)}
     for candidate in others(found, lineage) if lineage is not None else ():
-        aside.setdefault(candidate.box, []).append(ANOTHER_TRAINING)
+        aside.setdefault(candidate.commit_dir, []).append(ANOTHER_TRAINING)
     return aside
 
 
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
-    """Whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
+    """Returns whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
     return candidate.committed and candidate.problem is None and sizes_match(
         storage, root, [*candidate.every_file, *candidate.small])
 
 
 def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """And where folders of nodes were brought together, the newest that is not of some of them alone."""
+    """Yields the newest whole one. Where folders of nodes were brought together, also the newest that is not of some of them
+    alone."""
     candidate = next((c for c in found if is_whole(storage, root, c)), None)
     if candidate is not None:
         yield candidate, NEWEST_WHOLE
@@ -59,7 +60,8 @@ def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Ite
 
 
 def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Where mindformers' health monitor has called some of them unhealthy: a resume passes those over."""
+    """Yields the newest healthy one, where mindformers' health monitor has called some of them unhealthy: a resume passes those
+    over."""
     if any(c.health for c in found if c.committed):
         candidate = next((c for c in found if not c.health and is_whole(storage, root, c)), None)
         if candidate is not None:
@@ -67,7 +69,7 @@ def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> I
 
 
 def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Somebody set it back by hand."""
+    """Yields what the tracker names: somebody set it back by hand."""
     step = tracked(storage, root)
     for candidate in found if step is not None else ():
         if candidate.base and candidate.committed and candidate.step == step:
@@ -75,7 +77,8 @@ def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) ->
 
 
 def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """mindformers without us goes by it. The job that has just committed a newer one changes it last."""
+    """Yields what ``meta.json`` names, which mindformers without mindresume loads. The job that has just committed a newer one
+    changes it last."""
     committed = [c for c in found if c.committed and c.files and not c.base]
     for rank in sorted({min(c.files) for c in committed}):
         folder = folder_name(rank)
@@ -90,36 +93,37 @@ def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> It
 
 
 def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """What never completed here is no checkpoint on any node."""
-    names = spared(storage, root)
+    """Yields what all nodes have. A save that never completed here is no checkpoint on any node."""
+    names = protected_by_peers(storage, root)
     for candidate in found:
-        if candidate.existed and candidate.name in names:
+        if candidate.maybe_completed and candidate.name in names:
             yield candidate, names[candidate.name]
 
 
-def on_trial(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """A suspicion may be wrong, and a person has to look at it first."""
-    rows = trials(storage, root)
+def with_failed_loads(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields those on which jobs died. A suspicion may be wrong, and a person has to look at it first."""
+    rows = load_attempts(storage, root)
     for candidate in found:
         if rows.get(candidate.name, ()) != ():
             yield candidate, "a job died right after it had loaded it"
 
 
 def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """It may be whole, and the newest."""
+    """Yields those that cannot be looked into: each may be whole, and the newest."""
     for candidate in found:
         if candidate.unseen:
             yield candidate, candidate.unseen
 
 
-RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named_by_meta, common_to_all_nodes, on_trial,
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named_by_meta, common_to_all_nodes, with_failed_loads,
                            not_looked_into)
 
 
 def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Reasons:
-    """OSError if the folder cannot be looked at: then nothing is removed this time."""
+    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be looked at: then nothing is removed
+    this time."""
     stays: dict[str, list[str]] = {}
     for rule in RULES:
         for candidate, why in rule(storage, root, found):
-            stays.setdefault(candidate.box, []).append(why)
+            stays.setdefault(candidate.commit_dir, []).append(why)
     return stays

@@ -42,7 +42,7 @@ from mindresume.manifest import (
 from mindresume.state import is_count
 from mindresume.store.objects import ObjectStore
 from mindresume.store.retention import Policy, surplus
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import parallel, read_bytes
 
 _STATUS, _SUFFIX = "run-", ".json"
@@ -90,7 +90,7 @@ def record_path(attempt: str, name: str) -> str:
     return f"{FOLDER}/{attempt}/{name}"
 
 
-def committed_dir(place: Place, step: int) -> str | None:
+def committed_dir(place: SaveTarget, step: int) -> str | None:
     """Returns the folder that the paths in the records of a step start from, None unless this run has committed the step and it
     has its final name."""
     base = os.path.join(place.root, iteration_name(step)) if place.iterations else place.root
@@ -174,12 +174,12 @@ class RemoteCheckpoints:
     # ---- putting ---------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def has_shard(place: Place, step: int, base: str) -> bool:
+    def has_shard(place: SaveTarget, step: int, base: str) -> bool:
         """Returns whether this rank sees its own record on its disk."""
         path = record_path(attempt_name(step, place.run), record_name(place.rank))
         return place.storage.status(os.path.join(base, path)) is not None
 
-    def put_shard(self, place: Place, step: int, base: str) -> int:
+    def put_shard(self, place: SaveTarget, step: int, base: str) -> int:
         """Uploads the files that one rank saved (rank 0: the metadata files too), then its record. Leaves out what is there
         already. Returns the bytes sent. Raises OSError or RecordError if it cannot be read from the disk (any more)."""
         attempt = attempt_name(step, place.run)
@@ -196,12 +196,12 @@ class RemoteCheckpoints:
         self.store.put(self._url(attempt, record_path(attempt, record_name(place.rank))), read_bytes(place.storage, recorded))
         return sent
 
-    def report_lost_shard(self, place: Place, step: int, reason: str) -> None:
+    def report_lost_shard(self, place: SaveTarget, step: int, reason: str) -> None:
         """Tells rank 0 that the shard of this rank will never come."""
         attempt = attempt_name(step, place.run)
         self.store.put(self._url(attempt, record_path(attempt, f"{_LOST}{record_name(place.rank)}")), reason.encode())
 
-    def missing(self, place: Place, step: int, base: str) -> list[str]:
+    def missing(self, place: SaveTarget, step: int, base: str) -> list[str]:
         """Returns, for rank 0, the names of objects that must be there before the manifest and are not. A record is put after all
         files that it names, whose sizes were checked. Raises LostShardError if a rank has reported its shard lost."""
         attempt = attempt_name(step, place.run)
@@ -218,7 +218,7 @@ class RemoteCheckpoints:
         files = [*(file for files in manifest.files for file in files), *manifest.small]
         return [file.path for file in files if file.path not in there]
 
-    def commit(self, place: Place, step: int, base: str) -> None:
+    def commit(self, place: SaveTarget, step: int, base: str) -> None:
         """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is gone all the same: a later
         run took this one for dead, and removed what it had not completed."""
         attempt = attempt_name(step, place.run)
@@ -233,7 +233,7 @@ class RemoteCheckpoints:
             raise RemoteError(f"{len(gone)} objects were removed while the last ones came, the first is {gone[0]}")
         self._manifests[attempt] = manifest
 
-    def _whole(self, place: Place, attempt: str, base: str) -> tuple[Manifest, bytes]:
+    def _whole(self, place: SaveTarget, attempt: str, base: str) -> tuple[Manifest, bytes]:
         """Returns the manifest of all ranks. Where nodes share no disk, the manifest of rank 0's node names the ranks of that
         node only: then it is made from the records of all ranks, which are together only in the store."""
         manifest, data = self.local_manifest(place, attempt, base)
@@ -245,7 +245,7 @@ class RemoteCheckpoints:
         return self._manifests[attempt], self._manifests[attempt].encode()
 
     @staticmethod
-    def local_manifest(place: Place, attempt: str, base: str) -> tuple[Manifest, bytes]:
+    def local_manifest(place: SaveTarget, attempt: str, base: str) -> tuple[Manifest, bytes]:
         """Returns the manifest on the disk of this rank, and its bytes."""
         data = read_bytes(place.storage, os.path.join(base, record_path(attempt, MANIFEST)))
         return Manifest.read(io.BytesIO(data)), data

@@ -18,7 +18,7 @@ from mindresume.errors import ConfigError
 
 
 class Saved(Protocol):
-    """What a policy looks at. ``saved_at``: seconds since 1970; ``metrics``: what was measured at the save, by name."""
+    """A checkpoint as a policy sees it. ``saved_at``: seconds since 1970; ``metrics``: what was measured at the save, by name."""
     @property
     def step(self) -> int | None: ...
 
@@ -30,15 +30,15 @@ class Saved(Protocol):
 
 
 class Policy(Protocol):
-    """``str`` of a policy says what it keeps, for a log or a table."""
+    """Chooses the checkpoints that stay. ``str`` of a policy says what it keeps, for a log or a table."""
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
-        """Indices into ``newest_first``."""
+        """Returns the indices into ``newest_first`` that stay."""
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Neither ``keep_checkpoint_max`` nor ``keep_checkpoint_per_n_minutes`` is set."""
+    """Keeps all: neither ``keep_checkpoint_max`` nor ``keep_checkpoint_per_n_minutes`` is set."""
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         return set(range(len(newest_first)))
@@ -52,7 +52,7 @@ KEEP_ALL = KeepAll()
 
 @dataclass(frozen=True)
 class KeepLast:
-    """``keep_checkpoint_max``."""
+    """Keeps the last ``count`` (``keep_checkpoint_max``)."""
     count: int
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class KeepLast:
 
 @dataclass(frozen=True)
 class KeepPerMinutes:
-    """``keep_checkpoint_per_n_minutes``: the oldest, and going forward in time one per ``minutes``.
+    """Keeps the oldest, and going forward in time one per ``minutes`` (``keep_checkpoint_per_n_minutes``).
 
     A clock that was set back removes nothing: what seems older than the one kept before it stays, and opens its interval.
     """
@@ -94,8 +94,9 @@ class KeepPerMinutes:
 
 @dataclass(frozen=True)
 class KeepEverySteps:
-    """For every multiple of ``interval`` the first checkpoint at or behind it and before the next multiple (in sink mode steps
-    arrive in jumps); of several runs that saved that step, the newest one's. What lies before the first multiple is not kept."""
+    """Keeps, for every multiple of ``interval``, the first checkpoint at or after it and before the next multiple (in sink mode
+    steps arrive in jumps); of several runs that saved that step, the newest one's. Checkpoints before the first multiple are not
+    kept."""
     interval: int
 
     def __post_init__(self) -> None:
@@ -117,7 +118,8 @@ class KeepEverySteps:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """The ``count`` best by a metric that was recorded with them; of equals the newer. Without a number they are never best."""
+    """Keeps the ``count`` best by a metric that was recorded with them; of equals the newer. Without a number they are never
+    best."""
     metric: str
     count: int
     mode: str = "min"
@@ -142,7 +144,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepAny:
-    """What at least one of ``policies`` keeps."""
+    """Keeps what at least one of ``policies`` keeps."""
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
@@ -163,7 +165,7 @@ def _at_least_one(what: str, value: object) -> None:
 
 
 def any_of(policies: Sequence[Policy]) -> Policy:
-    """One policy that keeps what any of ``policies`` keeps."""
+    """Returns one policy that keeps what any of ``policies`` keeps."""
     return policies[0] if len(policies) == 1 else KeepAny(tuple(policies))
 
 
@@ -190,6 +192,6 @@ def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: in
 
 
 def surplus(policy: Policy, newest_first: Sequence[Saved]) -> list[int]:
-    """Indices of the checkpoints to remove; never 0, the newest."""
+    """Returns the indices of the checkpoints to remove; never 0, the newest."""
     kept = policy.keeps(newest_first) | {0}
     return [index for index in range(len(newest_first)) if index not in kept]

@@ -3,7 +3,7 @@
     session = open_save_session(storage, root, prefix, group, emit, settings.heartbeat)     # on all ranks together
     session.begin(resumed)                      # what other trainings left there; what nodes that share no disk keep
     session.place                               # for everything that is saved
-    session.leave()
+    session.release()
 """
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mindresume.formats import Candidate
 from mindresume.formats.names import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import listed
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import SAVING, Claim, owner_of_this_process
-from mindresume.store.common import forget
-from mindresume.store.exchange import Exchange
-from mindresume.store.islands import Islands, check_alone, find, next_common_run
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import SAVING, Lease, holder_of_this_process
+from mindresume.store.common import clear
+from mindresume.store.exchange import PeerState
+from mindresume.store.islands import SharedGroups, check_not_shared, find_shared_groups, next_common_run
 from mindresume.store.lineage import continued, others
-from mindresume.store.probe import examine
-from mindresume.store.shard import Place
+from mindresume.store.probe import check_directory
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import Storage
 
-_CLAIMS: dict[str, Claim] = {}          # of this process, by folder: it trains one thing at a time
+_LEASES: dict[str, Lease] = {}          # of this process, by folder: it trains one thing at a time
 
 
 class Resumed(Protocol):
@@ -45,34 +45,34 @@ class Resumed(Protocol):
 
 @dataclass
 class SaveSession:
-    """``suffix``: of the names of files, the same on all ranks. ``leads``: this rank commits and prunes. ``claim``: of those.
-    ``exchange``: of nodes that share no disk."""
-    place: Place
+    """The directory that a training has acquired. ``suffix``: of the names of files, the same on all ranks. ``is_leader``: this
+    rank commits and prunes. ``lease``: of those ranks. ``peer_state``: between nodes that share no disk."""
+    place: SaveTarget
     suffix: int
-    islands: Islands
-    claim: Claim | None
-    exchange: Exchange
+    shared_groups: SharedGroups
+    lease: Lease | None
+    peer_state: PeerState
     emit: Emit
 
     @property
-    def leads(self) -> bool:
-        return self.islands.leads(self.place.rank)
+    def is_leader(self) -> bool:
+        return self.shared_groups.is_leader(self.place.rank)
 
     def reached(self, step: int) -> None:
         """Publishes ``step`` with the next heartbeat."""
-        if self.claim is not None:
-            self.claim.step = step
+        if self.lease is not None:
+            self.lease.step = step
 
-    def leave(self) -> None:
-        if self.claim is not None:
-            self.claim.leave()
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
 
     # ---- nodes that share no disk tell each other what they have ---------------------------------------------------------
 
-    def told(self, rows: Sequence[Any]) -> None:
-        """``rows``: news of all ranks."""
+    def on_peer_state(self, rows: Sequence[Any]) -> None:
+        """Acts on ``rows``, the local states of all ranks."""
         try:
-            self.exchange.told(rows)
+            self.peer_state.on_peer_state(rows)
         except OSError as error:                        # nothing newer than the last note goes
             self.emit(warning(f"{self.place.root}: {error}"))
 
@@ -80,12 +80,12 @@ class SaveSession:
         """Protects the checkpoint that all nodes are known to have until they all have a newer one. ``resumed``: what this
         training has loaded, None: nothing."""
         storage, root = self.place.storage, self.place.root
-        if self.leads:
-            self._say_others()
-        if not self.islands.apart:
-            if self.leads:
+        if self.is_leader:
+            self._warn_of_others()
+        if not self.shared_groups.is_split:
+            if self.is_leader:
                 try:
-                    forget(storage, root)
+                    clear(storage, root)
                 except OSError as error:                # with it more stays than must; no rank ends alone for that
                     self.emit(warning(f"{root}: {error}"))
             return
@@ -93,12 +93,12 @@ class SaveSession:
                           f"{listed(self.place.part)}, and a resume takes the newest checkpoint that all of them have"))
         chosen = resumed.chosen if resumed is not None and resumed.root == root else None
         try:
-            self.exchange.note(chosen.name if chosen is not None else "")
+            self.peer_state.record(chosen.name if chosen is not None else "")
         except OSError as error:
             self.emit(warning(f"{root}: {error}"))
 
-    def _say_others(self) -> None:
-        """Checkpoints of another training in this folder: retention leaves them alone, so somebody must know."""
+    def _warn_of_others(self) -> None:
+        """Warns of checkpoints of another training in this directory: retention leaves them alone."""
         storage, root = self.place.storage, self.place.root
         try:
             rows = others(scan_records(storage, root)[0], self.place.lineage)
@@ -113,48 +113,48 @@ class SaveSession:
 
 
 def open_save_session(storage: Storage, root: str, prefix: str, group: Group, emit: Emit, heartbeat: float,
-                      iterations: bool = False, islands: dict[str, Islands] | None = None, origin: Resumed | None = None,
-                      number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
-                      claims: dict[str, Claim] | None = None) -> SaveSession:
+                      iterations: bool = False, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed
+                      | None = None, number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
+                      leases: dict[str, Lease] | None = None) -> SaveSession:
     """Acquires ``root``, on all ranks of ``group`` together.
 
     ``prefix``: of the names of files. ``heartbeat``: seconds between two signs of life, 0: none. ``iterations``: Checkpoint 2.0.
-    ``islands``: which ranks see the same folder, by its path, as far as it is known; what is found out is added. ``origin``: the
-    checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage, root)``: called on
-    rank 0 before the run is numbered, so that its number is larger than those of runs at another place, too.
-    ``claims``: of this process, by folder; None: those that this module remembers.
+    ``shared_groups``: which ranks see the same folder, by its path, as far as it is known; what is found out is added.
+    ``origin``: the checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage,
+    root)``: called on rank 0 before the run is numbered, so that its number is larger than those of runs at another place, too.
+    ``leases``: of this process, by folder; None: those that this module remembers.
     Raises AgreementError on all ranks if one cannot save there (SaveError, FolderInUseError), ConfigError for Checkpoint 2.0
     where nodes share no disk."""
-    decide(group, lambda: examine(storage, root))
-    shared = _islands_of(storage, root, group, iterations, {} if islands is None else islands)
+    decide(group, lambda: check_directory(storage, root))
+    shared = _shared_groups_of(storage, root, group, iterations, {} if shared_groups is None else shared_groups)
     decide(group, lambda: number_runs(storage, root), Waiting("numbering the run"))
-    run = next_common_run(storage, root, group) if shared.apart else ""
-    own: list[Claim] = []
+    run = next_common_run(storage, root, group) if shared.is_split else ""
+    own: list[Lease] = []
 
-    def claim() -> tuple[str, int] | None:
-        if not shared.leads(group.rank):
+    def acquire_lease() -> tuple[str, int] | None:
+        if not shared.is_leader(group.rank):
             return None
         if group.rank != 0:
-            examine(storage, root)
-        memory = _CLAIMS if claims is None else claims
+            check_directory(storage, root)
+        memory = _LEASES if leases is None else leases
         if root in memory:                              # an earlier training of this process, which is over
-            memory.pop(root).leave()
-        owner = replace(owner_of_this_process(SAVING, group.size), run=run)         # an empty run: the next one
-        found = occupy(storage, root, owner, heartbeat, emit, traced=iterations)
+            memory.pop(root).release()
+        holder = replace(holder_of_this_process(SAVING, group.size), run=run)       # an empty run: the next one
+        found = acquire(storage, root, holder, heartbeat, emit, keep_run_marker=iterations)
         memory[root] = found.start()
         own.append(memory[root])
         return own[0].run, _unused_suffix(storage, root, prefix)
     # Rank 0 may have to watch the claim of another job for some minutes, but not as long as this waits for it.
-    rows = report(group, claim, Waiting("claiming the folder"))
-    if shared.apart:                                    # if they are not after all, two of them have now claimed one folder
-        report(group, lambda: [check_alone(one) for one in own] and None)
+    rows = report(group, acquire_lease, Waiting("acquiring the directory"))
+    if shared.is_split:                                    # if they are not after all, two of them have now claimed one folder
+        report(group, lambda: [check_not_shared(one) for one in own] and None)
     folder = os.path.join(root, folder_name(group.rank))
     suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
-    part = shared.ranks(group.rank) if shared.apart else ()
-    place = Place(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
+    part = shared.ranks(group.rank) if shared.is_split else ()
+    place = SaveTarget(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
     session = SaveSession(place, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
-                          Exchange(storage, root, place.run, shared, group.rank), emit)
-    atexit.register(session.leave)
+                          PeerState(storage, root, place.run, shared, group.rank), emit)
+    atexit.register(session.release)
     return session
 
 
@@ -165,16 +165,17 @@ def _lineage(root: str, run: str, origin: Resumed | None) -> str:
     return continued(origin.chosen, run, os.path.realpath(origin.root) == os.path.realpath(root))
 
 
-def _islands_of(storage: Storage, root: str, group: Group, iterations: bool, known: dict[str, Islands]) -> Islands:
+def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: bool,
+                      known: dict[str, SharedGroups]) -> SharedGroups:
     if root not in known:
-        known[root] = find(storage, root, group)
-    islands = known[root]
-    if islands.apart and iterations:
-        blind = [rank for rank, leader in enumerate(islands.leaders) if leader != islands.leaders[0]]
+        known[root] = find_shared_groups(storage, root, group)
+    shared_groups = known[root]
+    if shared_groups.is_split and iterations:
+        blind = [rank for rank, leader in enumerate(shared_groups.leaders) if leader != shared_groups.leaders[0]]
         raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
                           f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
                           f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
-    return islands
+    return shared_groups
 
 
 def _unused_suffix(storage: Storage, root: str, prefix: str) -> int:

@@ -1,8 +1,8 @@
-"""One rank's saving of steps: the weights for a resume, the files beside them, and rank 0's commit.
+"""Saves steps on one rank: the weights for a resume, the files beside them, and rank 0's commit.
 
-    saver = Foreground(Work(place, committer))      # or background.Background(...): the same five methods
+    saver = SyncSaver(SaveJob(target, committer))   # or background.AsyncSaver(...): the same five methods
     saver.save(Save(shard, extras))                 # every save
-    for outcome in saver.poll(): ...                # every step: what became of the saves, errors included
+    for outcome in saver.poll(): ...                # every step: the outcomes of saves, errors included
     saver.finish(deadline)                          # the end of the training: everything written, committed, or named
 """
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mindresume.events.progress import ProgressReporter
 from mindresume.files import encode
 from mindresume.formats.names import parse_name
 from mindresume.store.commit import Committer
-from mindresume.store.shard import Place, Shard, write_shard
+from mindresume.store.shard import SaveTarget, Shard, write_shard
 from mindresume.store.storage import Storage, publish
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Weights alone, for inference: ``checkpoint_network`` and ``checkpoint_trainable``. No candidates of a resume, no records.
-    ``kind``: "network" or "trainable_params", a part of the name. ``keep``: so many stay in ``folder``; 0: all."""
+    """Weights alone, for inference: ``checkpoint_network`` and ``checkpoint_trainable``. They have no records, and no resume
+    takes them. ``kind``: "network" or "trainable_params", a part of the name. ``keep``: so many stay in ``folder``; 0: all."""
     folder: str
     name: str
     kind: str
@@ -51,8 +51,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``saved``: this rank's part of the checkpoint is written, recorded and durable. ``error`` may still name a file beside it.
-    ``size`` in bytes of the weights, ``seconds`` of writing."""
+    """The outcome of a save. ``saved``: this rank's part of the checkpoint is written, recorded and durable. ``error`` may still
+    name a file beside it. ``size`` in bytes of the weights, ``seconds`` of writing."""
     step: int
     saved: bool
     error: SaveError | None = None
@@ -61,34 +61,35 @@ class Outcome:
 
 
 class Saver(Protocol):
-    """Errors of a save come as outcomes; FolderInUseError is raised, as no later save can succeed."""
+    """Saves steps. Errors of a save are outcomes; FolderInUseError is raised, as no later save can succeed."""
 
     def save(self, save: Save) -> None:
         """Takes what is to be saved; the arrays may change as soon as it returns."""
 
     def busy(self) -> bool:
-        """Whether ``save`` would have to wait."""
+        """Returns whether ``save`` would have to wait."""
 
     def poll(self) -> list[Outcome]:
-        """What became of the saves since the last call. Commits what other ranks have completed. Does not wait."""
+        """Returns the outcomes of saves since the last call. Commits what other ranks have completed. Does not wait."""
 
     def wait(self, deadline: float) -> list[Outcome]:
-        """As ``poll``, after everything taken so far is written; at most ``deadline`` seconds."""
+        """Returns outcomes as ``poll``, after everything taken so far is written; waits at most ``deadline`` seconds."""
 
     def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
-        """As ``wait``, and rank 0 waits for the records of all ranks, at most ``patience`` seconds (None: ``deadline``). It is
-        called once, at the end."""
+        """Returns outcomes as ``wait``; rank 0 waits for the records of all ranks, at most ``patience`` seconds (None:
+        ``deadline``). Called once, at the end."""
 
 
-class Work:
-    """What is done for a save, wherever it runs. ``committer``: on rank 0. ``emit``: receives how far a long save is."""
+class SaveJob:
+    """Does the work of a save, in whichever thread or process. ``committer``: on rank 0. ``emit``: receives the progress of a
+    long save."""
 
-    def __init__(self, place: Place, committer: Committer | None = None, emit: Emit = ignore):
+    def __init__(self, place: SaveTarget, committer: Committer | None = None, emit: Emit = ignore):
         self.place, self.committer, self.emit = place, committer, emit
 
     def begin(self) -> None:
-        """Rank 0 commits what earlier writers completed but did not commit. A file system in trouble is a Notice: the next one
-        will do it, and until then such a checkpoint counts all the same."""
+        """Commits, on rank 0, what earlier writers completed but did not commit. A file system in trouble is a Notice: the next
+        writer will do it, and until then such a checkpoint counts all the same."""
         if self.committer is None:
             return
         try:
@@ -97,7 +98,7 @@ class Work:
             self.committer.emit(warning(f"what earlier runs completed is not committed now: {error}"))
 
     def write(self, save: Save) -> Outcome:
-        """FolderInUseError is raised, every other SaveError is in the outcome."""
+        """Writes this rank's part of a save. Raises FolderInUseError; every other SaveError is in the outcome."""
         started = time.monotonic()
         try:
             written = write_shard(self.place, save.shard, gauge=ProgressReporter(
@@ -136,10 +137,10 @@ class Work:
             self.committer.finish(deadline)
 
 
-class Foreground:
-    """Everything in the calling thread, before ``save`` returns."""
+class SyncSaver:
+    """Saves in the calling thread, before ``save`` returns."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: SaveJob):
         self.work = work
         self._outcomes: list[Outcome] = []
 
@@ -165,7 +166,8 @@ class Foreground:
 
 
 def write_extra(storage: Storage, extra: Extra, tag: str) -> None:
-    """The file appears complete or not at all; then the oldest beyond ``keep`` go. SaveError names it."""
+    """Writes a file that appears complete or not at all; then removes the oldest beyond ``keep``. Raises SaveError that names
+    it."""
     path = os.path.join(extra.folder, extra.name)
     try:
         storage.make_folder(extra.folder)
@@ -179,6 +181,6 @@ def write_extra(storage: Storage, extra: Extra, tag: str) -> None:
 
 
 def _position(entry: str, extra: Extra) -> tuple[int, int, int] | None:
-    """(suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
+    """Returns (suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
     parsed = parse_name(entry.replace(f"-{extra.kind}-", "-", 1))
     return (parsed.suffix, parsed.epoch, parsed.step) if parsed and parsed.format == extra.format else None

@@ -1,6 +1,6 @@
-"""What one rank writes for one step: its files of weights, and then a record of them.
+"""Writes the part of one rank of one step: its files of weights, and then a record of them.
 
-    write_shard(place, shard)       # publish the files ─▶ publish the record of what was written
+    write_shard(target, shard)       # publish the files ─▶ publish the record of what was written
 
 Whatever dies between two of these operations leaves the checkpoints before as they were, and files that no record names.
 """
@@ -31,7 +31,7 @@ from mindresume.store.storage import TEMPORARY, Storage, UnsettledError, publish
 
 
 @dataclass(frozen=True)
-class Place:
+class SaveTarget:
     """Who saves where. ``root``: folder of the rank folders, or with ``iterations`` of the iteration folders. ``part``: the ranks
     that see it, where nodes share no disk; else all. ``lineage``: the run that began this training (``lineage.py``)."""
     storage: Storage
@@ -45,26 +45,27 @@ class Place:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those whose records make a checkpoint of this folder."""
+        """Returns the ranks whose records make a checkpoint of this directory."""
         return self.part or range(self.world_size)
 
     def base(self, step: int) -> str:
-        """What paths of files are relative to. An iteration folder is made under another name, and renamed by the commit."""
+        """Returns the folder to which paths of files are relative. An iteration folder is made under another name, and renamed by
+        the commit."""
         return os.path.join(self.root, FOLDER, attempt_name(step, self.run)) if self.iterations else self.root
 
     def bases(self, step: int) -> list[str]:
-        """All that ``base`` may be: an iteration folder first as it is made, then as it is committed."""
+        """Returns all that ``base`` may be: an iteration folder first as it is made, then as it is committed."""
         return [self.base(step), *([os.path.join(self.root, iteration_name(step))] if self.iterations else [])]
 
     def attempt(self, step: int) -> str:
-        """The folder of records."""
+        """Returns the folder of records."""
         return os.path.join(self.base(step), FOLDER, attempt_name(step, self.run))
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a shard. ``path``: relative to the base of the place. ``tensors`` in the order of the network; ``metadata``: of
-    the file, beside our label."""
+    """One file of a shard. ``path``: relative to the base of the target. ``tensors`` in the order of the network; ``metadata``:
+    of the file, beside our label."""
     path: str
     format: str
     tensors: Mapping[str, np.ndarray]
@@ -73,8 +74,8 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank writes for one step. ``layouts``: (layout, global shape) of the tensors that the strategy cuts.
-    ``deduplicated``: of what several ranks hold this is a share."""
+    """The part of one rank of one step. ``layouts``: (layout, global shape) of the tensors that the strategy cuts.
+    ``deduplicated``: of tensors that several ranks hold, this is a share."""
     files: tuple[ShardFile, ...]
     state: TrainingState
     layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] = field(default_factory=dict)
@@ -85,17 +86,17 @@ class Shard:
 def rank_shard(name: FileName, state: TrainingState, tensors: Mapping[str, np.ndarray],
                layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
                random: Mapping[str, object] | None = None, metadata: Mapping[str, str] | None = None) -> Shard:
-    """Checkpoint 1.0: one file in the folder of the rank."""
+    """Returns a shard of Checkpoint 1.0: one file in the folder of the rank."""
     file = ShardFile(f"{folder_name(name.rank)}/{name}", name.format, tensors, metadata or {})
     return Shard((file,), state, layouts or {}, random or {}, file.metadata.get("remove_redundancy") == "True")
 
 
-def iteration_shard(prefix: str | None, place: Place, state: TrainingState, model: Mapping[str, np.ndarray],
+def iteration_shard(prefix: str | None, place: SaveTarget, state: TrainingState, model: Mapping[str, np.ndarray],
                     optimizer: Mapping[str, np.ndarray] | None,
                     layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
                     random: Mapping[str, object] | None = None, deduplicated: bool = False) -> Shard:
-    """Checkpoint 2.0: a file of the network's weights and, unless None, one of everything else. Every rank writes all of them, an
-    empty one too, so that the number in their names is the number of ranks."""
+    """Returns a shard of Checkpoint 2.0: a file of the network's weights and, unless None, one of everything else. Every rank
+    writes all of them, an empty one too, so that the number in their names is the number of ranks."""
     metadata = {"format": "ms", "remove_redundancy": str(deduplicated)}
     files = [ShardFile(str(WeightFile(prefix, kind, place.rank, place.world_size)), "safetensors", tensors, metadata)
              for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer)) if tensors is not None]
@@ -104,13 +105,13 @@ def iteration_shard(prefix: str | None, place: Place, state: TrainingState, mode
 
 @dataclass(frozen=True)
 class Written:
-    """This rank's part of a save is there and counts. ``doubt``: an error after its record had its name leaves open whether it
-    would outlive a loss of power before the commit."""
+    """A part of a save that is there and counts. ``doubt``: an error after its record had its name leaves open whether it would
+    outlive a loss of power before the commit."""
     record: Record
     doubt: SaveError | None = None
 
 
-def write_shard(place: Place, shard: Shard, clock: Callable[[], float] = time.time,
+def write_shard(place: SaveTarget, shard: Shard, clock: Callable[[], float] = time.time,
                 gauge: ProgressReporter | None = None) -> Written:
     """Writes this rank's files and its record, or finds that this run has written them already. SaveError names what failed. A
     disk or quota without room for them is an error before the first byte. FolderInUseError if a later run has taken over the
@@ -172,8 +173,8 @@ def _kind(error: Exception) -> type[SaveError]:
     return NoRoomError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
 
 
-def _settled(place: Place, step: int, error: UnsettledError) -> Written:
-    """What is on disk after an error at the rename of the record, or behind it. SaveError if that is not known."""
+def _settled(place: SaveTarget, step: int, error: UnsettledError) -> Written:
+    """Returns what is on disk after an error at the rename of the record, or after it. Raises SaveError if that is not known."""
     try:
         found = _recorded(place, step, place.bases(step))
     except OSError:
@@ -190,16 +191,16 @@ def _settled(place: Place, step: int, error: UnsettledError) -> Written:
         f"{error.strerror} ({error.filename}). Nothing was removed: it counts if all ranks have recorded it"))
 
 
-def _listed_bases(place: Place, step: int) -> list[str]:
-    """Those of ``bases`` that are worth a look before a save. On NFS this host would remember for a while that a name it looked
-    for is absent; a listing does no such harm."""
+def _listed_bases(place: SaveTarget, step: int) -> list[str]:
+    """Returns those of ``bases`` that are worth a look before a save. On NFS this host would remember for a while that a name it
+    looked for is absent; a listing does no such harm."""
     names = place.storage.list(place.root) if place.iterations else []
     return [base for base in place.bases(step) if base == place.base(step) or os.path.basename(base) in names]
 
 
-def _recorded(place: Place, step: int, bases: Sequence[str]) -> tuple[Record, bool] | None:
-    """What this rank and run recorded of ``step``, if the files are as it says; and whether rank 0 has committed it. An iteration
-    folder may get its other name at any moment. OSError if it cannot be known."""
+def _recorded(place: SaveTarget, step: int, bases: Sequence[str]) -> tuple[Record, bool] | None:
+    """Returns what this rank and run recorded of ``step``, if the files are as it says, and whether rank 0 has committed it. An
+    iteration folder may get its other name at any moment. Raises OSError if it cannot be known."""
     for base in bases:
         try:
             with place.storage.open(os.path.join(base, FOLDER, attempt_name(step, place.run), record_name(place.rank))) as file:
@@ -212,15 +213,15 @@ def _recorded(place: Place, step: int, bases: Sequence[str]) -> tuple[Record, bo
     return None
 
 
-def is_committed(place: Place, step: int) -> bool:
-    """Whether the save of this run has its manifest. OSError."""
+def is_committed(place: SaveTarget, step: int) -> bool:
+    """Returns whether the save of this run has its manifest. Raises OSError."""
     return any(place.storage.status(os.path.join(base, FOLDER, attempt_name(step, place.run), MANIFEST)) is not None
                for base in place.bases(step))
 
 
 def _check_same(storage: Storage, path: str, file: ShardFile, into: Checksums) -> None:
     """Takes the checksums of what would be written, and accepts ``path`` if it is exactly that: left by an attempt of this run
-    whose record did not get there, or is not visible yet, so it must not be touched. Else SaveError."""
+    whose record did not get there, or is not visible yet, so it must not be touched. Else raises SaveError."""
     for _ in checksummed(encode(file.format, file.tensors, file.metadata), into):
         pass
     with storage.open(path) as opened:
@@ -231,9 +232,9 @@ def _check_same(storage: Storage, path: str, file: ShardFile, into: Checksums) -
     storage.sync(os.path.dirname(path))
 
 
-def mark_emergency(place: Place, step: int) -> None:
-    """Says that ranks were lost: what those that are left write of ``step`` may be all there will ever be of it. Each of them
-    says so before it writes; not if all have saved it. OSError."""
+def mark_emergency(place: SaveTarget, step: int) -> None:
+    """Records that ranks were lost: what the others write of ``step`` may be all there will ever be of it. Each of them records
+    this before it writes; not if all have saved it. Raises OSError."""
     if is_committed(place, step):
         return
     attempt = place.attempt(step)
@@ -244,7 +245,7 @@ def mark_emergency(place: Place, step: int) -> None:
 _RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follow
 
 
-def _check_room(place: Place, step: int, needed: int) -> None:
+def _check_room(place: SaveTarget, step: int, needed: int) -> None:
     room = place.storage.room(place.root)
     if room < needed + _RECORD_ROOM:
         raise NoRoomError(f"step {step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
@@ -262,7 +263,7 @@ def _details(shard: Shard, sums: Sequence[Checksums]) -> Details:
     return Details(rows, shard.random)
 
 
-def clean_own_folder(place: Place) -> list[str]:
+def clean_own_folder(place: SaveTarget) -> list[str]:
     """Removes what earlier, dead runs left half-written in this rank's folder. Returns the names removed.
 
     Only temporary files that carry the name of an earlier run: the launch of this run ended those that wrote here before.

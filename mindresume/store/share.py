@@ -1,4 +1,4 @@
-"""Who writes what when copies are not written twice: every piece of every tensor by one of the ranks that hold it.
+"""Assigns, when copies are not written twice, every piece of every tensor to one of the ranks that hold it.
 
     mine = shares({name: (layout, shape, itemsize)}, ranks=128)[local_rank]
 
@@ -46,7 +46,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
 
 
 def _holders(layout: TensorLayout, shape: tuple[int, ...], ranks: int, name: str) -> tuple[list[list[int]], int]:
-    """(local ranks that hold each piece, ascending; elements of a piece)."""
+    """Returns (local ranks that hold each piece, ascending; elements of a piece)."""
     if layout.stage_size != ranks:
         raise ValueError(f"tensor {name}: its layout is of {layout.stage_size} ranks, the stage has {ranks}: {layout}")
     holders: list[list[int]] = [[] for _ in range(math.prod(layout.pieces(shape)))]

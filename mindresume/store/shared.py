@@ -1,8 +1,8 @@
-"""Whether all nodes see the same folder, by what is configured: SHARED_PATHS, and the kind of file system it lies on.
+"""Tells whether all nodes see the same folder, by the configuration: SHARED_PATHS, and the kind of file system it lies on.
 
 mindformers asks this before a conversion and where it saves (utils/file_utils.py, is_publicly_accessible_path). It compares
 beginnings of texts, so that ``/data`` stands for ``/data01`` too, and knows NFS alone. For saving and resuming nothing is taken
-for granted: there a file that all ranks look for tells.
+for granted: there a file that all ranks look for decides.
 """
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(NamedTuple):
-    """``kind``: as the kernel names the file system, such as nfs4 or fuse.ceph."""
+    """A mounted file system. ``kind``: as the kernel names it, such as nfs4 or fuse.ceph."""
     point: str
     kind: str
 
 
 def mounts(table: str = "/proc/self/mounts") -> list[Mount]:
-    """What is mounted, later ones over earlier ones. Empty where the system does not say."""
+    """Returns what is mounted, later ones over earlier ones. Empty where the system does not say."""
     try:
         with open(table, encoding="utf-8", errors="surrogateescape") as file:
             rows = [line.split(" ") for line in file]
@@ -37,12 +37,13 @@ def mounts(table: str = "/proc/self/mounts") -> list[Mount]:
 
 
 def within(path: str, folder: str) -> bool:
-    """Whether ``path`` is ``folder`` or lies in it. Both absolute; whole components count: /data01 is not in /data."""
+    """Returns whether ``path`` is ``folder`` or lies in it. Both absolute; whole components count: /data01 is not in /data."""
     return os.path.commonpath([path, folder]) == folder
 
 
 def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None = None) -> bool:
-    """``shared_paths``: the value of SHARED_PATHS, folders separated by commas. Relative and linked paths are resolved."""
+    """Returns whether all nodes see ``path``. ``shared_paths``: the value of SHARED_PATHS, folders separated by commas. Relative
+    and linked paths are resolved."""
     path = os.path.realpath(path)
     named = [os.path.realpath(folder.strip()) for folder in shared_paths.split(",") if folder.strip()]
     if any(within(path, folder) for folder in named):
@@ -51,7 +52,8 @@ def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None
 
 
 def kind_of(path: str, mounted: Iterable[Mount] | None = None) -> str:
-    """Of the file system that holds ``path``, which is absolute and no link: of mounts the deepest decides. Empty: not known."""
+    """Returns the kind of the file system that holds ``path``, which is absolute and no link: of mounts the deepest decides.
+    Empty: not known."""
     holding = [mount for mount in (mounts() if mounted is None else mounted) if os.path.isabs(mount.point) and
                within(path, os.path.normpath(mount.point))]
     deepest = max((len(os.path.normpath(mount.point)) for mount in holding), default=0)
@@ -60,5 +62,6 @@ def kind_of(path: str, mounted: Iterable[Mount] | None = None) -> str:
 
 
 def is_local(path: str, mounted: Iterable[Mount] | None = None) -> bool:
-    """Whether ``path`` is certain to lie on a disk or in memory of this host: what is written there is seen at once or never."""
+    """Returns whether ``path`` is certain to lie on a disk or in memory of this host: what is written there is seen at once or
+    never."""
     return kind_of(os.path.realpath(path), mounted) in LOCAL_KINDS

@@ -1,4 +1,4 @@
-"""The copy of a save that a background writer works on: one buffer, made at the first save and used again for every other.
+"""Stages the copy of a save that a background writer works on: one buffer, made at the first save and used again for every other.
 
     staged = staging.pack(save)          # training thread: one copy of the bytes; the parameters may change afterwards
     save = Staging(fd=...).unpack(staged)         # the writer: arrays again, in the same memory, nothing copied
@@ -37,7 +37,8 @@ class Staged:
 
 
 class Staging:
-    """``shared``: the memory can be mapped by another process, which is given ``fd``. ``size``: bytes of the buffer."""
+    """A buffer of staging memory. ``shared``: another process can map it, which is given ``fd``. ``size``: bytes of the
+    buffer."""
 
     def __init__(self, shared: bool = False, fd: int = -1):
         self.fd = os.memfd_create("mindresume") if shared and fd < 0 else fd
@@ -46,11 +47,11 @@ class Staging:
 
     @staticmethod
     def needed(save: Save) -> int:
-        """Bytes of buffer for a save."""
+        """Returns the bytes of buffer for a save."""
         return sum(_padded(array.nbytes) for table in _tables(save) for array in table.values())
 
     def pack(self, save: Save) -> Staged:
-        """Copies every array into the buffer, which grows if it must. OSError or MemoryError if it cannot."""
+        """Copies every array into the buffer, which grows if it must. Raises OSError or MemoryError if it cannot."""
         needed = self.needed(save)
         if needed > self.size:
             self._grow(needed)
@@ -70,7 +71,8 @@ class Staging:
         return Staged(_with_tables(save, [stage(table) for table in _tables(save)]), self.size)
 
     def unpack(self, staged: Staged) -> Save:
-        """ValueError if the memory was given back meanwhile: new memory would be zeros."""
+        """Returns the save with its arrays in the buffer. Raises ValueError if the memory was given back meanwhile: new memory
+        would be zeros."""
         if staged.size > self.size:
             if self.fd < 0:
                 raise ValueError("the copy of the save is gone: the training did not wait any longer for its writer")

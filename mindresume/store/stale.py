@@ -1,4 +1,5 @@
-"""Removes small files of processes that died in the middle, where no number of a run tells that they are over: their age does."""
+"""Removes small files that processes left when they died, and that have no number of a run that could tell that it is over: their
+age decides."""
 from __future__ import annotations
 
 from collections.abc import Iterable

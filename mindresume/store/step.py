@@ -1,4 +1,4 @@
-"""What a training tells the ``CheckpointManager``: where and when it saves, and at each step what is to be saved.
+"""Describes a training to the ``CheckpointManager``: where and when it saves, and at each step what is to be saved.
 
     class Mine(Step):
         def collect(self) -> Save: ...
@@ -35,8 +35,8 @@ class Saves(Protocol):
 
 
 class Step:
-    """A training at the end of a step, as it is to be saved. A subclass says at least how it is collected. ``number``: of the
-    step, since the training began, over all resumes."""
+    """A training at the end of a step, as it is to be saved. A subclass defines at least ``collect``. ``number``: of the step,
+    since the training began, over all resumes."""
 
     def __init__(self, number: int):
         self.number = number
@@ -46,7 +46,7 @@ class Step:
         raise NotImplementedError
 
     def record(self, save: Save, name: str) -> None:
-        """Called with what was collected, before the saver has it. SaveError: the save failed."""
+        """Called with what was collected, before the saver has it. Raises SaveError if the save failed."""
 
     def taken(self, save: Save, name: str) -> None:
         """Called when the saver has it, under ``name``."""
@@ -60,5 +60,5 @@ class Step:
         return self.collect().shard
 
     def exchanges(self) -> bool:
-        """Whether collecting waits for other ranks."""
+        """Returns whether collecting waits for other ranks."""
         return False

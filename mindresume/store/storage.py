@@ -1,12 +1,12 @@
-"""The one seam to the file system. Everything a checkpoint reads, writes, renames or removes goes through a ``Storage``.
+"""The one interface to the file system. Everything a checkpoint reads, writes, renames or removes goes through a ``Storage``.
 
     storage = PosixStorage()
     storage.write("/ckpt/rank_0/.a.tmp", [b"header", memoryview(data)])    # durable when it returns
     storage.rename("/ckpt/rank_0/.a.tmp", "/ckpt/rank_0/a.safetensors")    # atomic
     storage.sync("/ckpt/rank_0")                                           # the new name is durable
 
-``publish`` does the three in order. A reader sees the final name with all its bytes or not at all, whatever dies when.
-``create`` is for several threads that write one file at once. Paths are strings; errors of the file system are ``OSError``.
+``publish`` does the three in order. A reader sees the final name with all its bytes or not at all, whatever dies when. ``create``
+is for several threads that write one file at once. Paths are strings; errors of the file system are ``OSError``.
 """
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Status:
 
 
 class NewFile(Protocol):
-    """A file that is being written, by several threads at any position. Whoever made it calls one of the last two."""
+    """A file that is being written, by several threads at any position. Its creator calls one of the last two methods."""
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """All of ``data``, or OSError."""
+        """Writes all of ``data``, or raises OSError."""
 
     def finish(self) -> None:
-        """Its bytes are durable when this returns (its name is not). On an error it is removed if it can be."""
+        """Makes its bytes durable (its name is not). On an error it is removed if it can be."""
 
     def abandon(self) -> None:
-        """Removes it if it can be; no error."""
+        """Removes it if it can be; raises no error."""
 
 
 class Storage(Protocol):
@@ -55,30 +55,29 @@ class Storage(Protocol):
     width: int
 
     def list(self, folder: str) -> list[str]:
-        """Names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS. OSError for any other
-        reason: then nobody knows what is in it, and it must not be taken for empty."""
+        """Returns the names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS. Raises
+        OSError for any other reason: then its content is not known, and it must not be taken for empty."""
 
     def status(self, path: str) -> Status | None:
-        """None if there is no such file or folder."""
+        """Returns the status of a file or folder, None if there is none."""
 
     def open(self, path: str) -> BinaryIO:
-        """A seekable file for reading. FileNotFoundError if absent. Committed files never change under a reader."""
+        """Opens a seekable file for reading. Raises FileNotFoundError if absent. Committed files never change under a reader."""
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
-        """A new file with these bytes, flushed to the device when this returns (its name is not: see ``sync``).
-        Returns its size. On any error the file is removed if it can be, and the error is raised; a flush that failed is never
-        tried again. Not atomic: a reader may see part of it, so ``path`` is a temporary name. ``size``: bytes that will come; a
-        full disk or an exhausted quota is then an error before the first byte, where the file system can reserve space."""
+        """Writes a new file with these bytes, flushed to the device when this returns (its name is not: see ``sync``). Returns
+        its size. On any error the file is removed if it can be, and the error is raised; a flush that failed is never tried
+        again. Not atomic: a reader may see part of it, so ``path`` is a temporary name. ``size``: bytes that will come; a full
+        disk or an exhausted quota is then an error before the first byte, where the file system can reserve space."""
 
     def create(self, path: str, size: int) -> NewFile:
-        """A new file of ``size`` bytes to be written in pieces; for it everything said of ``write`` holds."""
+        """Creates a file of ``size`` bytes to be written in pieces; otherwise as ``write``."""
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
+        """Renames atomically; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
 
     def sync(self, folder: str) -> None:
-        """Names created, renamed or removed in ``folder`` so far are durable when this returns (where the file system flushes
-        folders at all)."""
+        """Makes names created, renamed or removed in ``folder`` so far durable (where the file system flushes folders at all)."""
 
     def remove(self, path: str) -> None:
         """Removes a file or an empty folder; no error if it is gone already. OSError if a folder is not empty."""
@@ -87,12 +86,12 @@ class Storage(Protocol):
         """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
 
     def room(self, folder: str) -> int:
-        """Bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_ROOM`` where the file system
-        does not tell. No error: whether anything can be written shows when it is."""
+        """Returns the bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_ROOM`` where the
+        file system does not tell. Raises no error: whether anything can be written shows when it is."""
 
 
 def open_regular(path: str) -> BinaryIO:
-    """A file for reading. A pipe would block until somebody writes into it, a device never ends: OSError for both."""
+    """Opens a file for reading. A pipe would block until somebody writes into it, a device never ends: OSError for both."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -244,7 +243,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anythi
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Blocks for ``size`` bytes: full disks and quotas show before anything is written."""
+    """Reserves blocks for ``size`` bytes: full disks and quotas show before anything is written."""
     code = _fallocate(handle, size)
     if code in _NO_ROOM:
         raise OSError(code, os.strerror(code), path)
@@ -265,8 +264,9 @@ _WRITE = 2                      # SYNC_FILE_RANGE_WRITE of linux/fs.h
 
 
 def _begin_flush(handle: int, start: int, end: int) -> None:
-    """The device begins with these bytes while the next ones are still being hashed, so the flush at the end finds little left to
-    do. Only a hint, and without waiting: an error of the device is kept by the kernel for that flush, which reports it."""
+    """Lets the device begin with these bytes while the next ones are still being hashed, so the flush at the end finds little
+    left to do. Only a hint, and without waiting: an error of the device is kept by the kernel for that flush, which reports
+    it."""
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -347,7 +347,7 @@ def _unsettled(error: OSError, path: str) -> UnsettledError:
 
 
 def temporary_name(path: str, tag: str) -> str:
-    """Hidden, beside its final name (a rename must not cross devices), and it says whose it is."""
+    """Returns a hidden name beside the final one (a rename must not cross devices), which has the ``tag``."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{tag}{TEMPORARY}")
 
@@ -369,7 +369,7 @@ def error_text(error: BaseException) -> str:
 
 
 def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
-    """``publish`` of a JSON document (compact, one line, sorted as given)."""
+    """Publishes a JSON document (compact, one line, sorted as given), as ``publish``."""
     return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)
 
 
@@ -377,7 +377,8 @@ MOST_READ = 256 << 20           # bytes at once of any file that is no weights; 
 
 
 def read_bytes(storage: Storage, path: str, limit: int = MOST_READ) -> bytes:
-    """The whole of a small file. OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs nobody anything."""
+    """Returns the whole of a small file. Raises OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs
+    nothing."""
     with storage.open(path) as file:
         found = file.read(limit + 1)
     if len(found) > limit:
@@ -386,12 +387,12 @@ def read_bytes(storage: Storage, path: str, limit: int = MOST_READ) -> bytes:
 
 
 def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
-    """The JSON document in a small file. OSError as of ``read_bytes``; ValueError as of ``parse_json``."""
+    """Returns the JSON document in a small file. Raises OSError as ``read_bytes``, ValueError as ``parse_json``."""
     return parse_json(read_bytes(storage, path, limit))
 
 
 def remove_tree(storage: Storage, folder: str) -> None:
-    """A folder and everything in it, folders in it first; links are removed, not followed."""
+    """Removes a folder and everything in it, folders in it first; links are removed, not followed."""
     paths = [os.path.join(folder, name) for name in storage.list(folder)]
     files = []
     for path, found in zip(paths, parallel(storage, storage.status, paths), strict=True):

@@ -1,15 +1,15 @@
-"""Checkpoints on trial: loaded by a job that has not finished a step since.
+"""Guards against crash loops: counts the jobs that loaded a checkpoint and died before a step was done.
 
     {root}/.mindresume/trial-{key}                    rank 0, when all ranks have loaded it and the network is compiled
     {root}/.mindresume/death-{run}-rank_00003.json    a rank that ends with an error before its first step is done: why
-    {root}/.mindresume/death-{run}-signals            rank 0: the numbers of signals, written by the kernel's hand, see below
+    {root}/.mindresume/death-{run}-signals            rank 0: the numbers of signals, written by the kernel, see below
 
 A platform starts a job again whenever it dies, and a checkpoint on which every job dies would be loaded for ever. So a job counts
 against the checkpoint if it died between the two moments above, unless it was asked to end, or an error of one of its ranks is
 explained by something else (``explanation``). After ``poison_limit`` such jobs in a row, of one output, the checkpoint is
 suspected: it is taken only if no other can be, and retention does not remove it. The first step that a job finishes clears it.
 
-A job that dies without a word may have been killed by the platform; it counts too, because most crashes are such. But if all
+A job that dies without an error may have been killed by the platform; it counts too, because most crashes are such. But if all
 errors came from one host of several, that host is suspected first, and the checkpoint after twice as many.
 """
 from __future__ import annotations
@@ -40,9 +40,9 @@ SILENT = "without a word"
 
 
 @dataclass(frozen=True)
-class Death:
-    """Of a job that ran on ``hosts`` hosts. ``host``, ``rank``: where the error was raised that nothing else explains; empty and
-    None where no rank said a word."""
+class FailedLoad:
+    """A job that died after it had loaded a checkpoint. It ran on ``hosts`` hosts. ``host``, ``rank``: where the error was raised
+    that nothing else explains; empty and None where no rank reported one."""
     run: str
     cause: str = SILENT
     host: str = ""
@@ -55,26 +55,28 @@ class Death:
 
 @dataclass(frozen=True)
 class _Note:
-    """``output``: of the jobs it is about. ``deaths``: judged ones. ``began``: the job that was on trial last."""
+    """The note on a checkpoint. ``output``: of the jobs it is about. ``deaths``: jobs that count. ``began``: the job of the last
+    load attempt."""
     output: str = ""
-    deaths: tuple[Death, ...] = ()
-    began: Death | None = None
+    deaths: tuple[FailedLoad, ...] = ()
+    began: FailedLoad | None = None
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> _Note | None:
-        """None if it is not as we write it. Notes of before ("2 /output") counted any death: they say nothing."""
+        """Reads a note. None if it has another form. Notes of earlier versions ("2 /output") counted any death and are not
+        used."""
         try:
             with storage.open(path) as file:
                 value = json.loads(file.read(_LIMIT))
-            deaths, began = [_death(row) for row in value["deaths"]], value["began"]
-            return cls(str(value["output"]), tuple(deaths), _death(began) if began else None)
+            deaths, began = [_failed_load(row) for row in value["deaths"]], value["began"]
+            return cls(str(value["output"]), tuple(deaths), _failed_load(began) if began else None)
         except (OSError, ValueError, LookupError, TypeError, RecursionError, RecordError):
             return None
 
 
-def _death(row: Mapping[str, Any]) -> Death:
-    """RecordError, TypeError or ValueError if it is none."""
-    death = Death(**row)
+def _failed_load(row: Mapping[str, Any]) -> FailedLoad:
+    """Returns the FailedLoad of a JSON object. Raises RecordError, TypeError or ValueError if it is none."""
+    death = FailedLoad(**row)
     run_sequence(death.run)
     texts = all(isinstance(text, str) and len(text) <= _LONGEST for text in (death.cause, death.host))
     if not texts or not is_count(death.hosts, 1) or not (death.rank is None or is_count(death.rank)):
@@ -85,13 +87,14 @@ def _death(row: Mapping[str, Any]) -> Death:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 def key_of(candidate: Candidate) -> str:
-    """What identifies it within its root: its folder of records, or of mindformers' the iteration folder or first file."""
+    """Returns what identifies a candidate within its root: its folder of records, or of mindformers' the iteration folder or
+    first file."""
     return candidate.name or candidate.base or os.path.basename(candidate.first.path if candidate.first else "")
 
 
-def trials(storage: Storage, root: str) -> dict[str, tuple[Death, ...] | None]:
-    """{key: deaths in a row} of every checkpoint with a note; None of one that cannot be read, which counts as nothing for the
-    choice: a damaged note must not cost a checkpoint."""
+def load_attempts(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...] | None]:
+    """Returns {key: failed loads in a row} of every checkpoint with a note; None for a note that cannot be read, which does not
+    count for the choice: a damaged note must not cost a checkpoint."""
     found = {}
     for name in storage.list(os.path.join(root, FOLDER)):
         if name.startswith(_TRIAL):                         # a half-written one begins with a dot
@@ -100,16 +103,17 @@ def trials(storage: Storage, root: str) -> dict[str, tuple[Death, ...] | None]:
     return found
 
 
-def deaths_by_key(storage: Storage, root: str) -> dict[str, tuple[Death, ...]]:
-    """``trials`` for a choice: none that are not known, and none where the folder of records cannot be listed."""
+def failed_loads_by_key(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...]]:
+    """Returns ``load_attempts`` for a choice: without those that are not known, and none where the folder of records cannot be
+    listed."""
     try:
-        return {key: deaths for key, deaths in trials(storage, root).items() if deaths}
+        return {key: deaths for key, deaths in load_attempts(storage, root).items() if deaths}
     except OSError:
         return {}
 
 
-def suspicion(deaths: Sequence[Death], limit: int) -> str:
-    """Why a checkpoint on which these jobs died is passed over; empty: it is not."""
+def suspicion(deaths: Sequence[FailedLoad], limit: int) -> str:
+    """Returns why a checkpoint on which these jobs died is passed over; empty: it is not."""
     if not limit or len(deaths) < limit * (2 if one_host(deaths) else 1):
         return ""
     where = f", all on host {deaths[0].host}" if one_host(deaths) else ""
@@ -117,13 +121,13 @@ def suspicion(deaths: Sequence[Death], limit: int) -> str:
             f"one: {deaths[-1]} (mindresume.poison_limit: {limit}); name it to take it all the same")
 
 
-def one_host(deaths: Sequence[Death]) -> bool:
-    """Whether one host of several may be what all of them died of."""
+def one_host(deaths: Sequence[FailedLoad]) -> bool:
+    """Returns whether one host of several may be the reason for all of them."""
     return len({death.host for death in deaths}) == 1 and all(death.host and death.hosts > 1 for death in deaths)
 
 
-def warning(deaths: Sequence[Death], limit: int) -> str:
-    """What is said of a checkpoint that is not passed over yet; empty: nothing."""
+def warning(deaths: Sequence[FailedLoad], limit: int) -> str:
+    """Returns a warning about a checkpoint that is not passed over yet; empty: none."""
     if not deaths or suspicion(deaths, limit):
         return ""
     jobs = "the job before" if len(deaths) == 1 else f"{len(deaths)} jobs in a row"
@@ -131,8 +135,9 @@ def warning(deaths: Sequence[Death], limit: int) -> str:
     return f"{jobs} loaded it and died before the first step was done, the last one: {deaths[-1]}{host}"
 
 
-def _judged(storage: Storage, root: str, note: _Note) -> tuple[Death, ...]:
-    """With the job that was on trial last, which is dead, or nobody would look. A job that lives elsewhere counts for now."""
+def _judged(storage: Storage, root: str, note: _Note) -> tuple[FailedLoad, ...]:
+    """Returns the failed loads of a note, with the job of the last load attempt: it is dead, or nobody would look. A job that is
+    alive on another machine counts for now."""
     if note.began is None:
         return note.deaths
     folder, prefix = os.path.join(root, FOLDER), f"{_DEATH}{note.began.run}-"
@@ -148,7 +153,8 @@ def _judged(storage: Storage, root: str, note: _Note) -> tuple[Death, ...]:
                 continue
             word = json.loads(data)
             if not word["explained"]:
-                return (*note.deaths, _death({**asdict(note.began), **{key: word[key] for key in ("cause", "host", "rank")}}))
+                return (*note.deaths,
+                        _failed_load({**asdict(note.began), **{key: word[key] for key in ("cause", "host", "rank")}}))
             explained = True
         except (OSError, ValueError, LookupError, TypeError, RecursionError, RecordError):
             explained = True                                # somebody said something: it did not die without a word
@@ -157,9 +163,9 @@ def _judged(storage: Storage, root: str, note: _Note) -> tuple[Death, ...]:
 
 # ---- the job -------------------------------------------------------------------------------------------------------
 
-class Trial:
-    """Of one job; every rank has its own. ``output``: the folder it works in. ``limit``: deaths after which a checkpoint is
-    suspected, 0: it is not known. ``run``: its name. ``hosts``: that it runs on."""
+class LoadAttempt:
+    """The load attempt of one job; every rank has its own. ``output``: the folder it works in. ``limit``: failed loads after
+    which a checkpoint is suspected, 0: it is not known. ``run``: its name. ``hosts``: number of hosts that it runs on."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate, output: str, rank: int = 0, limit: int = 0):
         self.storage, self.root, self.output, self.rank, self.limit = storage, root, output, rank, limit
@@ -168,37 +174,37 @@ class Trial:
         self._signals: tuple[int, int] | None = None        # (our file, what had the numbers of signals before)
 
     def begin(self) -> None:
-        """All ranks have loaded it, and the network is compiled: from here on it may be what the job dies of. In a folder that is
-        not ours to write to there are no trials. OSError."""
+        """Records that all ranks have loaded the checkpoint, and the network is compiled: from here on it may be what the job
+        dies of. Nothing is recorded in a folder that is not ours to write to. Raises OSError."""
         self.begun = True
         if self.rank == 0 and self.storage.status(os.path.dirname(self.path)) is not None:
             before = _Note.read(self.storage, self.path) or _Note()
             deaths = _judged(self.storage, self.root, before) if before.output == self.output else ()
-            note = _Note(self.output, deaths[-_MOST:], Death(self.run, hosts=self.hosts))
+            note = _Note(self.output, deaths[-_MOST:], FailedLoad(self.run, hosts=self.hosts))
             publish_json(self.storage, self.path, asdict(note), self.run)
             self._listen()
             self._clear(before.began.run if before.began else "")
 
     def passed(self) -> None:
-        """A step is done: the checkpoint is not what jobs die of. OSError."""
+        """Removes the notes: a step is done, so the checkpoint is not what jobs die of. Raises OSError."""
         if self.rank == 0:
             self._listen_no_more()
             self.storage.remove(self.path)
             self._clear(self.run)
-            self._forget_others()
+            self._clear_others()
 
     def failed(self, error: BaseException) -> None:
-        """This rank ends before its first step is done. OSError."""
+        """Records why this rank ends before its first step is done. Raises OSError."""
         self._listen_no_more()
         if self.begun and self.storage.status(self.path) is not None:
             why = explanation(error)
             text = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST]
-            publish_json(self.storage, self._death(record_name(self.rank)), {
+            publish_json(self.storage, self._death_path(record_name(self.rank)), {
                 "cause": text, "host": socket.gethostname(), "rank": self.rank, "explained": why}, self.run)
 
-    def _forget_others(self) -> None:
-        """Removes the notes of this output on other checkpoints that nobody suspects: the training goes on from this one, nobody
-        will load them again, and as long as there is a note retention does not remove its checkpoint."""
+    def _clear_others(self) -> None:
+        """Removes the notes of this output on other checkpoints that are not suspected: the training goes on from this one,
+        nobody will load them again, and as long as there is a note retention does not remove its checkpoint."""
         folder = os.path.dirname(self.path)
         for name in self.storage.list(folder) if self.limit else ():
             if name.startswith(_TRIAL):
@@ -207,7 +213,7 @@ class Trial:
                     self.storage.remove(os.path.join(folder, name))
                     self._clear(note.began.run if note.began else "")
 
-    def _death(self, name: str) -> str:
+    def _death_path(self, name: str) -> str:
         return os.path.join(self.root, FOLDER, f"{_DEATH}{self.run}-{name}")
 
     def _clear(self, run: str) -> None:
@@ -217,10 +223,11 @@ class Trial:
                 self.storage.remove(os.path.join(folder, name))
 
     def _listen(self) -> None:
-        """The numbers of signals go into a file the moment they arrive. A handler in Python would run only when the step that is
-        being computed lets it, and a platform may not wait so long before it kills."""
+        """Lets the kernel write the numbers of signals into a file the moment they arrive. A handler in Python would run only
+        when the step that is being computed lets it, and a platform may not wait so long before it kills."""
         with suppress(ValueError, OSError):                 # not the main thread; a disk on which that cannot be
-            file = os.open(self._death(_SIGNALS), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+            file = os.open(self._death_path(_SIGNALS), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC,
+                           0o666)
             try:
                 self._signals = file, signal.set_wakeup_fd(file, warn_on_full_buffer=False)
             except ValueError:
@@ -236,16 +243,16 @@ class Trial:
 
 
 @dataclass
-class PendingTrial:
-    """Holds the trial of the checkpoint that a job has loaded until a step of it is done, or one of its ranks fails."""
-    trial: Trial | None = None
+class PendingLoadAttempt:
+    """Holds the load attempt of the checkpoint that a job has loaded until a step of it is done, or one of its ranks fails."""
+    load_attempt: LoadAttempt | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the trial, if it has not ended yet: a step is done; or this rank ends with ``error``."""
-        trial, self.trial = self.trial, None
-        if trial is not None:
+        """Ends the load attempt, if it has not ended yet: a step is done; or this rank ends with ``error``."""
+        load_attempt, self.load_attempt = self.load_attempt, None
+        if load_attempt is not None:
             with suppress(OSError):                 # the next job looks again
-                trial.failed(error) if error is not None else trial.passed()
+                load_attempt.failed(error) if error is not None else load_attempt.passed()
 
 
 _PROGRAM = (ImportError, NameError, AttributeError, TypeError, NotImplementedError, SyntaxError)
@@ -257,7 +264,7 @@ _WORDS = (
 
 
 def explanation(error: BaseException) -> str:
-    """What a job died of, if not of the numbers in a checkpoint; empty: perhaps of them."""
+    """Returns what a job died of, if not of the numbers in a checkpoint; empty: perhaps of them."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "it was asked to end"
     if isinstance(error, MindResumeError):

@@ -13,8 +13,8 @@ import mindresume
 from mindresume.errors import AgreementError, MissingCheckpointError
 from mindresume.files import read_header
 from mindresume.manifest import FOLDER, attempt_name
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import SAVING, owner_of_this_process
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import SAVING, holder_of_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +102,10 @@ def test_of_two_saves_of_a_step_the_complete_one_is_meant(tmp_path):
 
 def test_who_saves_there(tmp_path):
     save(tmp_path, 5, 1)
-    claim = occupy(STORAGE, str(tmp_path), owner_of_this_process(SAVING, 8))
+    lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
     (user,) = mindresume.open(tmp_path).list().in_use_by
-    assert user.owner.run == claim.run and user.alive is True and user.to_json()["pid"] == os.getpid()
-    claim.leave()
+    assert user.holder.run == lease.run and user.alive is True and user.to_json()["pid"] == os.getpid()
+    lease.release()
     assert mindresume.open(tmp_path).list().in_use_by == ()
 
 

@@ -41,7 +41,7 @@ def saved(request, tmp_path):
     return root
 
 
-def claims(root):
+def leases(root):
     return [path.name for path in (root / FOLDER).glob("claim-*")] if (root / FOLDER).exists() else []
 
 
@@ -146,10 +146,10 @@ def test_it_is_held_within_the_block(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     with mindresume.open(tmp_path)[5] as checkpoint:
-        assert checkpoint.is_held and len(claims(tmp_path)) == 1
+        assert checkpoint.is_held and len(leases(tmp_path)) == 1
         assert prune_all_but_the_newest(tmp_path) == []
         checkpoint.read("layer.bias")
-    assert not checkpoint.is_held and claims(tmp_path) == []
+    assert not checkpoint.is_held and leases(tmp_path) == []
     assert prune_all_but_the_newest(tmp_path) == [5]
 
 
@@ -157,12 +157,12 @@ def test_it_is_held_from_the_first_read_until_nobody_uses_it(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     checkpoint = mindresume.open(tmp_path)[5]
-    assert checkpoint.state.step == 5 and claims(tmp_path) == []                # nothing but its listing was read
+    assert checkpoint.state.step == 5 and leases(tmp_path) == []                # nothing but its listing was read
     checkpoint.read("layer.bias")
-    assert len(claims(tmp_path)) == 1
+    assert len(leases(tmp_path)) == 1
     del checkpoint
     gc.collect()
-    assert claims(tmp_path) == []
+    assert leases(tmp_path) == []
 
 
 def test_it_is_released_when_the_process_ends(tmp_path):
@@ -170,7 +170,7 @@ def test_it_is_released_when_the_process_ends(tmp_path):
     code = ("import mindresume, pathlib, sys; checkpoint = mindresume.open(sys.argv[1])[5]; checkpoint.read('layer.bias'); "
             "print(len(list(pathlib.Path(sys.argv[1]).glob('*/claim-*'))))")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n" and claims(tmp_path) == []
+    assert done.stdout == "1\n" and leases(tmp_path) == []
 
 
 def test_a_catalog_lets_go_of_all(tmp_path):
@@ -178,8 +178,8 @@ def test_a_catalog_lets_go_of_all(tmp_path):
         save(tmp_path, step, world=2, replicas=1)
     with mindresume.open(tmp_path) as catalog:
         found = [catalog[5], catalog[10]]
-        assert all(checkpoint.tensors for checkpoint in found) and len(claims(tmp_path)) == 2
-    assert claims(tmp_path) == [] and not any(checkpoint.is_held for checkpoint in found)
+        assert all(checkpoint.tensors for checkpoint in found) and len(leases(tmp_path)) == 2
+    assert leases(tmp_path) == [] and not any(checkpoint.is_held for checkpoint in found)
     assert found[0].read("layer.bias").shape == (5,) and found[0].is_held       # held again
     found[0].release()
 

@@ -27,16 +27,16 @@ def test_what_is_a_strategy(tmp_path):
         assert not is_strategy(STORAGE, str(tmp_path / path)), path
 
 
-def claims(root):
+def leases(root):
     return list((root / FOLDER).glob("claim-*"))
 
 
 def test_a_path_is_held_until_the_end_of_the_block(tmp_path):
     save(tmp_path, 5, world=1)
     with opened(str(tmp_path)) as source:
-        assert source.state.step == 5 and len(claims(tmp_path)) == 1
+        assert source.state.step == 5 and len(leases(tmp_path)) == 1
     with opened(str(tmp_path), hold=False):
-        assert claims(tmp_path) == []
+        assert leases(tmp_path) == []
 
 
 def test_a_checkpoint_stays_held_as_long_as_its_owner_wants(tmp_path):
@@ -46,6 +46,6 @@ def test_a_checkpoint_stays_held_as_long_as_its_owner_wants(tmp_path):
         assert source.state.step == 5 and checkpoint.is_held
     assert checkpoint.is_held
     checkpoint.release()
-    assert claims(tmp_path) == []
+    assert leases(tmp_path) == []
     with pytest.raises(ConfigError), opened(checkpoint, step=5):
         pass

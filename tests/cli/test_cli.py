@@ -18,8 +18,8 @@ from mindresume.files import read_header
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.resume import survey as surveys
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import SAVING, owner_of_this_process
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import SAVING, holder_of_this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -451,12 +451,12 @@ def test_python_m_mindresume(tmp_path):
 
 def test_ls_says_who_saves_there(tmp_path, call, read):
     save(tmp_path, 5, 1)
-    claim = occupy(STORAGE, str(tmp_path), owner_of_this_process(SAVING, 8))
+    lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
     out = call("ls", tmp_path)[1]
-    assert f"saving: run {claim.run} on host" in out and f"(process {os.getpid()}, 8 rank(s)" in out and "; alive" in out
-    (owner,) = read("ls", tmp_path)[1]["in_use_by"]
-    assert owner["run"] == claim.run and owner["alive"] is True
-    claim.leave()
+    assert f"saving: run {lease.run} on host" in out and f"(process {os.getpid()}, 8 rank(s)" in out and "; alive" in out
+    (holder,) = read("ls", tmp_path)[1]["in_use_by"]
+    assert holder["run"] == lease.run and holder["alive"] is True
+    lease.release()
     assert read("ls", tmp_path)[1]["in_use_by"] == []
 
 

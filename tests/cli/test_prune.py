@@ -13,7 +13,7 @@ from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.store import claim
-from mindresume.store.holds import hold
+from mindresume.store.holds import acquire_read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,32 +107,33 @@ def test_pruning_twice_removes_nothing_more(saved, read):
 
 
 def test_what_a_job_reads_stays(saved, read, call):
-    held = hold(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
+    held = acquire_read_lock(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["reason"]
         assert steps(found["removed"]) == [35, 25, 20, 15, 5] and committed(saved) == [30, 10]
         assert "held" in call(saved, "--keep-last", 1)[1]
     finally:
-        held.leave()
+        held.release()
     assert steps(read(saved, "--keep-last", 1)["removed"]) == [10]
 
 
 def test_an_incomplete_save_of_a_living_job_stays(saved, read):
-    job = claim.Claim(STORAGE, str(saved), replace(claim.owner_of_this_process(claim.SAVING, 2), run=RUN))
+    job = claim.Lease(STORAGE, str(saved), replace(claim.holder_of_this_process(claim.SAVING, 2), run=RUN))
     job.publish()
     found = read(saved, "--keep-last", 6)
     assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
     assert "may still go on" in found["kept"][0]["reason"] and path_of(saved, 35, 0).exists()
-    job.leave()
+    job.release()
     assert steps(read(saved, "--keep-last", 6)["removed"]) == [35] and not path_of(saved, 35, 0).exists()
 
 
 def test_a_dry_run_leaves_the_claim_of_a_dead_reader(saved, read):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    owner = replace(claim.owner_of_this_process(claim.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead", pid=dead.pid)
-    claim.Claim(STORAGE, str(saved), owner).publish()
+    owner = replace(claim.holder_of_this_process(claim.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",
+                    pid=dead.pid)
+    claim.Lease(STORAGE, str(saved), owner).publish()
     before = contents(saved)
     assert steps(read(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
     assert steps(read(saved, "--keep-last", 5)["removed"]) == [35, 5]

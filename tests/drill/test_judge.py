@@ -18,8 +18,8 @@ from mindresume.formats.iteration_files import TRACKER
 from mindresume.manifest import FOLDER, attempt_name
 from mindresume.resume.select import Choice
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import owner_of_this_process
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import holder_of_this_process
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KEEP_ALL
 from mindresume.store.shard import write_shard
@@ -177,7 +177,7 @@ def test_an_older_one_that_is_committed_and_not_whole(world, damage):
 
 def test_the_next_run_is_kept_out(world):
     saved(world, 10)
-    occupy(PosixStorage(), world.root, owner_of_this_process("saving", RANKS), 0.0)
+    acquire(PosixStorage(), world.root, holder_of_this_process("saving", RANKS), 0.0)
     found = judge(world, [OLD])
     assert found.verdict == HARD_FAIL and found.reason.startswith("the next run cannot save")
 

@@ -28,9 +28,9 @@ from mindresume.manifest import FOLDER, MANIFEST, Manifest, read_record, record_
 from mindresume.resume import prove, select
 from mindresume.resume.prove import ShardSource, VerifiedShard
 from mindresume.store import acquire, claim, commit, iteration, removal, saver, shard, storage
-from mindresume.store.background import Background
+from mindresume.store.background import AsyncSaver
 from mindresume.store.commit import Committer
-from mindresume.store.saver import Outcome, Work
+from mindresume.store.saver import Outcome, SaveJob
 from mindresume.store.storage import PosixStorage, temporary_name
 
 CONTROL, LEFT = "CONTROL", "LEFT"       # found although nothing is struck; by what nobody removes
@@ -129,19 +129,19 @@ def errors_of_writing_swallowed(patch: Patch) -> None:
 
 
 def failed_saves_reported_as_saved(patch: Patch) -> None:
-    right = Work.write
-    patch.setattr(Work, "write", lambda self, save: replace(right(self, save), saved=True))
+    right = SaveJob.write
+    patch.setattr(SaveJob, "write", lambda self, save: replace(right(self, save), saved=True))
 
 
 def saved_before_it_is_written(patch: Patch) -> None:
     """The training hears of success when the writer takes the save."""
-    right = Background.save
+    right = AsyncSaver.save
 
     def save(self, save):
         right(self, save)
         self._outcomes.append(Outcome(save.step, True))
         self._flight = None
-    patch.setattr(Background, "save", save)
+    patch.setattr(AsyncSaver, "save", save)
 
 
 def pointer_before_the_file(patch: Patch) -> None:
@@ -270,14 +270,14 @@ def prune_before_saving(patch: Patch) -> None:
     def write_shard(place, part, **how):
         if place.rank == 0 and part.state.step in (20, 30):
             found = [c for c in scan_records(place.storage, place.root)[0] if c.committed]
-            removal.carry_out(place.storage, place.root, removal.Plan(victims=tuple(found)))
+            removal.carry_out(place.storage, place.root, removal.Plan(to_delete=tuple(found)))
         return right(place, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
     patch.setattr(removal, "protected", lambda *args: {})
-    patch.setattr(removal, "_policy_says", lambda policy, committed, good: ({}, {c.box: "" for c in committed}))
+    patch.setattr(removal, "_policy_says", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
 
 
 def prune_takes_what_is_unfinished(patch: Patch) -> None:
@@ -286,17 +286,17 @@ def prune_takes_what_is_unfinished(patch: Patch) -> None:
 
     def plan(*args, **how):
         made = right(*args, **how)
-        return replace(made, debris=made.debris + made.unfinished, unfinished=())
+        return replace(made, orphans=made.orphans + made.unfinished, unfinished=())
     patch_all(patch, "plan", plan)
 
 
 def removal_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, holds=dict, emit=print):
-        victims = [*made.victims, *made.debris]
-        for candidate in victims:
+    def carry_out(disk, root, made, read_locks=dict, emit=print):
+        to_delete = [*made.to_delete, *made.orphans]
+        for candidate in to_delete:
             removal._clear(disk, root, candidate.attempt, ())
-        removal.empty_trash(disk, root, holds)
-        return victims
+        removal.empty_trash(disk, root, read_locks)
+        return to_delete
     patch_all(patch, "carry_out", carry_out)
 
 
@@ -328,12 +328,12 @@ def trash_is_never_emptied(patch: Patch) -> None:
 # ---- iteration folders -----------------------------------------------------------------------------------------------
 
 def tracker_before_the_rename(patch: Patch) -> None:
-    right = iteration.show
+    right = iteration.publish_iteration
 
-    def show(place, step, newest=True, emit=print):
-        iteration.point(place.storage, place.root, step, place.run)
+    def publish_iteration(place, step, newest=True, emit=print):
+        iteration.set_tracker(place.storage, place.root, step, place.run)
         right(place, step, newest, emit)
-    patch.setattr(iteration, "show", show)
+    patch.setattr(iteration, "publish_iteration", publish_iteration)
 
 
 def rename_before_the_manifest(patch: Patch) -> None:
@@ -345,7 +345,7 @@ def rename_before_the_manifest(patch: Patch) -> None:
     def try_commit(self, step, by_name=False):
         missing = self._missing(step, by_name)
         if not missing:
-            iteration.show(self.place, step)
+            iteration.publish_iteration(self.place, step)
             place = There(**vars(self.place))
             manifest = self._manifest(place, step)
             commit.publish(place.storage, os.path.join(place.attempt(step), MANIFEST), [manifest.encode()], place.run)
@@ -388,9 +388,9 @@ def replaced_folder_removed_first(patch: Patch) -> None:
 
 def replaced_folder_written_into(patch: Patch) -> None:
     """Its files are replaced one by one."""
-    right = iteration.show
+    right = iteration.publish_iteration
 
-    def show(place, step, newest=True, emit=print):
+    def publish_iteration(place, step, newest=True, emit=print):
         disk, target = place.storage, os.path.join(place.root, iteration_name(step))
         if disk.status(target) is None:
             return right(place, step, newest, emit)
@@ -399,8 +399,8 @@ def replaced_folder_written_into(patch: Patch) -> None:
                 disk.rename(os.path.join(place.base(step), name), os.path.join(target, name))
         disk.rename(place.attempt(step), os.path.join(target, FOLDER, os.path.basename(place.attempt(step))))
         storage.remove_tree(disk, place.base(step))
-        return iteration.point(disk, place.root, step, place.run)
-    patch.setattr(iteration, "show", show)
+        return iteration.set_tracker(disk, place.root, step, place.run)
+    patch.setattr(iteration, "publish_iteration", publish_iteration)
 
 
 def tracker_names_what_is_being_replaced(patch: Patch) -> None:
@@ -424,27 +424,27 @@ def renamed_without_sync(patch: Patch) -> None:
 
         def __getattr__(self, name):
             return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
-    right = iteration.show
+    right = iteration.publish_iteration
 
-    def point(disk, root, step, tag):
+    def set_tracker(disk, root, step, tag):
         temporary = temporary_name(os.path.join(root, TRACKER), tag)
         disk.write(temporary, [str(step).encode()])
         disk.rename(temporary, os.path.join(root, TRACKER))
         PosixStorage().sync(root) if isinstance(disk, PosixStorage) else disk.disk.sync(root)
 
-    def show(place, step, newest=True, emit=print):
-        patch.setattr(iteration, "point", point)
+    def publish_iteration(place, step, newest=True, emit=print):
+        patch.setattr(iteration, "set_tracker", set_tracker)
         right(replace(place, storage=NoSync(place.storage)), step, newest, emit)
-    patch.setattr(iteration, "show", show)
+    patch.setattr(iteration, "publish_iteration", publish_iteration)
 
 
 def iteration_removed_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, holds=dict, emit=print):
-        victims = [*made.victims, *made.debris]
-        for candidate in victims:
-            storage.remove_tree(disk, candidate.box)
-        removal.empty_trash(disk, root, holds)
-        return victims
+    def carry_out(disk, root, made, read_locks=dict, emit=print):
+        to_delete = [*made.to_delete, *made.orphans]
+        for candidate in to_delete:
+            storage.remove_tree(disk, candidate.commit_dir)
+        removal.empty_trash(disk, root, read_locks)
+        return to_delete
     patch_all(patch, "carry_out", carry_out)
 
 

@@ -170,7 +170,7 @@ def test_a_foreign_folder(tmp_path, name):
         for rank in range(world)}
     state = candidate.state
     assert (state.step, state.global_step, state.global_batch_size, candidate.epoch) == (10, 10, 8, 1)
-    assert (candidate.attempt, candidate.box, candidate.name, candidate.committed) == (None, "", "", False)
+    assert (candidate.attempt, candidate.commit_dir, candidate.name, candidate.committed) == (None, "", "", False)
 
 
 def test_a_foreign_folder_under_another_name_has_the_step_of_its_common(tmp_path):
@@ -230,6 +230,6 @@ def test_counters_there_and_back():
 def test_a_folder_in_the_making_is_ours_and_not_foreign(tmp_path):
     write_all(tmp_path, 10)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
-    assert (candidate.origin, candidate.committed, candidate.existed) == (OURS, False, True)
+    assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)
     assert candidate.base == str(making(tmp_path, 10).relative_to(tmp_path)) and candidate.base.startswith(FOLDER)
-    assert candidate.box == str(making(tmp_path, 10))
+    assert candidate.commit_dir == str(making(tmp_path, 10))

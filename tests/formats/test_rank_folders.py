@@ -109,7 +109,7 @@ def test_a_committed_checkpoint(tmp_path):
     candidate, = found(tmp_path).candidates
     assert (candidate.step, candidate.origin, candidate.format, candidate.world_size, candidate.run, candidate.epoch) == (
         15, OURS, "safetensors", 2, RUN, 2)
-    assert candidate.committed and candidate.existed and candidate.problem is None and candidate.saved_at == 1015.0
+    assert candidate.committed and candidate.maybe_completed and candidate.problem is None and candidate.saved_at == 1015.0
     assert [candidate.files[rank][0].path for rank in range(2)] == [f"rank_{rank}/net_rank_{rank}-2_5.safetensors"
                                                                  for rank in range(2)]
 
@@ -232,14 +232,14 @@ def test_labelled_files_whose_records_were_left_behind_are_judged_like_those_of_
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER)
     candidate, = found(tmp_path).candidates
-    assert (candidate.step, candidate.origin, candidate.problem, candidate.existed) == (10, MINDFORMERS, None, True)
+    assert (candidate.step, candidate.origin, candidate.problem, candidate.maybe_completed) == (10, MINDFORMERS, None, True)
 
 
 def test_they_stay_so_when_the_next_run_keeps_records_in_the_same_folder(tmp_path):
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER)                                # cp -r rank_* here, resumed ...
     write_rank(tmp_path, 15, 0, 2, run=run_name(1, "0000cccc"), suffix=1)    # ... and dead in the first save
-    assert [(c.step, c.existed) for c in found(tmp_path).candidates if c.existed] == [(10, True)]
+    assert [(c.step, c.maybe_completed) for c in found(tmp_path).candidates if c.maybe_completed] == [(10, True)]
 
 
 def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_completed(tmp_path):
@@ -247,7 +247,7 @@ def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_com
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER / attempt_name(10, RUN))
     newest = found(tmp_path).candidates[0]
-    assert (newest.step, newest.origin, newest.run, newest.existed) == (10, OURS, RUN, False)
+    assert (newest.step, newest.origin, newest.run, newest.maybe_completed) == (10, OURS, RUN, False)
     assert newest.problem.reason == "the save never completed: no record of it was written"
 
 
@@ -286,14 +286,14 @@ def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_
     for rank in ranks:
         (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank)).write_bytes(content)
     candidate, = (c for c in found(tmp_path).candidates if c.attempt)
-    assert candidate.existed and "cannot be read" in candidate.problem.reason
+    assert candidate.maybe_completed and "cannot be read" in candidate.problem.reason
     save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1)
     assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as debris
 
 
 def test_an_absent_record_does(tmp_path):
     write_rank(tmp_path, 5, 0, 2)
-    assert [c.existed for c in found(tmp_path).candidates] == [False]
+    assert [c.maybe_completed for c in found(tmp_path).candidates] == [False]
 
 
 class Late(PosixStorage):

@@ -39,8 +39,9 @@ def test_a_writer_that_died_while_it_made_the_folders_of_an_iteration_left_an_at
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
     candidate, = candidates(tmp_path)
-    assert (candidate.step, candidate.run, candidate.name, candidate.existed) == (10, RUN, attempt_name(10, RUN), False)
-    assert candidate.box == str(making(tmp_path, 10)) and candidate.base == ("" if depth == 1 else f"{FOLDER}/{candidate.name}")
+    assert (candidate.step, candidate.run, candidate.name, candidate.maybe_completed) == (10, RUN, attempt_name(10, RUN), False)
+    assert candidate.commit_dir == str(making(tmp_path, 10)) and candidate.base == ("" if depth == 1
+                                                                                    else f"{FOLDER}/{candidate.name}")
     assert candidate.problem.reason == "the save never completed: no rank recorded what they wrote"
 
 
@@ -52,18 +53,18 @@ def test_records_of_an_iteration_in_the_making_that_are_listed_late_are_found_by
         def list(self, folder):
             return [] if folder == str(making(tmp_path, 10) / FOLDER) else super().list(folder)
     candidate, = scan_records(Late(), str(tmp_path))[0]
-    assert candidate.existed and candidate.problem is None and sorted(candidate.files) == [0, 1]
+    assert candidate.maybe_completed and candidate.problem is None and sorted(candidate.files) == [0, 1]
 
 
 def test_candidates_have_paths_from_the_root_and_say_whether_they_are_committed(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)
     found, known, notes = scan_records(STORAGE, str(tmp_path))
-    assert [(c.step, c.committed, c.existed, c.problem, c.format) for c in found] == [
+    assert [(c.step, c.committed, c.maybe_completed, c.problem, c.format) for c in found] == [
         (20, False, True, None, "safetensors"), (10, True, True, None, "safetensors")]
     assert notes == [] and len(known) == 8 and all((tmp_path / path).exists() for path in known)
     assert [file.path for file in found[1].small] == ["iteration_00000010/common.json", "iteration_00000010/metadata.json"]
-    assert found[1].box == str(folder_of(tmp_path, 10)) and found[1].name == attempt_name(10, RUN)
+    assert found[1].commit_dir == str(folder_of(tmp_path, 10)) and found[1].name == attempt_name(10, RUN)
     assert [file.path for file in found[1].files[1]] == [
         f"iteration_00000010/net-{kind}-0000001-0000002.safetensors" for kind in ("model", "opt")]
 
@@ -73,7 +74,7 @@ def test_of_two_folders_of_records_in_one_iteration_the_later_run_counts(tmp_pat
     (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).mkdir()
     assert [a.run for a in attempts_within(STORAGE, str(tmp_path), "iteration_00000010")] == [NEXT]
     candidate, = candidates(tmp_path)
-    assert candidate.existed and candidate.problem.reason.startswith("the save never completed: no rank recorded")
+    assert candidate.maybe_completed and candidate.problem.reason.startswith("the save never completed: no rank recorded")
 
 
 def test_a_visible_folder_was_committed_once_so_it_existed(tmp_path):
@@ -82,9 +83,9 @@ def test_a_visible_folder_was_committed_once_so_it_existed(tmp_path):
     for name in (MANIFEST, record_name(1)):
         os.remove(records_of(folder_of(tmp_path, 10), 10) / name)
     candidate, = candidates(tmp_path)
-    assert candidate.existed and "missing: rank 1" in candidate.problem.reason
+    assert candidate.maybe_completed and "missing: rank 1" in candidate.problem.reason
     os.rename(folder_of(tmp_path, 10), making(tmp_path, 10))
-    assert not candidates(tmp_path)[0].existed
+    assert not candidates(tmp_path)[0].maybe_completed
 
 
 @pytest.mark.parametrize("iterations", [True, False])

@@ -319,7 +319,7 @@ def test_everything_is_closed_once_though_one_of_it_fails(output):
 
     def train(self):
         current = session.current()
-        current.resources.read_lock = SimpleNamespace(leave=lambda: 1 / 0)
+        current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
         current.monitor = SimpleNamespace(settle=lambda: closed.append("settled"))
     with pytest.raises(ZeroDivisionError):
         hooks._training(train)(FakeTrainer())
@@ -363,11 +363,11 @@ def test_how_a_training_ends_is_told_to_the_trial(error):
     told = []
 
     def train(self):
-        session.current().resources.load_attempt.trial = SimpleNamespace(failed=told.append)
+        session.current().resources.load_attempt.load_attempt = SimpleNamespace(failed=told.append)
         raise error
     with pytest.raises(type(error)):
         hooks._training(train)(FakeTrainer())
-    assert told == [error] and session.current().resources.load_attempt.trial is None
+    assert told == [error] and session.current().resources.load_attempt.load_attempt is None
 
 
 def test_a_complete_training_ends_quietly_and_other_errors_do_not():
@@ -683,7 +683,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         (tmp_path / "new").replace(path)
         return pick()
     monkeypatch.setattr(selection, "select_with_remote", restore)
-    monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, leads=lambda rank: True))
+    monkeypatch.setattr(choosing, "islands_of", lambda *arguments: SimpleNamespace(apart=True, is_leader=lambda rank: True))
     current.resources.remote = object()
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 15

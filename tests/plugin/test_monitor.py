@@ -38,7 +38,7 @@ from mindresume.resume.lost import LostWork  # noqa: E402
 from mindresume.resume.select import Choice  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store import manager  # noqa: E402
-from mindresume.store.claim import Claim, claims, owner_of_this_process  # noqa: E402
+from mindresume.store.claim import Lease, holder_of_this_process, lease_holders  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 PER_EPOCH = 10
@@ -137,19 +137,19 @@ class FakeTrial:
 
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_trial_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, monkeypatch, signalled):
-    trial, compiled = FakeTrial(), []
-    session.current().resources.load_attempt.trial = trial
+    load_attempt, compiled = FakeTrial(), []
+    session.current().resources.load_attempt.load_attempt = load_attempt
     monkeypatch.setattr(module.adapter, "when_compiled", lambda network, work: compiled.append((network, work)))
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
-    assert trial.told == [] and compiled[0][0] is job.train
+    assert load_attempt.told == [] and compiled[0][0] is job.train
     job.monitor._checkpoints.preemption.signalled = signalled                  # while it was compiled
     compiled[0][1]()
-    assert trial.told == ([] if signalled else ["begins, run 0001, 1 host"])
+    assert load_attempt.told == ([] if signalled else ["begins, run 0001, 1 host"])
     job.monitor._checkpoints.preemption.signalled = False
     job.steps(2)
     job.monitor.on_train_step_begin(job.context)
-    assert trial.told[-1:] == ["passed"] and trial.told.count("passed") == 1 and len(compiled) == 1
+    assert load_attempt.told[-1:] == ["passed"] and load_attempt.told.count("passed") == 1 and len(compiled) == 1
     job.end()
 
 
@@ -366,21 +366,22 @@ def test_weights_alone_behind_the_training(tmp_path):
 
 def test_a_claim_while_it_trains_and_none_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    assert [owner.run for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.place.run]
+    assert [holder.run
+            for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.place.run]
     job.end()
-    assert claims(PosixStorage(), str(tmp_path / "checkpoint")) == []
+    assert lease_holders(PosixStorage(), str(tmp_path / "checkpoint")) == []
 
 
 def test_a_job_that_was_taken_over_ends_and_says_by_whom(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    later = Claim(PosixStorage(), str(tmp_path / "checkpoint"),
-                  replace(owner_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
+    later = Lease(PosixStorage(), str(tmp_path / "checkpoint"),
+                  replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
     later.publish()
     later.beat()                                                # it has acquired the folder
     with pytest.raises(FolderInUseError, match="run 0007-0000ffff on host node9"):
         job.steps(5)
     assert committed(tmp_path) == [5]
-    later.leave()
+    later.release()
 
 
 # ---- content ---------------------------------------------------------------------------------------------------------
@@ -698,6 +699,6 @@ def test_an_event_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_s
 
 def test_the_claim_tells_how_far_the_training_is(tmp_path):
     job = Job(build(tmp_path)).steps(7)
-    claim = job.monitor._checkpoints.session.claim
-    claim.beat()
-    assert [owner.step for owner in claims(PosixStorage(), str(tmp_path / "checkpoint"))] == [7]
+    lease = job.monitor._checkpoints.session.lease
+    lease.beat()
+    assert [holder.step for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [7]

@@ -22,7 +22,7 @@ from mindresume.plugin import session  # noqa: E402
 from mindresume.resume.select import select  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.store import save_session  # noqa: E402
-from mindresume.store.islands import Islands  # noqa: E402
+from mindresume.store.islands import SharedGroups  # noqa: E402
 from mindresume.store.storage import PosixStorage  # noqa: E402
 
 FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-0000000-0000001.safetensors"]
@@ -144,7 +144,7 @@ def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, norm, status):
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_session, "find", lambda storage, root, group: Islands((0,) * 8 + (8, 8)))
+    monkeypatch.setattr(save_session, "find_shared_groups", lambda storage, root, group: SharedGroups((0,) * 8 + (8, 8)))
     with pytest.raises(ConfigError, match="not supported in non-shared storage environments .* rank 8, 9 cannot"):
         Job(build(tmp_path))
 

@@ -20,7 +20,7 @@ from mindresume.reshard.weights import (
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.state import TrainingState  # noqa: E402
 from mindresume.store.commit import Committer  # noqa: E402
-from mindresume.store.shard import Place, iteration_shard, write_shard  # noqa: E402
+from mindresume.store.shard import SaveTarget, iteration_shard, write_shard  # noqa: E402
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def config_of(**values):
 
 def saved(root, *steps, optimizer=True):
     for step in steps:
-        place = Place(STORAGE, str(root), "0001-0000aaaa", 0, 1, True)
+        place = SaveTarget(STORAGE, str(root), "0001-0000aaaa", 0, 1, True)
         write_shard(place, iteration_shard("net", place, state_of(step), {"w": np.full(3, step, np.float32)},
                                            {"adam_m.w": np.zeros(3, np.float32)} if optimizer else None))
         Committer(place).saved(step)
@@ -179,7 +179,7 @@ def test_weights_of_hugging_face(tmp_path, current):
 
 def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
     saved(tmp_path, 5)
-    place = Place(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
+    place = SaveTarget(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
     from dataclasses import replace
     write_shard(place, iteration_shard("net", place, replace(state_of(10), health=1), {"w": np.ones(3, np.float32)}, {}))
     Committer(place).saved(10)

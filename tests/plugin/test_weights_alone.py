@@ -24,7 +24,7 @@ from mindresume.reshard.source import open_checkpoint  # noqa: E402
 from mindresume.reshard.strategies import own_strategy  # noqa: E402
 from mindresume.resume import choosing  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
-from mindresume.store.islands import Islands  # noqa: E402
+from mindresume.store.islands import SharedGroups  # noqa: E402
 from mindresume.strategy import write_strategy  # noqa: E402
 
 NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
@@ -165,7 +165,7 @@ def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
     plan = Plan.parse("tp2", NET)
     recorded(tmp_path / "checkpoint", plan, TENSORS)
     for module in (choosing, weights_alone):
-        monkeypatch.setattr(module, "islands_of", lambda *arguments: Islands((0, 1)))
+        monkeypatch.setattr(module, "islands_of", lambda *arguments: SharedGroups((0, 1)))
     for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
         assert not isinstance(network, Exception), network
         right(network, plan, rank)

@@ -18,7 +18,7 @@ from mindresume.reshard.load import read_regions
 from mindresume.reshard.source import open_checkpoint
 from mindresume.reshard.strategies import own_strategy
 from mindresume.store.commit import Committer
-from mindresume.store.shard import Place, iteration_shard, write_shard
+from mindresume.store.shard import SaveTarget, iteration_shard, write_shard
 from mindresume.store.share import shares
 
 TENSORS = random_tensors(MODEL)
@@ -31,7 +31,7 @@ def iterated(root, plan, dedup=False, skip=()):
     plan = Plan.parse(plan)
     shapes = {name: array.shape for name, array in TENSORS.items()}
     for rank in range(plan.world_size):
-        place = Place(STORAGE, str(root), RUN, rank, plan.world_size, True)
+        place = SaveTarget(STORAGE, str(root), RUN, rank, plan.world_size, True)
         layouts = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items()} if plan.world_size > 1 else {}
         mine = set(plan.layouts(rank))
         if dedup:
@@ -42,7 +42,7 @@ def iterated(root, plan, dedup=False, skip=()):
         rest = {name: array for name, array in arrays.items() if name not in model} | {"global_step": np.array([STEP], np.int32)}
         layouts = {name: row for name, row in layouts.items() if name not in skip}
         write_shard(place, iteration_shard("net", place, state_of(STEP), model, rest, layouts, deduplicated=dedup))
-    Committer(Place(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
+    Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
     return root / NAME
 
 

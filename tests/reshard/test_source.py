@@ -24,7 +24,7 @@ from mindresume.reshard.direct import whole_tensors
 from mindresume.reshard.load import read_regions
 from mindresume.reshard.source import identity_of, open_and_hold, open_checkpoint
 from mindresume.reshard.source import state_of as state_from
-from mindresume.store.holds import holds
+from mindresume.store.holds import read_locks
 from mindresume.strategy import Strategy, write_strategy
 
 MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
@@ -434,10 +434,10 @@ def test_what_is_read_is_held(tmp_path):
         save(tmp_path, step, replicas=1)
     before = names_of(tmp_path)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 10 and list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
+        assert source.state.step == 10 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
     assert names_of(tmp_path) == before
     with pytest.raises(KeyboardInterrupt), open_and_hold(STORAGE, str(tmp_path), 5) as source:
-        assert list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
+        assert list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
         raise KeyboardInterrupt
     assert names_of(tmp_path) == before
 
@@ -453,37 +453,37 @@ def test_one_that_is_refused_is_not_held(tmp_path):
         save(tmp_path, step, replicas=1)
     cut_short(tmp_path, 10)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 5 and list(holds(STORAGE, str(tmp_path))) == [source.candidate.name]
+        assert source.state.step == 5 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
 
 
 def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
 
-    def late(storage, root, attempt, box):
+    def late(storage, root, attempt, commit_dir):
         monkeypatch.undo()
-        shutil.rmtree(box)
+        shutil.rmtree(commit_dir)
         for rank in range(4):
             path_of(tmp_path, 10, rank).unlink()
-        return source_module.hold(storage, root, attempt, box)
-    monkeypatch.setattr(source_module, "hold", late)
+        return source_module.acquire_read_lock(storage, root, attempt, commit_dir)
+    monkeypatch.setattr(source_module, "acquire_read_lock", late)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and source.refused == ()
 
 
 def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
-    box, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
+    commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
     open_one, scan = source_module.open_candidate, source_module.candidates_for
 
     def moved(*values):
         monkeypatch.setattr(source_module, "open_candidate", open_one)
-        box.rename(aside)
+        commit_dir.rename(aside)
         return open_one(*values)
 
     def looked(*values):
         if aside.exists():
-            aside.rename(box)
+            aside.rename(commit_dir)
         return scan(*values)
     monkeypatch.setattr(source_module, "open_candidate", moved)
     monkeypatch.setattr(source_module, "candidates_for", looked)
@@ -492,7 +492,7 @@ def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, 
 
 def test_a_folder_that_never_rests_is_an_error_in_the_end(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
-    monkeypatch.setattr(source_module, "hold", lambda *_: None)
+    monkeypatch.setattr(source_module, "acquire_read_lock", lambda *_: None)
     with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
             open_and_hold(STORAGE, str(tmp_path)):
         pass
@@ -502,7 +502,7 @@ def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypa
     def refused(*_):
         raise PermissionError(13, "Permission denied")
     save(tmp_path, 5, replicas=1)
-    monkeypatch.setattr(source_module, "hold", refused)
+    monkeypatch.setattr(source_module, "acquire_read_lock", refused)
     said = []
     with open_and_hold(STORAGE, str(tmp_path), emit=said.append) as source:
         assert source.state.step == 5

@@ -23,7 +23,7 @@ from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store.commit import Committer
 from mindresume.store.removal import plan
 from mindresume.store.retention import KEEP_ALL
-from mindresume.store.shard import Place, iteration_shard, mark_emergency, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.strategy import Strategy, write_strategy
 
 WORLD = 8
@@ -56,14 +56,14 @@ def shard_of(rank, step, place=None):
 
 def save(root, step, iterations=False):
     for rank in range(WORLD):
-        place = Place(STORAGE, str(root), RUN, rank, WORLD, iterations)
+        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations)
         write_shard(place, shard_of(rank, step, place if iterations else None))
-    Committer(Place(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
+    Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
 
 
 def last_save(root, step, ranks, iterations=False, mark=True, part=()):
     for rank in ranks:
-        place = Place(STORAGE, str(root), RUN, rank, WORLD, iterations, part)
+        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, part)
         if mark:
             mark_emergency(place, step)
         write_shard(place, shard_of(rank, step, place if iterations else None))
@@ -111,10 +111,10 @@ def test_what_one_of_several_nodes_that_share_no_disk_has_of_it(tmp_path, part, 
     last_save(tmp_path, 7, saved, part=part)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
     if found is not None:
-        assert (candidate.part, candidate.absent, candidate.problem, candidate.existed) == (*found, None, True)
+        assert (candidate.part, candidate.absent, candidate.problem, candidate.maybe_completed) == (*found, None, True)
     else:
         assert "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of" in candidate.problem.reason
-        assert not candidate.existed
+        assert not candidate.maybe_completed
 
 
 def test_without_the_mark_it_is_a_save_that_never_completed(tmp_path):
@@ -166,7 +166,7 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
     later = Committer(place_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
     assert later.adopt() == [] and logged == []
     made = plan(STORAGE, str(tmp_path), KEEP_ALL, ended=lambda run: True)
-    assert [candidate.step for candidate in made.kept] == [7, 5] and made.debris == ()
+    assert [candidate.step for candidate in made.kept] == [7, 5] and made.orphans == ()
 
 
 def test_alone_and_lacking_it_is_a_fresh_start(tmp_path):

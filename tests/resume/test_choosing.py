@@ -24,9 +24,9 @@ from mindresume.resume.select import select
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy
 from mindresume.resume.witness import Visibility
 from mindresume.settings import Settings
-from mindresume.store.claim import claims
-from mindresume.store.islands import Islands
-from mindresume.store.kept import KeptFiles
+from mindresume.store.claim import lease_holders
+from mindresume.store.islands import SharedGroups
+from mindresume.store.kept import ReadCache
 
 
 @pytest.fixture
@@ -44,14 +44,15 @@ def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
     return CheckpointSelector(storage, group, settings or Settings(), emit, complete(group), **options)
 
 
-def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, islands=None, emit=ignore,
+def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, shared_groups=None, emit=ignore,
            **request):
-    made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, islands={} if islands is None else islands)
+    made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, shared_groups={} if shared_groups is None
+                   else shared_groups)
     return made.select(SelectionRequest(str(path), **request))
 
 
 def holds(root):
-    return [owner.holds for owner in claims(STORAGE, str(root)) if owner.holds]
+    return [holder.holds for holder in lease_holders(STORAGE, str(root)) if holder.holds]
 
 
 def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, events):
@@ -67,7 +68,7 @@ def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, eve
     assert (type(refused), refused.step, refused.file, refused.weights_only) == (
         CandidateRefused, 10, "rank_0/net_rank_0-1_10.safetensors", False)
     assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
-    found.read_lock.leave()
+    found.read_lock.release()
     assert holds(tmp_path) == []
 
 
@@ -77,14 +78,14 @@ def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, re
     save(tmp_path, 5, world=1)
     found = choose(tmp_path, settings=settings, **request_)
     assert found.load_attempt is None and found.choice.chosen.step == 5
-    found.read_lock.leave()
+    found.read_lock.release()
 
 
 def test_of_weights_alone_the_events_say_so(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
-    choose(tmp_path, resume=False, emit=events.append).read_lock.leave()
+    choose(tmp_path, resume=False, emit=events.append).read_lock.release()
     assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(e.weights_only for e in events)
 
 
@@ -106,7 +107,7 @@ def test_a_file_is_named_already(tmp_path, events):
     save(tmp_path, 10, world=1)
     found = choose(path_of(tmp_path, 5, 0), requested="net_rank_0-1_10.safetensors", emit=events.append)
     assert found.choice.chosen.step == 5 and events[0].level == WARNING and "net_rank_0-1_10.safetensors" in events[0].text
-    found.read_lock.leave()
+    found.read_lock.release()
 
 
 def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
@@ -115,17 +116,17 @@ def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
     (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
     found = choose(tmp_path / "checkpoint", health_dir=str(tmp_path))
     assert found.choice.chosen.step == 5
-    found.read_lock.leave()
+    found.read_lock.release()
     (tmp_path / "health_ckpts.json").write_text("[")
-    choose(tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append).read_lock.leave()
+    choose(tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append).read_lock.release()
     assert events[0].level == WARNING and str(tmp_path / "health_ckpts.json") in events[0].text
 
 
-@pytest.mark.parametrize("when", ["hold", "later"])
+@pytest.mark.parametrize("when", ["lock", "later"])
 def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
     """The claim of a rank whose hold succeeded stayed, if another rank found the checkpoint removed."""
     save(tmp_path, 5, world=2)
-    if when == "hold":
+    if when == "lock":
         monkeypatch.setattr(choosing, "report", lambda group, work: [work(), False])
         error = LoadError
     else:
@@ -157,7 +158,7 @@ def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
         assert holds(tmp_path) != []
         group.gather(b"")
         if found.read_lock is not None:
-            found.read_lock.leave()
+            found.read_lock.release()
         return found.read_lock is not None
     assert Ranks(2).run(work) == [True, False] and holds(tmp_path) == []
 
@@ -171,11 +172,11 @@ def test_what_mindformers_saved_on_as_many_ranks_is_loaded_as_it_is(tmp_path, wo
 
 def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
     save(tmp_path, 5, world=2)
-    islands = {str(tmp_path): Islands((0, 1))}
+    shared_groups = {str(tmp_path): SharedGroups((0, 1))}
 
     def work(group):
-        found = choose(tmp_path, group, islands=islands, emit=events.append)
-        found.read_lock.leave()
+        found = choose(tmp_path, group, shared_groups=shared_groups, emit=events.append)
+        found.read_lock.release()
         return found.choice.chosen.step
     assert Ranks(2).run(work) == [5, 5]
     assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
@@ -190,7 +191,7 @@ def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monke
         return pick()
     monkeypatch.setattr(selection, "select_with_remote", with_remote)
     for resume in (True, False):
-        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).read_lock.leave()
+        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).read_lock.release()
     assert asked == [(str(tmp_path), {"there"})]
 
 
@@ -199,14 +200,14 @@ def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(
     assert caching_storage(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
     assert caching_storage(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
     storage = caching_storage(STORAGE, Settings(), Solo())
-    assert isinstance(storage, KeptFiles) and storage.budget == 1 << 19
+    assert isinstance(storage, ReadCache) and storage.budget == 1 << 19
     save(tmp_path, 5, world=1)
-    choose(tmp_path, storage=storage, emit=events.append).read_lock.leave()
+    choose(tmp_path, storage=storage, emit=events.append).read_lock.release()
     size = path_of(tmp_path, 5, 0).stat().st_size
     assert storage.size == size and storage.budget == 0 and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
-    storage.forget()
+    storage.clear()
     small = caching_storage(STORAGE, Settings(staging_gib=2**-28), Solo())
-    choose(tmp_path, storage=small, emit=events.append).read_lock.leave()
+    choose(tmp_path, storage=small, emit=events.append).read_lock.release()
     assert events[-1] == VerifiedBytesKept(0, size, 4)
 
 
@@ -214,7 +215,7 @@ def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(
 def test_that_the_ranks_waited_for_a_late_listing_is_an_event(tmp_path, monkeypatch, events, settled):
     save(tmp_path, 5, world=1)
     monkeypatch.setattr(choosing, "wait_until_visible", lambda *_: settled)
-    choose(tmp_path, emit=events.append).read_lock.leave()
+    choose(tmp_path, emit=events.append).read_lock.release()
     waited = [event for event in events if isinstance(event, VisibilityWaited)]
     assert waited == ([VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else [])
 
@@ -245,6 +246,6 @@ def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_pa
     """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
     def fail(*_):
         raise AgreementError("rank 1: OSError: no space left")
-    monkeypatch.setattr(choosing, "find", fail)
+    monkeypatch.setattr(choosing, "find_shared_groups", fail)
     known = {}
-    assert not choosing.islands_of(STORAGE, str(tmp_path), Solo(), known, ignore).apart and known == {}
+    assert not choosing.islands_of(STORAGE, str(tmp_path), Solo(), known, ignore).is_split and known == {}

@@ -7,15 +7,15 @@ from folders import RUN, STORAGE, save, write_rank
 from mindresume.formats.scan import scan
 from mindresume.manifest import run_name
 from mindresume.resume.lost import LostWork, find_lost_work
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import SAVING, Claim, owner_of_this_process
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import SAVING, Lease, holder_of_this_process
 
 LATER = run_name(2, "0000bbbb")
 
 
 def dead(run=RUN, step=0, machine=None):
-    owner = replace(owner_of_this_process(SAVING), run=run, step=step, started=1)     # the number of the process is in use again
-    return replace(owner, machine=machine) if machine is not None else owner
+    holder = replace(holder_of_this_process(SAVING), run=run, step=step, started=1)   # the number of the process is in use again
+    return replace(holder, machine=machine) if machine is not None else holder
 
 
 def lost(root):
@@ -25,13 +25,13 @@ def lost(root):
 @pytest.mark.parametrize("machine", [None, "another"])
 def test_the_step_of_the_last_sign_of_life(tmp_path, machine):
     save(tmp_path, 10)
-    Claim(STORAGE, str(tmp_path), dead(step=17, machine=machine)).publish()
+    Lease(STORAGE, str(tmp_path), dead(step=17, machine=machine)).publish()
     assert lost(tmp_path) == LostWork(7, 1010.0)
 
 
 def test_a_save_that_was_begun_tells_more(tmp_path):
     save(tmp_path, 10)
-    Claim(STORAGE, str(tmp_path), dead(step=12)).publish()
+    Lease(STORAGE, str(tmp_path), dead(step=12)).publish()
     write_rank(tmp_path, 15, 1, 4)
     found = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step == 10][0]
     assert find_lost_work(STORAGE, str(tmp_path), found).steps == 5
@@ -40,18 +40,18 @@ def test_a_save_that_was_begun_tells_more(tmp_path):
 def test_who_ended_or_lives_lost_nothing(tmp_path):
     save(tmp_path, 10)
     assert lost(tmp_path) is None
-    claim = occupy(STORAGE, str(tmp_path), replace(owner_of_this_process(SAVING), run=LATER))
-    claim.step = 30
-    claim.beat()
+    lease = acquire(STORAGE, str(tmp_path), replace(holder_of_this_process(SAVING), run=LATER))
+    lease.step = 30
+    lease.beat()
     assert lost(tmp_path) is None                               # it lives
-    claim.leave()
+    lease.release()
     assert lost(tmp_path) is None                               # it said that it ended
 
 
 def test_the_last_of_several_dead_counts(tmp_path):
     save(tmp_path, 10)
-    Claim(STORAGE, str(tmp_path), dead(step=40)).publish()
-    Claim(STORAGE, str(tmp_path), dead(LATER, step=11)).publish()
+    Lease(STORAGE, str(tmp_path), dead(step=40)).publish()
+    Lease(STORAGE, str(tmp_path), dead(LATER, step=11)).publish()
     assert lost(tmp_path).steps == 1
 
 

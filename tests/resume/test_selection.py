@@ -12,7 +12,7 @@ from mindresume.resume.restore import RemoteSource
 from mindresume.resume.select import Choice
 from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
-from mindresume.store.islands import Islands
+from mindresume.store.islands import SharedGroups
 
 WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
 
@@ -114,7 +114,7 @@ def test_a_preview_names_the_newest_step_of_which_this_nodes_files_are_whole(tmp
 
 
 def test_node_local_storage_takes_what_all_nodes_have(tmp_path):
-    sources = CheckpointSources(shared=Islands((0, 0, 2, 2)))
+    sources = CheckpointSources(shared=SharedGroups((0, 0, 2, 2)))
     for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
         save_part(tmp_path / node, 5, ranks)
     save_part(tmp_path / "a", 10, (0, 1))
@@ -129,11 +129,11 @@ def test_node_local_storage_takes_what_all_nodes_have(tmp_path):
 def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monkeypatch, split):
     asked = []
 
-    def with_remote(pick, path, source, group, storage, policy, log, islands):
-        asked.append((policy.world_size, policy.max_failed_loads, islands))
+    def with_remote(pick, path, source, group, storage, policy, log, shared_groups):
+        asked.append((policy.world_size, policy.max_failed_loads, shared_groups))
         raise NoUsableCheckpointError("nothing")
     monkeypatch.setattr(selection, "select_with_remote", with_remote)
-    shared = Islands((0, 1) if split else (0, 0))
+    shared = SharedGroups((0, 1) if split else (0, 0))
     sources = CheckpointSources(remote=RemoteSource(object(), frozenset), shared=shared)
 
     def work(group):

@@ -20,8 +20,8 @@ from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.survey import list_checkpoints, size_of
 from mindresume.store import iteration
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import owner_of_this_process, users_of
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import holder_of_this_process, known_lease_holders
 from mindresume.store.commit import Committer
 from mindresume.store.common import committed
 from mindresume.store.removal import empty_trash, plan
@@ -100,7 +100,7 @@ def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
         storage = Closed(folder, code, only_list)
         found, rows = list_checkpoints(storage, str(root), strategy_lookup(storage), 2)
         sizes = [size_of(storage, str(root), row.candidate) for row in rows]
-        assert len(sizes) == len(rows) and users_of(storage, str(root)) == []
+        assert len(sizes) == len(rows) and known_lease_holders(storage, str(root)) == []
         usable = {row.candidate.step for row in rows if not row.problem}
         assert usable <= steps, folder
         try:
@@ -222,7 +222,7 @@ def test_a_plan_says_why(tmp_path):
         save(tmp_path, step, 2)
     closed = tmp_path / FOLDER / attempt_name(5, RUN)
     made = plan(Closed(closed, only_list=True), str(tmp_path), KeepLast(1), ended=lambda run: True)
-    assert not made.victims and not made.debris
+    assert not made.to_delete and not made.orphans
     assert "cannot be listed" in made.reasons[str(closed)]
 
 
@@ -251,16 +251,16 @@ def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
     assert (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "5"
     storage = PosixStorage()
     candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
-    iteration.settle(storage, str(tmp_path), candidates, LATER)
+    iteration.finish_tracker(storage, str(tmp_path), candidates, LATER)
     assert not (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "10"
 
 
 def test_a_job_begins_beside_an_iteration_that_cannot_be_listed(tmp_path):
     iterations.save(tmp_path, 5, 10)
     storage = Closed(iterations.folder_of(tmp_path, 5))
-    claim = occupy(storage, str(tmp_path), owner_of_this_process("saving"))
-    assert claim.run > RUN
-    claim.leave()
+    lease = acquire(storage, str(tmp_path), holder_of_this_process("saving"))
+    assert lease.run > RUN
+    lease.release()
 
 
 def test_what_cannot_be_listed_is_not_offered_to_other_nodes(tmp_path):

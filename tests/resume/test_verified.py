@@ -10,10 +10,10 @@ from mindresume.resume.absent import unknown_strategy
 from mindresume.resume.survey import list_checkpoints
 from mindresume.resume.verified import verify_checkpoints
 from mindresume.store.commit import Committer
-from mindresume.store.holds import holds
+from mindresume.store.holds import read_locks
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_what_a_job_removes_meanwhile_is_no_damage(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step)
     rows = looked(tmp_path)
-    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(2)), lambda: holds(STORAGE, str(tmp_path)))
+    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(2)), lambda: read_locks(STORAGE, str(tmp_path)))
     assert verdicts(tmp_path, rows) == [(15, False), (10, False)]
 
 
@@ -73,7 +73,7 @@ def test_what_has_become_complete_meanwhile_is_verified_as_it_is_now(tmp_path):
     def again():
         if aside.exists():
             aside.rename(path_of(tmp_path, 10, 1))
-            Committer(Place(STORAGE, str(tmp_path), RUN, 0, 4)).saved(10)
+            Committer(SaveTarget(STORAGE, str(tmp_path), RUN, 0, 4)).saved(10)
         return looked(tmp_path)
     assert verdicts(tmp_path, rows, again) == [(10, False), (5, False)]
 

@@ -11,7 +11,7 @@ from mindresume.agree import Solo
 from mindresume.formats.iteration_files import TRACKER, iteration_name
 from mindresume.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.witness import PATIENCE, Visibility, wait_until_visible
-from mindresume.store.islands import Islands, together
+from mindresume.store.islands import SharedGroups, single_group
 from mindresume.store.storage import PosixStorage
 
 
@@ -36,11 +36,11 @@ class Late(PosixStorage):
         self.also(self.now)
 
 
-def ask(root, late, ranks=3, late_ranks=(0,), islands=None):
+def ask(root, late, ranks=3, late_ranks=(0,), shared_groups=None):
     """What all ranks get; ``late``: the host of ``late_ranks``."""
     hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
     found = Ranks(ranks).run(lambda group: wait_until_visible(
-        hosts[group.rank], str(root), group, islands or together(ranks), hosts[group.rank].sleep))
+        hosts[group.rank], str(root), group, shared_groups or single_group(ranks), hosts[group.rank].sleep))
     assert all(one == found[0] for one in found), found
     return found[0]
 
@@ -53,7 +53,7 @@ def waited(root, hidden, **keys):
 
 def test_nothing_late_nothing_waited(tmp_path):
     save(tmp_path, 5, 3)
-    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), Solo(), together(1))
+    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), Solo(), single_group(1))
 
 
 def test_a_whole_step_that_only_the_others_list(tmp_path):
@@ -190,8 +190,8 @@ def test_each_node_waits_for_what_its_own_ranks_see(tmp_path):
     """Ranks 0 and 1 have nothing; of 2 and 3, which share a disk, one lists late."""
     (tmp_path / "a").mkdir()
     save(tmp_path / "b", 5, 4)
-    islands, late = Islands((0, 0, 2, 2)), Late(tmp_path / "b", [FOLDER])
+    shared_groups, late = SharedGroups((0, 0, 2, 2)), Late(tmp_path / "b", [FOLDER])
     hosts = [Late(), Late(), Late(), late]
-    found = Ranks(4).run(lambda group: wait_until_visible(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group, islands,
-                                                          hosts[group.rank].sleep))
+    found = Ranks(4).run(lambda group: wait_until_visible(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group,
+                                                          shared_groups, hosts[group.rank].sleep))
     assert found == [Visibility(30)] * 4

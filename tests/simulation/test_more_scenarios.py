@@ -29,8 +29,8 @@ from mindresume.simulation.schedule import (
 )
 from mindresume.simulation.standins import replaced
 from mindresume.store import acquire, claim, remote
-from mindresume.store.background import Background
-from mindresume.store.saver import Work
+from mindresume.store.background import AsyncSaver
+from mindresume.store.saver import SaveJob
 
 NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "bucket unreadable",
          "bucket health")
@@ -187,19 +187,19 @@ def test_a_job_goes_on_from_a_snapshot_beside_the_one_of_which_it_is(seed):
 # ---- broken products -------------------------------------------------------------------------------------------------
 
 def test_what_a_quota_prevents_and_is_called_saved_is_found(monkeypatch):
-    write = Work.write
-    monkeypatch.setattr(Work, "write", lambda work, save: replace(write(work, save), saved=True))
+    write = SaveJob.write
+    monkeypatch.setattr(SaveJob, "write", lambda work, save: replace(write(work, save), saved=True))
     assert "lost" in found("quota", 30)
 
 
 def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
-    monkeypatch.setattr(Background, "_cannot_stage", lambda *_: None)
+    monkeypatch.setattr(AsyncSaver, "_cannot_stage", lambda *_: None)
     assert "stuck" in kinds_of(played("memory", Schedule(seed=3), way="thread"))
 
 
 def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
     def dead(storage, root, me, *_, **__):
-        return [other for other in claim.claims(storage, root) if other.run != me.run and other.purpose == claim.SAVING]
+        return [other for other in claim.leases(storage, root) if other.run != me.run and other.purpose == claim.SAVING]
     monkeypatch.setattr(acquire, "_watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
@@ -217,7 +217,7 @@ def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
 
 def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
     def watch(storage, root, me, *_, **__):
-        if any(other.run != me.run for other in claim.claims(storage, root)):
+        if any(other.run != me.run for other in claim.leases(storage, root)):
             raise FolderInUseError("somebody")
         return []
     monkeypatch.setattr(acquire, "_watch", watch)
@@ -227,9 +227,9 @@ def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
 @pytest.mark.parametrize(("name", "fmt"), [("conversion", "iteration"), ("conversion of files", "ckpt")])
 def test_a_conversion_without_a_hold_is_found(name, fmt, monkeypatch):
     class Nothing:
-        def leave(self):
+        def release(self):
             pass
-    monkeypatch.setattr(source, "hold", lambda *_: Nothing())
+    monkeypatch.setattr(source, "acquire_read_lock", lambda *_: Nothing())
     assert "wrong" in found(name, 30, fmt)
 
 

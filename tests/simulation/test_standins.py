@@ -26,7 +26,7 @@ from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck
 from mindresume.simulation.standins import here, replaced, running, standing_in
 from mindresume.store import background, claim, shared
-from mindresume.store.trials import Trial
+from mindresume.store.trials import LoadAttempt
 
 REAL = types.SimpleNamespace(time=time, threading=threading, queue=queue)
 SIMULATED = types.SimpleNamespace(**{module.__name__: standins._MODULES[module] for module in (time, threading, queue)})
@@ -304,8 +304,8 @@ def test_names_are_never_the_same_and_those_of_the_same_history_are():
 
 def test_a_process_is_known_by_its_host_and_number():
     def work():
-        one = claim.owner_of_this_process("training", 2, ["a"])
-        assert claim.lives(one)
+        one = claim.holder_of_this_process("training", 2, ["a"])
+        assert claim.is_alive(one)
         return one, standins._MODULES[socket].gethostname()
     (owner, host), cluster = simulated(work)
     assert (owner.host, owner.pid, owner.world_size, owner.holds, host) == ("node-7", 101, 2, ("a",), "node-7")
@@ -313,8 +313,9 @@ def test_a_process_is_known_by_its_host_and_number():
 
 
 @pytest.mark.parametrize(("real", "stand_in"), [
-    (claim.owner_of_this_process, standins._owner), (claim.lives, standins._lives), (host_memory.levels, standins._levels),
-    (shared.is_local, standins._is_local), (Trial._listen, standins._listen), (background.Staging, standins._Staging)])
+    (claim.holder_of_this_process, standins._owner), (claim.is_alive, standins._lives),
+                                                (host_memory.levels, standins._levels),
+    (shared.is_local, standins._is_local), (LoadAttempt._listen, standins._listen), (background.Staging, standins._Staging)])
 def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
     def shape(function):
         return [(one.kind, one.default) for one in inspect.signature(function).parameters.values()]
@@ -563,7 +564,7 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
         return sorted(found)
 
     def work():
-        background.Background.__init__.__globals__["Staging"](shared=True)
+        background.AsyncSaver.__init__.__globals__["Staging"](shared=True)
         here().scheduler.sleep(10.0)
     before = open_files()
     cluster = Cluster(Schedule())

@@ -150,15 +150,17 @@ MUTANTS = [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(removal, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), UNTIDY, deaths=False),
     mutant("a job counts against a checkpoint from the moment it was chosen", [
-        Edit(manager.CheckpointManager, "begin", "agreed(self.group", "self.meet(); self.begin_trial(); agreed(self.group")],
+        Edit(manager.CheckpointManager, "begin", "agreed(self.group",
+             "self.meet(); self.begin_load_attempt(); agreed(self.group")],
         ("restarts", "safetensors", ""), LOST),
     mutant("nobody waits for what other ranks see", [
-        Edit(choosing.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, islands)",
+        Edit(choosing.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, shared_groups)",
              "from mindresume.resume.witness import Visibility; visibility = Visibility()")],
         ("same hosts", "safetensors", ""), LOST, deaths=False, first=155, within=25,
         draws=each("kill host", lag=60.0)),
     mutant("the signs of life of another job are expected as often as one's own", [
-        Edit(acquire, "_watch", "owner.every if _is_told_by_beats(owner) else BEAT", "BEAT")], ("rare beats", "safetensors", ""),
+        Edit(acquire, "_watch", "holder.every if _is_told_by_beats(holder) else BEAT", "BEAT")],
+           ("rare beats", "safetensors", ""),
         STUCK, deaths=False, draws=undisturbed()),
     mutant("retention removes the last healthy one", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {newest_healthy}:")],
@@ -205,7 +207,7 @@ MUTANTS = [
         Edit(background, "serve", "outcome = work.write(", "send((\"outcome\", Outcome(step, True))); outcome = work.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
-        Edit(saver.Work, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
+        Edit(saver.SaveJob, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
         first=25, within=10, draws=each("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
         Edit(commit.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
@@ -213,13 +215,15 @@ MUTANTS = [
     mutant("the oldest is adopted last", [
         Edit(commit.Committer, "adopt", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
     mutant("an iteration folder of that name is not made way", [
-        Edit(iteration, "show", "if storage.status(target) is not None:", "if False:")], ("afresh", "iteration", ""),
+        Edit(iteration, "publish_iteration", "if storage.status(target) is not None:", "if False:")],
+           ("afresh", "iteration", ""),
         LOST, deaths=False),
     mutant("what a dead job intended with the tracker is not settled", [
-        Edit(commit.Committer, "adopt", "iteration.settle(storage, root, scan_records(storage, root)[0], self.place.run)",
+        Edit(commit.Committer, "adopt", "iteration.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)",
              "pass")], ("save", "iteration", ""), UNTIDY),
     mutant("the intent goes before the tracker is changed", [
-        Edit(iteration, "show", "point(storage, root, step, place.run)", "storage.remove(intent); point(storage, root, step, "
+        Edit(iteration, "publish_iteration", "set_tracker(storage, root, step, place.run)",
+             "storage.remove(intent); set_tracker(storage, root, step, "
              "place.run)")], ("save", "iteration", ""), LOST, first=2),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
@@ -231,16 +235,17 @@ MUTANTS = [
         Edit(removal, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
         ("restarts", "safetensors", ""), LOST, deaths=False, first=187, within=25, draws=each("EIO")),
     mutant("a hold is not looked for after the rename", [
-        Edit(removal, "_uncommit", "who = holds().get(candidate.name)", "who = None")],
+        Edit(removal, "_uncommit", "who = read_locks().get(candidate.name)", "who = None")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
-        Edit(removal, "_uncommit", "storage.rename(candidate.box, os.path.join(records, name))",
-             "_clear_weights(storage, root, candidate.attempt, ()); storage.rename(candidate.box, os.path.join(records, name))")],
+        Edit(removal, "_uncommit", "storage.rename(candidate.commit_dir, os.path.join(records, name))",
+             "_clear_weights(storage, root, candidate.attempt, ()); "
+             "storage.rename(candidate.commit_dir, os.path.join(records, name))")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=60, within=50, draws=SWITCHES),
     mutant("a reader looks first, then holds", [
-        Edit(holds, "hold", "claim = _claim_without_number(",
-             "early = storage.status(box) is not None; claim = _claim_without_number("),
-        Edit(holds, "hold", "there = storage.status(box) is not None", "there = early")],
+        Edit(holds, "acquire_read_lock", "lease = _lease_without_number(",
+             "early = storage.status(commit_dir) is not None; lease = _lease_without_number("),
+        Edit(holds, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a run that lives counts as over", [
         Edit(claim, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
@@ -251,11 +256,11 @@ MUTANTS = [
 
     # ---- starting and ending together ----------------------------------------------------------------------------------
     mutant("a claim that cannot be read is none", [
-        Edit(claim, "look", "unreadable[run] = str(error)", "pass")],
+        Edit(claim, "read_leases", "unreadable[run] = str(error)", "pass")],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,
         draws=each("EIO", later=(9, "EIO"), seed=2)),
     mutant("a note on trial stays while the training goes on from another", [
-        Edit(trials.Trial, "_forget_others", "if self.limit else ()", "if False else ()")],
+        Edit(trials.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
         ("damaged", "safetensors", ""), UNTIDY, deaths=False),
     mutant("the number of a run is used again", [
         Edit(claim, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],

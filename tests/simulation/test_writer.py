@@ -9,10 +9,10 @@ from mindresume.simulation.schedule import Schedule, Strike
 from mindresume.simulation.standins import here, running, standing_in
 from mindresume.simulation.writer import Writer
 from mindresume.store import background
-from mindresume.store.background import Background
+from mindresume.store.background import AsyncSaver
 from mindresume.store.retention import KEEP_ALL
 from mindresume.store.saver import Save
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 
 ROOT, RUN, TIMEOUT = "/out/checkpoint", "0001-1111aaaa", 20.0
 WRITER = "rank0.writer"
@@ -24,8 +24,8 @@ def run(work, *others, ranks=1, most=20_000, **schedule):
     cluster.trace.wanted = True
 
     def training():
-        place = Place(Mount(cluster, running()), ROOT, RUN, 0, ranks, False, (), RUN)
-        found.append(work(Background(place, KEEP_ALL, "process", timeout=TIMEOUT), place))
+        place = SaveTarget(Mount(cluster, running()), ROOT, RUN, 0, ranks, False, (), RUN)
+        found.append(work(AsyncSaver(place, KEEP_ALL, "process", timeout=TIMEOUT), place))
     with standing_in(cluster):
         host = cluster.host()
         cluster.process(host, "rank0", training)

@@ -12,18 +12,18 @@ from mindresume.errors import FolderInUseError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.manifest import FOLDER, attempt_name, run_name, run_sequence
 from mindresume.record_codec import seal, unseal
-from mindresume.store.acquire import PATIENCE, occupy, see_dead
-from mindresume.store.claim import BEAT, Claim, claim_path, claims, ended, fence, next_run
+from mindresume.store.acquire import PATIENCE, acquire, check_no_live_job
+from mindresume.store.claim import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
 from mindresume.store.storage import PosixStorage
 
 
 def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
     time = Time()
-    claim = start(tmp_path / "checkpoint", time=time)
-    assert run_sequence(claim.run) == 1 and time.now == 0
-    assert [owner.run for owner in claims(STORAGE, str(tmp_path / "checkpoint"))] == [claim.run]
-    claim.leave()
-    claim.leave()
+    lease = start(tmp_path / "checkpoint", time=time)
+    assert run_sequence(lease.run) == 1 and time.now == 0
+    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path / "checkpoint"))] == [lease.run]
+    lease.release()
+    lease.release()
     assert os.listdir(tmp_path / "checkpoint" / FOLDER) == []
 
 
@@ -34,13 +34,13 @@ def test_a_second_job_is_refused_and_both_are_named(tmp_path):
         start(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
     assert first.run in str(error.value) and str(os.getpid()) in str(error.value)
     assert "host node2, process 77" in str(error.value) and "output_dir" in str(error.value)
-    assert [owner.run for owner in claims(STORAGE, str(tmp_path))] == [first.run]
+    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [first.run]
     assert time.now >= BEAT * PATIENCE
 
 
 def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
     first = start(tmp_path)
-    time = Time(lambda now: first.leave() if now > 10 else None)
+    time = Time(lambda now: first.release() if now > 10 else None)
     second = start(tmp_path, time=time)
     assert 10 < time.now < 12
     assert run_sequence(second.run) == 1 or run_sequence(second.run) == 2
@@ -50,10 +50,10 @@ def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
     events, time = [], Time()
     dead = left_by(tmp_path, dead_process())
     (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
-    claim = start(tmp_path, time=time, emit=events.append)
-    assert time.now == 0 and run_sequence(claim.run) == 2
-    assert events == [StaleLeaseRemoved(dead.run, dead.owner.host, dead.owner.pid)]
-    assert os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
+    lease = start(tmp_path, time=time, emit=events.append)
+    assert time.now == 0 and run_sequence(lease.run) == 2
+    assert events == [StaleLeaseRemoved(dead.run, dead.holder.host, dead.holder.pid)]
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
 class Killed(PosixStorage):
@@ -64,14 +64,14 @@ class Killed(PosixStorage):
 
 
 def test_a_job_that_is_killed_while_it_claims_the_folder_leaves_nothing_to_the_next_but_one(tmp_path):
-    start(tmp_path).leave()
+    start(tmp_path).release()
     with pytest.raises(KeyboardInterrupt):
-        occupy(Killed(), str(tmp_path), ME)
+        acquire(Killed(), str(tmp_path), ME)
     left, = os.listdir(tmp_path / FOLDER)
     assert left.startswith(".claim-0001-") and next_run([left]).startswith("0002-")
-    claim, time = start(tmp_path, time=(time := Time())), time
-    assert run_sequence(claim.run) == 2 and time.now == 0
-    assert os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
+    lease, time = start(tmp_path, time=(time := Time())), time
+    assert run_sequence(lease.run) == 2 and time.now == 0
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
 def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
@@ -82,8 +82,8 @@ def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
         (tmp_path / FOLDER / name).write_text("half")
         now = (tmp_path / FOLDER / name).stat().st_mtime
         os.utime(tmp_path / FOLDER / name, (now - age, now - age))
-    claim = start(tmp_path)
-    assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{claim.run}.json"]
+    lease = start(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{lease.run}.json"]
 
 
 def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
@@ -96,10 +96,10 @@ def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
         def remove(self, path):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
     before = set(os.listdir(tmp_path / FOLDER))
-    claim = occupy(Kept(), str(tmp_path), ME)
-    assert run_sequence(claim.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{claim.run}.json"}
-    claim.storage = STORAGE
-    claim.leave()
+    lease = acquire(Kept(), str(tmp_path), ME)
+    assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{lease.run}.json"}
+    lease.storage = STORAGE
+    lease.release()
     later = start(tmp_path)
     assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
 
@@ -107,10 +107,10 @@ def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
 def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
     dead = left_by(tmp_path, ELSEWHERE)
     events, time = [], Time()
-    claim = start(tmp_path, time=time, emit=events.append)
+    lease = start(tmp_path, time=time, emit=events.append)
     assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
-    assert run_sequence(claim.run) == 2
-    assert events == [LeaseWatched(claim_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
+    assert run_sequence(lease.run) == 2
+    assert events == [LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
                       StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid)]
 
 
@@ -166,46 +166,46 @@ def test_of_two_that_start_at_once_one_acquires_the_folder_and_is_never_thrown_o
     """The later of the two threw out one that had acquired the folder already."""
     acquired = []
 
-    def begin(owner, storage):
-        time = Time(lambda now: [claim.beat() for claim in acquired])
+    def begin(holder, storage):
+        time = Time(lambda now: [lease.beat() for lease in acquired])
         with suppress(FolderInUseError):
-            acquired.append(occupy(storage, str(tmp_path), owner, clock=time.clock, sleep=time.sleep))
-        for claim in acquired:
-            fence(STORAGE, str(tmp_path), claim.run)
+            acquired.append(acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep))
+        for lease in acquired:
+            fence(STORAGE, str(tmp_path), lease.run)
     mine = replace(ME, run=run_name(1, "88888888"))
     begin(mine, During(at, lambda: begin(replace(other, run=run_name(1, token)), STORAGE)))
-    claim, = acquired
-    fence(STORAGE, str(tmp_path), claim.run)
+    lease, = acquired
+    fence(STORAGE, str(tmp_path), lease.run)
 
 
-def rival_of(root, token, owner=ELSEWHERE):
-    return Claim(STORAGE, str(root), replace(owner, run=run_name(1, token)))
+def rival_of(root, token, holder=ELSEWHERE):
+    return Lease(STORAGE, str(root), replace(holder, run=run_name(1, token)))
 
 
 def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
     time = Time(lambda now: rival.withdraw())
-    owner = replace(ME, run=run_name(1, "88888888"))
+    holder = replace(ME, run=run_name(1, "88888888"))
     storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
-    claim = occupy(storage, str(tmp_path), owner, clock=time.clock, sleep=time.sleep)
-    assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{claim.run}.json"]
+    lease = acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
+    assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
 def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
-    time, owner = Time(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
+    time, holder = Time(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(FolderInUseError, match="run 0001-ffffffff on host node7"):
-        occupy(During(4, lambda: rival.publish()), str(tmp_path), owner, clock=time.clock, sleep=time.sleep)
+        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
 
 
-@pytest.mark.parametrize("traced", [True, False])
-def test_who_gives_way_leaves_no_trace(tmp_path, traced):
+@pytest.mark.parametrize("keep_run_marker", [True, False])
+def test_who_gives_way_leaves_no_trace(tmp_path, keep_run_marker):
     """A number that seemed to be of a later run, which has ended, threw out the one that stayed."""
     rival = rival_of(tmp_path, "00000000")
-    owner = replace(ME, run=run_name(1, "88888888"))
+    holder = replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(FolderInUseError, match="run 0001-00000000"):
-        occupy(During(4, lambda: rival.publish()), str(tmp_path), owner, traced=traced)
+        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, keep_run_marker=keep_run_marker)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
@@ -213,7 +213,7 @@ def test_who_gives_way_leaves_no_trace(tmp_path, traced):
 def test_a_number_that_another_job_has_taken_meanwhile_is_not_used_again(tmp_path, token):
     """It began, saved and ended between the listing from which the number came and the claim: two runs had one number."""
     storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
-    assert run_sequence(occupy(storage, str(tmp_path), ME).run) == 2
+    assert run_sequence(acquire(storage, str(tmp_path), ME).run) == 2
 
 
 class Remembering(PosixStorage):
@@ -243,15 +243,15 @@ def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(
     rival = rival_of(tmp_path, "ffffffff")
 
     def ends(now):
-        if now > 5 and claims(STORAGE, str(tmp_path))[-1].run == rival.run:
+        if now > 5 and lease_holders(STORAGE, str(tmp_path))[-1].run == rival.run:
             save(tmp_path, 5, 1, run=rival.run)
-            rival.leave()
+            rival.release()
 
     def begins():
         rival.publish()
         rival.beat()
     time = Time(ends)
-    run = occupy(Remembering(begins), str(tmp_path), ME, clock=time.clock, sleep=time.sleep).run
+    run = acquire(Remembering(begins), str(tmp_path), ME, clock=time.clock, sleep=time.sleep).run
     assert run_sequence(run) == 2 and 5 < time.now < 8
     fence(STORAGE, str(tmp_path), run)
 
@@ -272,7 +272,7 @@ def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writi
             first.append(start(tmp_path))
             super().rename(old, new)
     with pytest.raises(FolderInUseError, match="is in use: run 0002"):
-        occupy(Slow(), str(tmp_path), ME)
+        acquire(Slow(), str(tmp_path), ME)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{first[0].run}.json"]
     fence(STORAGE, str(tmp_path), first[0].run)
 
@@ -283,14 +283,14 @@ def test_a_claim_that_cannot_be_published_is_an_error_and_does_not_stay(tmp_path
             raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
     (tmp_path / FOLDER).mkdir()
     with pytest.raises(OSError, match="Input/output error"):
-        occupy(Unsettled(), str(tmp_path), ME)
+        acquire(Unsettled(), str(tmp_path), ME)
     assert os.listdir(tmp_path / FOLDER) == []
 
     class Full(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
     with pytest.raises(OSError, match="No space left"):
-        occupy(Full(), str(tmp_path), ME)
+        acquire(Full(), str(tmp_path), ME)
     assert os.listdir(tmp_path / FOLDER) == []
 
 
@@ -311,31 +311,31 @@ def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
     """The living job was thrown out: the second one did not even see it."""
     left_by(tmp_path, ME)
     with pytest.raises(FolderInUseError, match="is in use: run 0001"):
-        occupy(Stale(1), str(tmp_path), ME, clock=(time := Time()).clock, sleep=time.sleep)
+        acquire(Stale(1), str(tmp_path), ME, clock=(time := Time()).clock, sleep=time.sleep)
     left_by(tmp_path, ELSEWHERE)
     time = Time()
-    claim = occupy(Stale(5), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)         # silent since it could be read
-    assert run_sequence(claim.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
+    lease = acquire(Stale(5), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)        # silent since it could be read
+    assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
 def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
     """Damaged, or of a later version: nobody is thrown out, and the file is named."""
-    claim = left_by(tmp_path, dead_process())
-    path = tmp_path / FOLDER / f"claim-{claim.run}.json"
+    lease = left_by(tmp_path, dead_process())
+    path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     path.write_bytes(damage(path.read_bytes()) if damage else seal({"version": 2, "kind": "claim"}))
     time = Time()
     with pytest.raises(FolderInUseError) as error:
         start(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
-    assert not ended(STORAGE, str(tmp_path))(claim.run)             # what it is saving is no debris
+    assert not ended(STORAGE, str(tmp_path))(lease.run)             # what it is saving is no debris
     path.unlink()
     assert run_sequence(start(tmp_path).run) == 1
 
 
 def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
-    rival = Claim(STORAGE, str(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
+    rival = Lease(STORAGE, str(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
 
     class Late(Stale):
         def rename(self, old, new):
@@ -344,7 +344,7 @@ def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
             super().rename(old, new)
     time = Time()
     with pytest.raises(FolderInUseError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
-        occupy(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
+        acquire(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
@@ -355,17 +355,17 @@ def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
 def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
     left_by(tmp_path, replace(ELSEWHERE, every=theirs))
     time = Time()
-    claim = occupy(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
+    lease = acquire(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
     assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
-    assert claims(STORAGE, str(tmp_path))[0].every == mine and claim.run == claims(STORAGE, str(tmp_path))[0].run
+    assert lease_holders(STORAGE, str(tmp_path))[0].every == mine and lease.run == lease_holders(STORAGE, str(tmp_path))[0].run
 
 
 @pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
 def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tmp_path, every, said):
-    claim, time = left_by(tmp_path, replace(ELSEWHERE, every=every)), Time()
+    lease, time = left_by(tmp_path, replace(ELSEWHERE, every=every)), Time()
     with pytest.raises(FolderInUseError) as error:
         start(tmp_path, time=time)
-    path = tmp_path / FOLDER / f"claim-{claim.run}.json"
+    path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     assert said in str(error.value) and f"remove {path} and start again" in str(error.value) and "node7" in str(error.value)
     assert time.now == BEAT * PATIENCE
 
@@ -377,8 +377,8 @@ def test_without_beats_a_dead_process_of_this_machine_is_known_all_the_same(tmp_
 
 
 def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
-    claim = left_by(tmp_path, replace(ELSEWHERE, every=100.0))
-    path = tmp_path / FOLDER / f"claim-{claim.run}.json"
+    lease = left_by(tmp_path, replace(ELSEWHERE, every=100.0))
+    path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     with open(path, "rb") as file:
         head, _ = unseal(file, "claim")
     del head["every"]
@@ -389,10 +389,10 @@ def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
 
 def test_a_training_that_failed_in_this_process_is_not_taken_for_another_job(tmp_path):
     left, time = start(tmp_path), Time()
-    see_dead(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
+    check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
     assert time.now == 0
-    left.leave()
+    left.release()
     other = left_by(tmp_path, ELSEWHERE, 7)
     time.also = lambda now: other.beat()
     with pytest.raises(FolderInUseError, match="run 0007-0000aaaa"):
-        see_dead(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
+        check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)

@@ -21,10 +21,10 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule, Strike
 from mindresume.simulation.standins import here, running, standing_in
 from mindresume.store import background
-from mindresume.store.background import Background
+from mindresume.store.background import AsyncSaver
 from mindresume.store.retention import KEEP_ALL, KeepLast
 from mindresume.store.saver import Extra, Outcome, Save
-from mindresume.store.shard import Place, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, rank_shard, write_shard
 from mindresume.store.staging import Staging
 from mindresume.store.storage import PosixStorage
 
@@ -38,7 +38,7 @@ def shard(step, rank=0, fmt="safetensors", tensors=None):
 
 
 def saver_in(root, kind, world=1, rank=0, policy=KEEP_ALL, **options):
-    return Background(place_of(root, rank, world), policy if rank == 0 else None, kind, **options)
+    return AsyncSaver(place_of(root, rank, world), policy if rank == 0 else None, kind, **options)
 
 
 def steps(root):
@@ -106,11 +106,12 @@ class Job:
 
     def __init__(self, kind, world, policy, timeout):
         self.storage, self.world, self.events = Mount(here(), running()), world, []
-        self.saver = Background(Place(self.storage, ROOT, RUN, 0, world), policy, kind, emit=self.events.append, timeout=timeout)
+        self.saver = AsyncSaver(SaveTarget(self.storage, ROOT, RUN, 0, world), policy, kind, emit=self.events.append,
+                                timeout=timeout)
 
     def write(self, step, rank, run=RUN):
         """As another rank does."""
-        write_shard(Place(self.storage, ROOT, run, rank, self.world), shard(step, rank))
+        write_shard(SaveTarget(self.storage, ROOT, run, rank, self.world), shard(step, rank))
 
     def steps(self):
         return [candidate.step for candidate in scan_records(self.storage, ROOT)[0] if candidate.committed]
@@ -198,8 +199,8 @@ class Slow(PosixStorage):
 
 
 def slow_saver(tmp_path):
-    place = Place(Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1)
-    return Background(place, KEEP_ALL, "process")
+    place = SaveTarget(Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1)
+    return AsyncSaver(place, KEEP_ALL, "process")
 
 
 def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_path):
@@ -331,8 +332,8 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
     class Strange(PosixStorage):
         def make_folder(self, path):
             raise MemoryError("no bytes left")
-    place = Place(Strange(), str(tmp_path), run_name(1, "0000aaaa"), 0, 1)
-    saver = Background(place, KEEP_ALL, "thread")
+    place = SaveTarget(Strange(), str(tmp_path), run_name(1, "0000aaaa"), 0, 1)
+    saver = AsyncSaver(place, KEEP_ALL, "thread")
     saver.save(Save(shard(5)))
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "MemoryError: no bytes left" in str(outcome.error)

@@ -21,10 +21,10 @@ COMMON = """
 import atexit, os, signal, sys, time
 import folders
 from mindresume.state import TrainingState
-from mindresume.store.background import Background
+from mindresume.store.background import AsyncSaver
 from mindresume.store.retention import KEEP_ALL
 from mindresume.store.saver import Save
-from mindresume.store.shard import Place, iteration_shard, rank_shard
+from mindresume.store.shard import SaveTarget, iteration_shard, rank_shard
 from mindresume.store.storage import PosixStorage
 
 
@@ -37,7 +37,7 @@ class Held(PosixStorage):
 
 
 def saver(kind, version):
-    return Background(Place(Held(), os.path.abspath("checkpoint"), folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
+    return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
 
 
 def shard(place, step):

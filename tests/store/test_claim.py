@@ -13,8 +13,8 @@ from mindresume.errors import FolderInUseError, RecordError
 from mindresume.manifest import FOLDER, run_name, run_sequence
 from mindresume.record_codec import seal
 from mindresume.simulation.standins import here
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import BEAT, Owner, claims, ended, fence, lives, next_run
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
 
 
 @pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
@@ -33,28 +33,28 @@ def test_a_zombie_is_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with open(f"/proc/{child.pid}/stat", "rb") as file:
         started = int(file.read().rpartition(b")")[2].split()[19])
-    owner = replace(ME, pid=child.pid, started=started)
-    assert lives(owner) is True
+    holder = replace(ME, pid=child.pid, started=started)
+    assert is_alive(holder) is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert lives(owner) is False
+    assert is_alive(holder) is False
     child.communicate()
 
 
 def test_a_number_used_again_is_another_process():
-    assert lives(ME) is True
-    assert lives(replace(ME, started=ME.started + 1)) is False
-    assert lives(ELSEWHERE) is None
-    assert lives(replace(ME, machine="")) is None
+    assert is_alive(ME) is True
+    assert is_alive(replace(ME, started=ME.started + 1)) is False
+    assert is_alive(ELSEWHERE) is None
+    assert is_alive(replace(ME, machine="")) is None
 
 
 def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_the_folder(tmp_path):
-    claim = start(tmp_path)
+    lease = start(tmp_path)
     rival = left_by(tmp_path, ELSEWHERE, 2)
-    fence(STORAGE, str(tmp_path), claim.run)
+    fence(STORAGE, str(tmp_path), lease.run)
     rival.beat()
     with pytest.raises(FolderInUseError, match="node7"):
-        fence(STORAGE, str(tmp_path), claim.run)
+        fence(STORAGE, str(tmp_path), lease.run)
 
 
 @pytest.mark.parametrize("token, stops", [("00000000", False), ("ffffffff", True)])
@@ -84,12 +84,12 @@ def test_also_after_its_successor_has_ended(tmp_path):
 
 
 def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
-    claim = start(tmp_path)
+    lease = start(tmp_path)
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
-    fence(STORAGE, str(tmp_path), claim.run)
-    claim.beat()
-    assert len(claims(STORAGE, str(tmp_path))) == 1
+    fence(STORAGE, str(tmp_path), lease.run)
+    lease.beat()
+    assert len(lease_holders(STORAGE, str(tmp_path))) == 1
 
 
 @pytest.mark.parametrize("every", [-1, "15", None, True, float("nan")])
@@ -98,23 +98,23 @@ def test_an_impossible_interval(tmp_path, every):
     head = json.loads(replace(ELSEWHERE, run=run_name(1, "0000aaaa")).encode().split(b"\n")[1])
     path.write_bytes(seal({**head, "every": every}))
     with pytest.raises(RecordError):
-        Owner.read(STORAGE, str(path))
+        LeaseHolder.read(STORAGE, str(path))
 
 
 def test_which_runs_have_ended(tmp_path):
     living, dead, far = left_by(tmp_path, ME, 1), left_by(tmp_path, dead_process(), 2), left_by(tmp_path, ELSEWHERE, 3)
     over = ended(STORAGE, str(tmp_path))
-    assert [over(claim.run) for claim in (living, dead, far)] == [False, True, False]
+    assert [over(lease.run) for lease in (living, dead, far)] == [False, True, False]
     assert over(run_name(9, "00000009"))
 
 
 def test_a_claim_beats_by_itself(tmp_path):
     def work():
-        claim = occupy(STORAGE, str(tmp_path), ME).start()
-        (begun,) = claims(STORAGE, str(tmp_path))
+        lease = acquire(STORAGE, str(tmp_path), ME).start()
+        (begun,) = lease_holders(STORAGE, str(tmp_path))
         here().scheduler.sleep(2.5 * BEAT)
-        (living,) = claims(STORAGE, str(tmp_path))
-        claim.leave()
+        (living,) = lease_holders(STORAGE, str(tmp_path))
+        lease.release()
         here().scheduler.sleep(2.5 * BEAT)
-        return living.beat - begun.beat, claims(STORAGE, str(tmp_path))
+        return living.beat - begun.beat, lease_holders(STORAGE, str(tmp_path))
     assert simulated(work) == (2, [])

@@ -11,7 +11,7 @@ from mindresume.formats.scan import scan
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place, clean_own_folder, rank_shard, write_shard
+from mindresume.store.shard import SaveTarget, clean_own_folder, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
@@ -151,7 +151,7 @@ def test_removal_that_died_half_way_is_finished_by_the_next_one(tmp_path):
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
     attempt.rename(attempt.with_name(TRASH + attempt.name))              # dies right after the first operation
     path_of(tmp_path, 5, 0).unlink()                                     # ... or in the middle
-    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.existed] == []
+    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.maybe_completed] == []
     save(tmp_path, 10, world=2, policy=KeepLast(3))
     assert steps(tmp_path) == [10]
     assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(10, RUN)]
@@ -232,7 +232,7 @@ class Small(PosixStorage):
 def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
     save(tmp_path, 5, world=1)
     small = Small()
-    place = Place(small, str(tmp_path), RUN, 0, 1)
+    place = SaveTarget(small, str(tmp_path), RUN, 0, 1)
     with pytest.raises(SaveError, match="needs 0.0 MiB.*has room for 0.0 MiB.*keep_checkpoint_max"):
         write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
     assert small.written == 0 and steps(tmp_path) == [5]

@@ -17,12 +17,20 @@ from mindresume.resume.prove import check_files
 from mindresume.resume.survey import NODE_LOCAL, list_checkpoints
 from mindresume.store import claim
 from mindresume.store.commit import Committer
-from mindresume.store.common import COMMON, committed, forget, newest_common, note, order_of, spared
-from mindresume.store.holds import Holds
-from mindresume.store.islands import LOOKS, PATIENCE, Islands, check_alone, find, next_common_run, together
+from mindresume.store.common import COMMON, clear, committed, newest_common, order_of, protected_by_peers, record
+from mindresume.store.holds import ReadLocks
+from mindresume.store.islands import (
+    LOOKS,
+    PATIENCE,
+    SharedGroups,
+    check_not_shared,
+    find_shared_groups,
+    next_common_run,
+    single_group,
+)
 from mindresume.store.removal import carry_out, plan
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import PosixStorage
 
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
@@ -32,8 +40,8 @@ def seen(tmp_path, nodes):
     """``nodes``: by rank, the name of its folder."""
     for name in set(nodes):
         (tmp_path / name).mkdir(exist_ok=True)
-    found = Ranks(len(nodes)).run(lambda group: find(STORAGE, str(tmp_path / nodes[group.rank]), group))
-    assert all(islands == found[0] for islands in found), found
+    found = Ranks(len(nodes)).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    assert all(shared_groups == found[0] for shared_groups in found), found
     for name in set(nodes):
         assert os.listdir(tmp_path / name) == []
     return found[0]
@@ -42,12 +50,12 @@ def seen(tmp_path, nodes):
 @pytest.mark.parametrize("nodes, leaders", [
     ("aaaa", (0, 0, 0, 0)), ("aabb", (0, 0, 2, 2)), ("abab", (0, 1, 0, 1)), ("abcd", (0, 1, 2, 3)), ("abbc", (0, 1, 1, 3))])
 def test_who_sees_whom(tmp_path, nodes, leaders):
-    islands = seen(tmp_path, nodes)
-    assert islands.leaders == leaders and islands.apart is (len(set(nodes)) > 1)
+    shared_groups = seen(tmp_path, nodes)
+    assert shared_groups.leaders == leaders and shared_groups.is_split is (len(set(nodes)) > 1)
     for rank, name in enumerate(nodes):
-        assert islands.ranks(rank) == tuple(other for other, where in enumerate(nodes) if where == name)
-        assert islands.leads(rank) is (nodes.index(name) == rank)
-    assert islands.of_leaders(list("wxyz")) == [list("wxyz")[leader] for leader in sorted(set(leaders))]
+        assert shared_groups.ranks(rank) == tuple(other for other, where in enumerate(nodes) if where == name)
+        assert shared_groups.is_leader(rank) is (nodes.index(name) == rank)
+    assert shared_groups.of_leaders(list("wxyz")) == [list("wxyz")[leader] for leader in sorted(set(leaders))]
 
 
 def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
@@ -56,8 +64,8 @@ def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
     for name in ("mount0", "mount1"):
         os.symlink(tmp_path / "shared", tmp_path / name)
     monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
-    found = Ranks(4).run(lambda group: find(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
-    assert found == [together(4)] * 4 and os.listdir(tmp_path / "shared") == []
+    found = Ranks(4).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
+    assert found == [single_group(4)] * 4 and os.listdir(tmp_path / "shared") == []
 
 
 class Late(PosixStorage):
@@ -88,7 +96,7 @@ def looked_from(tmp_path, hosts, local=False):
     """Two ranks on each host; one folder."""
     def work(group):
         host = hosts[group.rank // 2]
-        return find(host, str(tmp_path), group, host.sleep, lambda path: local)
+        return find_shared_groups(host, str(tmp_path), group, host.sleep, lambda path: local)
     found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
     assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
     return found[0].leaders
@@ -139,7 +147,7 @@ def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
             return super().list(folder)
         failed = False
     broken = Broken()
-    found = Ranks(2).run(lambda group: find(broken if group.rank else STORAGE, str(tmp_path), group))
+    found = Ranks(2).run(lambda group: find_shared_groups(broken if group.rank else STORAGE, str(tmp_path), group))
     assert all(isinstance(error, AgreementError) and "rank 1: OSError" in str(error) for error in found)
     assert os.listdir(tmp_path) == []
 
@@ -154,8 +162,8 @@ def test_what_a_job_left_that_was_killed_here_long_ago_goes(tmp_path, nodes):
             (tmp_path / name / FOLDER / probe).write_bytes(b"")
             now = (tmp_path / name / FOLDER / probe).stat().st_mtime
             os.utime(tmp_path / name / FOLDER / probe, (now, now - 3700 * ("0123abcd" in probe)))
-    found = Ranks(2).run(lambda group: find(STORAGE, str(tmp_path / nodes[group.rank]), group))
-    assert [one.apart for one in found] == [nodes == "ab"] * 2
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    assert [one.is_split for one in found] == [nodes == "ab"] * 2
     assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
 
 
@@ -164,15 +172,15 @@ def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
         raise RuntimeError("interrupted")
     for name in "ab":
         (tmp_path / name).mkdir()
-    found = Ranks(2).run(lambda group: find(STORAGE, str(tmp_path / "ab"[group.rank]), group, sleep))
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "ab"[group.rank]), group, sleep))
     assert [str(error) for error in found] == ["interrupted"] * 2
     assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
 
 
 def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
-    assert find(STORAGE, str(tmp_path / "nowhere"), Solo()) == together(1)
+    assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), Solo()) == single_group(1)
     (tmp_path / "file").write_text("x")
-    found = Ranks(2).run(lambda group: find(STORAGE, str(tmp_path / "file"), group))
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "file"), group))
     assert all(isinstance(error, AgreementError) for error in found)
 
 
@@ -185,16 +193,16 @@ def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
 
 def test_two_leaders_of_one_folder_find_each_other(tmp_path):
     """Whatever was wrong with what they saw: before the first step one of them reads the claim of the other."""
-    mine = claim.Claim(STORAGE, str(tmp_path), replace(claim.owner_of_this_process("saving", 4), run=RUN))
-    theirs = claim.Claim(STORAGE, str(tmp_path), replace(mine.owner, host="node7", pid=7))
+    mine = claim.Lease(STORAGE, str(tmp_path), replace(claim.holder_of_this_process("saving", 4), run=RUN))
+    theirs = claim.Lease(STORAGE, str(tmp_path), replace(mine.holder, host="node7", pid=7))
     (tmp_path / FOLDER).mkdir()
     for one in (mine, theirs):
         one.publish()
-    check_alone(theirs)
+    check_not_shared(theirs)
     with pytest.raises(FolderInUseError, match="host node7 and host .* find each other"):
-        check_alone(mine)
+        check_not_shared(mine)
     mine.publish()
-    check_alone(mine)
+    check_not_shared(mine)
 
 
 # ---- a node commits its part ---------------------------------------------------------------------------------------------
@@ -203,8 +211,8 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
     """``told``: the records say which ranks share the folder, as those of versions before do not."""
     for rank in ranks:
         write_rank(root, step, rank, world, run, part=ranks if told else ())
-    place = Place(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
-    committer = Committer(place, policy or KeepLast(99), holds=Holds(STORAGE, str(root)))
+    place = SaveTarget(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
+    committer = Committer(place, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
     if commit:
         committer.saved(step)
         assert committer.pending == []
@@ -237,10 +245,10 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     """It died before its manifest; the next run writes that."""
     save_part(tmp_path, 5, commit=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
-    assert (found.part, found.existed, found.committed, found.problem) == ((2, 3), True, False, None)
+    assert (found.part, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
     assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
-    assert made.debris == made.victims == ()
+    assert made.orphans == made.to_delete == ()
     assert Committer(place_of(tmp_path, 2, 4, LATER, (2, 3))).adopt() == [5]
     again, = scan(STORAGE, str(tmp_path)).candidates
     assert again.committed and replace(again, committed=False) == found
@@ -252,7 +260,7 @@ def test_a_node_of_which_a_rank_has_not_recorded_has_no_part_of_it(tmp_path):
     for brief in (False, True):
         found, = scan_records(STORAGE, str(tmp_path), brief=brief)[0]
         assert found.problem.reason == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
-        assert (found.part, found.existed) == ((), False)
+        assert (found.part, found.maybe_completed) == ((), False)
 
 
 def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
@@ -260,13 +268,13 @@ def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
     save_part(tmp_path, 5, commit=False)
     (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
     found, = scan(STORAGE, str(tmp_path)).candidates
-    assert found.existed and "the record of rank 3 cannot be read" in found.problem.reason
+    assert found.maybe_completed and "the record of rank 3 cannot be read" in found.problem.reason
 
 
 def test_records_of_versions_before_do_not_say_who_shares_the_folder(tmp_path):
     save_part(tmp_path, 5, commit=False, told=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
-    assert not found.existed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
+    assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
 
 
 def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path):
@@ -318,27 +326,27 @@ def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
     root = str(tmp_path)
     for step in (5, 10):
         save_part(tmp_path, step)
-    note(STORAGE, root, names(10)[0], RUN)
+    record(STORAGE, root, names(10)[0], RUN)
     for step in (15, 20, 25):
         save_part(tmp_path, step, policy=KeepLast(1))
     assert committed(STORAGE, root) == names(25, 20, 15, 10)
-    note(STORAGE, root, names(20)[0], RUN)
+    record(STORAGE, root, names(20)[0], RUN)
     save_part(tmp_path, 30, policy=KeepLast(1))
     assert committed(STORAGE, root) == names(30, 25, 20)
-    forget(STORAGE, root)
-    forget(STORAGE, root)                               # twice is once
+    clear(STORAGE, root)
+    clear(STORAGE, root)                                # twice is once
     save_part(tmp_path, 35, policy=KeepLast(1))
     assert committed(STORAGE, root) == names(35)
 
 
 def test_what_never_completed_goes_although_it_is_newer_than_what_all_nodes_have(tmp_path):
     save_part(tmp_path, 5)
-    note(STORAGE, str(tmp_path), names(5)[0], RUN)
+    record(STORAGE, str(tmp_path), names(5)[0], RUN)
     write_rank(tmp_path, 10, 2, 4, part=(2, 3))
     save_part(tmp_path, 15, commit=False)
     for over in (False, True):
         made = plan(STORAGE, str(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
-        assert [c.step for c in made.debris] == ([10] if over else []) and made.victims == ()
+        assert [c.step for c in made.orphans] == ([10] if over else []) and made.to_delete == ()
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff"])
@@ -346,15 +354,15 @@ def test_where_nothing_is_known_nothing_goes(tmp_path, content):
     for step in (5, 10):
         save_part(tmp_path, step)
     (tmp_path / FOLDER / COMMON).write_bytes(content)
-    assert set(spared(STORAGE, str(tmp_path))) == set(names(5, 10))
+    assert set(protected_by_peers(STORAGE, str(tmp_path))) == set(names(5, 10))
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].box]
+    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].commit_dir]
 
 
 def test_a_folder_that_all_see_has_no_such_note(tmp_path):
     save(tmp_path, 5)
-    assert spared(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
-    assert Islands((0, 0)).apart is False
+    assert protected_by_peers(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
+    assert SharedGroups((0, 0)).is_split is False
 
 
 def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brought_together(tmp_path):
@@ -368,4 +376,4 @@ def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brou
     found = scan(STORAGE, str(tmp_path)).candidates
     assert [(c.step, c.committed, c.part) for c in found] == [(20, True, (0, 1)), (10, True, ())]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), {}, ended=lambda run: True)
-    assert made.victims == () and made.reasons[found[1].box] == "the newest one of all ranks"
+    assert made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"

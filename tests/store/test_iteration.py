@@ -38,11 +38,11 @@ from mindresume.layout import TensorLayout
 from mindresume.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.store.acquire import occupy
-from mindresume.store.claim import owner_of_this_process
+from mindresume.store.acquire import acquire
+from mindresume.store.claim import holder_of_this_process
 from mindresume.store.commit import Committer
-from mindresume.store.holds import Holds, hold, holds
-from mindresume.store.iteration import settle
+from mindresume.store.holds import ReadLocks, acquire_read_lock, read_locks
+from mindresume.store.iteration import finish_tracker
 from mindresume.store.removal import carry_out, empty_trash, plan
 from mindresume.store.retention import KeepEverySteps, KeepLast
 from mindresume.store.storage import PosixStorage, temporary_name
@@ -343,7 +343,7 @@ def test_a_death_at_every_operation_of_an_adoption(tmp_path):
         assert chosen(root) == (10, RUN), operation
         adopting(root, THIRD)
         assert chosen(root) == (10, RUN) and tracker(root) == "10" and committed(root) == [(10, RUN), (5, RUN)], operation
-        occupy(STORAGE, str(root), owner_of_this_process("saving"), 0.0).leave()
+        acquire(STORAGE, str(root), holder_of_this_process("saving"), 0.0).release()
         assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], operation
 
 
@@ -354,7 +354,7 @@ def test_half_written_trackers_of_earlier_runs_go_and_those_of_others_stay(tmp_p
     for path in (*names.values(), foreign_one):
         with open(path, "wb") as file:
             file.write(b"1")
-    settle(STORAGE, str(tmp_path), [], NEXT)
+    finish_tracker(STORAGE, str(tmp_path), [], NEXT)
     assert [os.path.exists(names[run]) for run in (RUN, NEXT, THIRD)] == [False, True, True] and foreign_one.exists()
 
 
@@ -505,8 +505,8 @@ def test_what_the_tracker_names_by_hand_never_goes(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert [c.step for c in made.victims] == [10] and made.reasons[str(folder_of(tmp_path, 5))] == f"{TRACKER} names it"
-    assert carry_out(STORAGE, str(tmp_path), made) == [*made.victims]
+    assert [c.step for c in made.to_delete] == [10] and made.reasons[str(folder_of(tmp_path, 5))] == f"{TRACKER} names it"
+    assert carry_out(STORAGE, str(tmp_path), made) == [*made.to_delete]
     assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(tmp_path) == (5, RUN)
 
 
@@ -514,7 +514,7 @@ def test_the_newest_whole_one_stays_when_a_newer_one_has_lost_a_small_file(tmp_p
     save(tmp_path, 5, 10, 15)
     os.remove(folder_of(tmp_path, 15) / COMMON)
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert [c.step for c in made.kept] == [15, 10] and [c.step for c in made.victims] == [5]
+    assert [c.step for c in made.kept] == [15, 10] and [c.step for c in made.to_delete] == [5]
 
 
 def test_a_policy_over_steps_keeps_iterations_of_earlier_runs(tmp_path):
@@ -537,7 +537,7 @@ def test_what_a_writer_left_that_died_while_it_made_its_folders_goes(tmp_path, d
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
     assert chosen(tmp_path) is None and adopting(tmp_path) == []
-    assert plan(STORAGE, str(tmp_path), KeepLast(2)).debris == ()               # its run may still go on
+    assert plan(STORAGE, str(tmp_path), KeepLast(2)).orphans == ()              # its run may still go on
     save(tmp_path, 20, run=NEXT)
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
 
@@ -589,7 +589,7 @@ def test_a_death_at_every_operation_of_a_removal(tmp_path):
 def test_nothing_moves_under_a_reader_that_begins_at_any_operation_of_a_removal(tmp_path, at):
     """A held iteration folder was renamed for a moment, until its remover saw the hold: files were missing meanwhile."""
     save(tmp_path, 10, 20)
-    box, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
+    commit_dir, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
 
     class Watched(PosixStorage):
         left = at
@@ -598,18 +598,18 @@ def test_nothing_moves_under_a_reader_that_begins_at_any_operation_of_a_removal(
             if name in ("list", "open", "write", "rename", "sync", "status", "remove"):
                 self.__dict__["left"] = self.left - 1
                 if self.left == 0:
-                    held.append(hold(STORAGE, str(tmp_path), attempt_name(10, RUN), box, sleep=waited.append))
+                    held.append(acquire_read_lock(STORAGE, str(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append))
             return super().__getattribute__(name)
 
         def rename(self, old, new):
             moved.extend([old] if held else [])
             super().rename(old, new)
     storage = Watched()
-    carry_out(storage, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)), Holds(storage, str(tmp_path)))
-    assert held and (held[0] is not None) == os.path.exists(box)
-    assert waited or box not in moved
+    carry_out(storage, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)), ReadLocks(storage, str(tmp_path)))
+    assert held and (held[0] is not None) == os.path.exists(commit_dir)
+    assert waited or commit_dir not in moved
     if held[0] is not None:
-        held[0].leave()
+        held[0].release()
 
 
 def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
@@ -635,8 +635,8 @@ def test_two_folders_of_one_attempt_go_each_for_itself(tmp_path):
     save(root, 10, 20)
     left = orphan(root, 20)
     made = plan(STORAGE, str(root), KeepLast(1), ended=lambda run: True)
-    assert [c.box for c in made.debris] == [str(left)] and [c.step for c in made.victims] == [10]
-    assert [c.box for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
+    assert [c.commit_dir for c in made.orphans] == [str(left)] and [c.step for c in made.to_delete] == [10]
+    assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
     carry_out(STORAGE, str(root), made)
     assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == []
 
@@ -680,15 +680,16 @@ def candidate_of(root, step):
 def test_what_is_read_is_not_removed(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
-    claim = hold(STORAGE, str(tmp_path), found.name, found.box)
-    events, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), holds(STORAGE, str(tmp_path)))
-    assert made.victims == () and [c.step for c in made.spared] == [10] and "held: loading" in made.reasons[found.box]
+    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    events, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), read_locks(STORAGE, str(tmp_path)))
+    assert made.to_delete == () and [c.step
+                                     for c in made.read_locked] == [10] and "held: loading" in made.reasons[found.commit_dir]
     # ... also by who decided before the hold was there
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert carry_out(STORAGE, str(tmp_path), made, lambda: holds(STORAGE, str(tmp_path)), events.append) == []
+    assert carry_out(STORAGE, str(tmp_path), made, lambda: read_locks(STORAGE, str(tmp_path)), events.append) == []
     assert folder_of(tmp_path, 10).is_dir()
-    assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.box)]
-    claim.leave()
+    assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.commit_dir)]
+    lease.release()
     assert Committer(place_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 
 
@@ -696,17 +697,17 @@ def test_a_hold_that_comes_too_late_says_so(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))
-    assert hold(STORAGE, str(tmp_path), found.name, found.box) is None and hidden(tmp_path) == []
+    assert acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir) is None and hidden(tmp_path) == []
 
 
 def test_what_was_uncommitted_under_a_reader_comes_back(tmp_path):
     """The process that renamed it died before it looked for holds."""
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
-    claim = hold(STORAGE, str(tmp_path), found.name, found.box)
-    os.rename(found.box, tmp_path / FOLDER / f"{TRASH}{found.name}")
-    empty_trash(STORAGE, str(tmp_path), lambda: holds(STORAGE, str(tmp_path)))
-    claim.leave()
+    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
+    empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
+    lease.release()
     assert folder_of(tmp_path, 10).is_dir() and hidden(tmp_path) == []
     assert {c.step for c in scan(STORAGE, str(tmp_path)).candidates if not c.problem} == {10, 20}
 
@@ -714,29 +715,29 @@ def test_what_was_uncommitted_under_a_reader_comes_back(tmp_path):
 def test_what_comes_back_does_not_push_out_what_has_its_name_now(tmp_path):
     save(tmp_path, 10)
     found = candidate_of(tmp_path, 10)
-    claim = hold(STORAGE, str(tmp_path), found.name, found.box)
-    os.rename(found.box, tmp_path / FOLDER / f"{TRASH}{found.name}")
+    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
     write_all(tmp_path, 10, run=NEXT)
-    Committer(place_of(tmp_path, run=NEXT), holds=lambda: holds(STORAGE, str(tmp_path))).saved(10)
+    Committer(place_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(STORAGE, str(tmp_path))).saved(10)
     assert committed(tmp_path) == [(10, NEXT)] and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
-    claim.leave()
-    empty_trash(STORAGE, str(tmp_path), lambda: holds(STORAGE, str(tmp_path)))
+    lease.release()
+    empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
     assert hidden(tmp_path) == [] and chosen(tmp_path) == (10, NEXT)
 
 
 # ---- two jobs --------------------------------------------------------------------------------------------------------
 
 def claimed(root, run=""):
-    owner = owner_of_this_process("saving", 2)
-    return occupy(STORAGE, str(root), replace(owner, run=run), 0.0, traced=True)
+    holder = holder_of_this_process("saving", 2)
+    return acquire(STORAGE, str(root), replace(holder, run=run), 0.0, keep_run_marker=True)
 
 
 def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path):
     """A commit moves the folders away: without the marker nothing would tell that run 2 ever was."""
     save(tmp_path, 10)
-    claim = claimed(tmp_path, NEXT)
+    lease = claimed(tmp_path, NEXT)
     save(tmp_path, 20, run=NEXT)
-    claim.leave()
+    lease.release()
     assert hidden(tmp_path) == [f"ended-{NEXT}.json"]
     with pytest.raises(FolderInUseError, match=NEXT):
         write_rank(tmp_path, 30, 0)
@@ -745,7 +746,7 @@ def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path)
 
 def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
     write_all(tmp_path, 10)
-    claimed(tmp_path, NEXT).leave()
+    claimed(tmp_path, NEXT).release()
     committer = Committer(place_of(tmp_path))
     with pytest.raises(FolderInUseError):
         committer.saved(10)
@@ -755,9 +756,9 @@ def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
 def test_the_number_of_a_run_grows_over_all_that_ended(tmp_path):
     runs = []
     for _ in range(3):
-        claim = claimed(tmp_path)
-        runs.append(claim.run[:4])
-        claim.leave()
+        lease = claimed(tmp_path)
+        runs.append(lease.run[:4])
+        lease.release()
     assert runs == ["0001", "0002", "0003"] and len(hidden(tmp_path)) == 1
 
 
@@ -765,10 +766,10 @@ def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_
     save(tmp_path / "old", 10, run=THIRD)
     (tmp_path / "new").mkdir()
     shutil.copytree(folder_of(tmp_path / "old", 10), folder_of(tmp_path / "new", 10))
-    claim = claimed(tmp_path / "new")
-    save(tmp_path / "new", 20, run=claim.run)
-    claim.leave()
-    assert claim.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).victims] == [10]
+    lease = claimed(tmp_path / "new")
+    save(tmp_path / "new", 20, run=lease.run)
+    lease.release()
+    assert lease.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).to_delete] == [10]
 
 
 def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from mindresume.files.checksum import file_checksum
 from mindresume.store import kept
-from mindresume.store.kept import KeptFiles
+from mindresume.store.kept import ReadCache
 from mindresume.store.storage import PosixStorage
 
 DATA = os.urandom(10_000_000)
@@ -37,7 +37,7 @@ def hashed(storage, path):
 
 def test_a_file_is_read_once(path):
     disk = Counting()
-    storage = KeptFiles(disk, 20_000_000)
+    storage = ReadCache(disk, 20_000_000)
     first = hashed(storage, path)
     assert storage.size == len(DATA) and disk.opened == [path]
     with open(path, "r+b") as file:                             # whatever becomes of it: what was hashed is what is read
@@ -47,14 +47,14 @@ def test_a_file_is_read_once(path):
         assert one.read(10) == two.read(10) == DATA[:10] and os.pread(one.fileno(), 5, 100) == DATA[100:105]
         assert mmap.mmap(one.fileno(), 0, prot=mmap.PROT_READ)[-7:] == DATA[-7:]
     with os.fdopen(os.dup(storage._kept[path][0])) as of_a_child:       # forked meanwhile, such as a worker of a data set
-        storage.forget()
+        storage.clear()
         assert os.fstat(of_a_child.fileno()).st_blocks == 0
     assert storage.size == 0 and hashed(storage, path) != first and disk.opened == [path] * 2
 
 
 def test_when_it_is_enough_nothing_more_is_kept(tmp_path, path):
     (tmp_path / "second").write_bytes(DATA)
-    storage = KeptFiles(PosixStorage(), 30_000_000)
+    storage = ReadCache(PosixStorage(), 30_000_000)
     hashed(storage, path)
     storage.enough()
     hashed(storage, str(tmp_path / "second"))
@@ -62,7 +62,7 @@ def test_when_it_is_enough_nothing_more_is_kept(tmp_path, path):
 
 
 def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
-    storage = KeptFiles(PosixStorage(), 20_000_000)
+    storage = ReadCache(PosixStorage(), 20_000_000)
     with storage.open(path) as file:
         assert file.read(8) == DATA[:8]
         file.seek(-100, os.SEEK_END)
@@ -83,11 +83,11 @@ def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
 def test_the_budget_holds_for_all_files_together(tmp_path, path):
     (tmp_path / "second").write_bytes(DATA)
     (tmp_path / "empty").touch()
-    storage = KeptFiles(PosixStorage(), len(DATA) + 10)
+    storage = ReadCache(PosixStorage(), len(DATA) + 10)
     for name in ("file", "second", "empty"):
         assert hashed(storage, str(tmp_path / name))[1] in (len(DATA), 0)
     assert storage.size == len(DATA)
-    storage.forget()
+    storage.clear()
     hashed(storage, str(tmp_path / "second"))
     assert storage.size == len(DATA)
 
@@ -96,7 +96,7 @@ def test_the_budget_holds_for_all_files_together(tmp_path, path):
 def test_without_memory_nothing_is_kept_and_nothing_fails(path, monkeypatch, trouble):
     def fail(*args):
         raise OSError(errno.ENOMEM, "no memory")
-    storage = KeptFiles(PosixStorage(), 20_000_000)
+    storage = ReadCache(PosixStorage(), 20_000_000)
     with monkeypatch.context() as patch:
         patch.setattr(kept.os, trouble, fail)
         assert hashed(storage, path)[1] == len(DATA) and storage.size == 0
@@ -108,16 +108,16 @@ def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
     for path in paths:
         with open(path, "wb") as file:
             file.write(b"1234")
-    storage = KeptFiles(PosixStorage(), 20_000_000, most=2)
+    storage = ReadCache(PosixStorage(), 20_000_000, most=2)
     sums = [hashed(storage, path) for path in paths]
     assert storage.size == 8 and sums == [hashed(storage, path) for path in paths]
-    storage.forget()
+    storage.clear()
     assert hashed(storage, paths[3]) == sums[3] and storage.size == 4           # the handles were given back
-    assert KeptFiles(PosixStorage(), 1).most >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
+    assert ReadCache(PosixStorage(), 1).most >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
 
 
 def test_two_threads_that_read_the_same_file(path):
-    storage, both = KeptFiles(PosixStorage(), 30_000_000), threading.Barrier(2)
+    storage, both = ReadCache(PosixStorage(), 30_000_000), threading.Barrier(2)
 
     def read():
         with storage.open(path) as file:
@@ -130,12 +130,12 @@ def test_two_threads_that_read_the_same_file(path):
     for thread in threads:
         thread.join()
     assert storage.size == len(DATA) and storage._taken == len(DATA)
-    storage.forget()
+    storage.clear()
     assert storage._taken == 0
 
 
 def test_everything_else_is_that_of_the_storage_below(tmp_path, path):
-    storage = KeptFiles(PosixStorage(), 0)
+    storage = ReadCache(PosixStorage(), 0)
     assert storage.list(str(tmp_path)) == ["file"] and storage.status(path).size == len(DATA)
     assert storage.width == PosixStorage.width
     with pytest.raises(FileNotFoundError):

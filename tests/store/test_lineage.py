@@ -22,7 +22,7 @@ from mindresume.store.lineage import continued, newest_lineage, others
 from mindresume.store.protection import ANOTHER_TRAINING
 from mindresume.store.removal import plan
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place, write_shard
+from mindresume.store.shard import SaveTarget, write_shard
 
 RUNS = [RUN, *(run_name(number, f"0000{letter * 4}") for number, letter in ((2, "b"), (3, "c"), (4, "d"), (5, "e")))]
 
@@ -48,7 +48,7 @@ class Trainings:
         return events
 
     def place(self, run, rank, lineage):
-        return Place(STORAGE, str(self.root), run, rank, 2, self.fmt == "2.0", lineage=lineage)
+        return SaveTarget(STORAGE, str(self.root), run, rank, 2, self.fmt == "2.0", lineage=lineage)
 
     def found(self):
         return scan_records(STORAGE, str(self.root))[0]
@@ -116,9 +116,9 @@ def test_the_newest_of_this_training_stays_whatever_is_newer_of_another_one(trai
     trainings.run(10, 20)
     trainings.run(5)
     made = plan(STORAGE, str(trainings.root), KeepLast(1), lineage=RUNS[0])
-    assert [c.step for c in made.victims] == [10] and [c.step for c in made.kept] == [5, 20]
-    assert made.reasons[made.kept[0].box] == ANOTHER_TRAINING
-    assert [c.step for c in plan(STORAGE, str(trainings.root), KeepLast(1)).victims] == [20, 10]         # all together
+    assert [c.step for c in made.to_delete] == [10] and [c.step for c in made.kept] == [5, 20]
+    assert made.reasons[made.kept[0].commit_dir] == ANOTHER_TRAINING
+    assert [c.step for c in plan(STORAGE, str(trainings.root), KeepLast(1)).to_delete] == [20, 10]       # all together
 
 
 def test_a_save_that_nobody_committed_is_of_its_training_too(trainings):

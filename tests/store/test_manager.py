@@ -31,7 +31,7 @@ from mindresume.store.retention import KEEP_ALL
 from mindresume.store.saver import Save
 from mindresume.store.shard import iteration_shard, rank_shard
 from mindresume.store.step import SaveOptions, Step
-from mindresume.store.trials import PendingTrial
+from mindresume.store.trials import PendingLoadAttempt
 
 JOBS: list["Job"] = []
 
@@ -70,12 +70,12 @@ class Arrays(Step):
 class Job:
     """One life of a training process."""
 
-    def __init__(self, root, group=None, settings=None, pending=None, claims=None, iterations=False, every=5, **options):
+    def __init__(self, root, group=None, settings=None, pending=None, leases=None, iterations=False, every=5, **options):
         self.step, self.collected, self.told, self.events, self.reason = 0, [], [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
         self.manager = CheckpointManager(
             STORAGE, group or Solo(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
-        self.manager.open(claims=claims)
+        self.manager.open(leases=leases)
         self.manager.begin(0)
         JOBS.append(self)
         self.manager.meet()
@@ -111,7 +111,7 @@ def test_due_steps_and_the_last_one_and_what_is_told(tmp_path, iterations):
     name = iteration_name if iterations else (lambda step: f"net_rank_0-1_{step}.safetensors")
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
     assert job.told == [(word, name(step)) for step in (5, 7) for word in ("record", "taken")]
-    assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.claim.step == 7
+    assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.lease.step == 7
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -141,9 +141,9 @@ def test_a_step_that_is_left_out_is_counted(tmp_path):
 
 
 def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(tmp_path):
-    first = Job(tmp_path, claims={}).steps(5).end()
+    first = Job(tmp_path, leases={}).steps(5).end()
     (tmp_path / FOLDER / attempt_name(5, first.manager.place.run) / MANIFEST).unlink()
-    later = Job(tmp_path, claims={})
+    later = Job(tmp_path, leases={})
     (committed,), (written,) = later.emitted(SaveCommitted), first.emitted(SaveWritten)
     assert committed == SaveCommitted(5, 1, written.size_bytes, first.manager.place.run)
 
@@ -160,10 +160,10 @@ def test_an_error_of_the_record_is_a_failed_save(tmp_path):
 
 def test_an_earlier_training_of_this_process_gives_the_folder_back_and_one_elsewhere_does_not(tmp_path):
     memory = {}
-    first = Job(tmp_path, claims=memory).steps(5)
-    second = Job(tmp_path, claims=memory)
+    first = Job(tmp_path, leases=memory).steps(5)
+    second = Job(tmp_path, leases=memory)
     assert [one.manager.place.run[:4] for one in (first, second)] == ["0001", "0002"]
-    assert memory == {str(tmp_path): second.manager.session.claim}
+    assert memory == {str(tmp_path): second.manager.session.lease}
     with pytest.raises(FolderInUseError, match="0002"):
         first.steps(5)
 
@@ -192,15 +192,15 @@ class FakeTrial:
 
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_trial_knows_the_run_and_ends_with_the_first_step(tmp_path, signalled):
-    trial = FakeTrial()
-    job = Job(tmp_path, pending=PendingTrial(trial))
-    assert (trial.run, trial.hosts) == (job.manager.place.run, 1)
+    load_attempt = FakeTrial()
+    job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt))
+    assert (load_attempt.run, load_attempt.hosts) == (job.manager.place.run, 1)
     job.manager.preemption.signalled = signalled
-    job.manager.begin_trial()
+    job.manager.begin_load_attempt()
     job.manager.preemption.signalled = False
-    assert trial.begun is not signalled and trial.told is None
+    assert load_attempt.begun is not signalled and load_attempt.told is None
     job.steps(1)
-    assert trial.told == "passed" and job.manager.pending.trial is None
+    assert load_attempt.told == "passed" and job.manager.pending.load_attempt is None
 
 
 def test_whoever_is_asked_to_leave_saves_the_step_and_says_why(tmp_path):

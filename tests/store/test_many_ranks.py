@@ -22,7 +22,7 @@ from mindresume.store import commit, removal, storage
 from mindresume.store.commit import Committer
 from mindresume.store.removal import empty_trash
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import Status
 
 ROOT, RUN, RANKS = "/c", run_name(1, "0000aaaa"), 8192
@@ -112,7 +112,7 @@ def write_all(disk, step, ranks, recorded=True):
 
 
 def committer_of(disk, ranks, keep=3, emit=None):
-    return Committer(Place(disk, ROOT, RUN, 0, ranks), KeepLast(keep), emit or pytest.fail)
+    return Committer(SaveTarget(disk, ROOT, RUN, 0, ranks), KeepLast(keep), emit or pytest.fail)
 
 
 @pytest.fixture

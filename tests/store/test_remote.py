@@ -35,15 +35,15 @@ from mindresume.resume.select import Choice, select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.simulation.standins import here
 from mindresume.store import removal
-from mindresume.store.acquire import occupy, see_dead
-from mindresume.store.claim import next_run, owner_of_this_process
+from mindresume.store.acquire import acquire, check_no_live_job
+from mindresume.store.claim import holder_of_this_process, next_run
 from mindresume.store.commit import Committer
-from mindresume.store.holds import Holds
+from mindresume.store.holds import ReadLocks
 from mindresume.store.mirror import AGAIN, Uploader
 from mindresume.store.objects import MoxingStore
 from mindresume.store.remote import RemoteCheckpoints, RunStatus, record_path
 from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.trials import Death
+from mindresume.store.trials import FailedLoad
 
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
@@ -76,7 +76,7 @@ class World:
             folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
         else:
             iterations.save(self.disk, step, world=self.size, run=run)
-        Committer(self.place(0, run), policy, holds=Holds(STORAGE, str(self.disk))).prune()
+        Committer(self.place(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
 
     def sleep(self, seconds):
         """The other ranks get their turns."""
@@ -257,12 +257,12 @@ def test_what_is_damaged_here_is_mended(world):
 
 def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, tmp_path):
     world.upload(5, 10)
-    box = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
-    weights = next(path for path in sorted(box.rglob("*.safetensors")))
+    commit_dir = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
+    weights = next(path for path in sorted(commit_dir.rglob("*.safetensors")))
     folders.flip_bit(weights)
     world.empty_disk()
     assert world.restore_all().chosen.step == 5
-    assert all(event.step == 10 and str(weights.relative_to(box)) in event.reason and URL in event.file
+    assert all(event.step == 10 and str(weights.relative_to(commit_dir)) in event.reason and URL in event.file
                for event in kinds(world, CandidateRefused)) and kinds(world, CandidateRefused)
     assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))     # nothing of it fills the disk
 
@@ -325,14 +325,15 @@ def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
-    claim = occupy(STORAGE, str(world.disk), replace(owner_of_this_process("saving"), run=LATER), 0)
+    lease = acquire(STORAGE, str(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
-    monkeypatch.setattr(restore, "see_dead", partial(see_dead, clock=lambda: next(times), sleep=lambda seconds: None))
+    monkeypatch.setattr(restore, "check_no_live_job",
+                        partial(check_no_live_job, clock=lambda: next(times), sleep=lambda seconds: None))
     with pytest.raises(AgreementError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before
-    claim.leave()
+    lease.release()
 
 
 def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path):
@@ -541,7 +542,7 @@ def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(
     def fetched_by(job):
         world.empty_disk()
         (world.disk / FOLDER).mkdir(parents=True)
-        deaths = [asdict(Death(run_name(sequence, "0000dead"))) for sequence in (3, 4)]
+        deaths = [asdict(FailedLoad(run_name(sequence, "0000dead"))) for sequence in (3, 4)]
         world.disk.joinpath(*note).write_text(json.dumps({"output": "/output", "deaths": deaths, "began": None}))
         fetched = downloads(monkeypatch)
         assert job().chosen.step == int(fetched[-1][5:15])
@@ -560,8 +561,8 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     for _ in range(2):
         keep_run_marker(STORAGE, world.remote, str(world.disk))
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
-    claim = occupy(STORAGE, str(world.disk), owner_of_this_process("saving"), 0)
-    assert claim.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
+    lease = acquire(STORAGE, str(world.disk), holder_of_this_process("saving"), 0)
+    assert lease.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
 
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
@@ -933,12 +934,12 @@ def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkey
     """It took this run for dead, and saw no manifest a moment before."""
     uploaders = world.upload(5)
     saved(world, uploaders, 10)
-    box = f"{URL}/{attempt_name(10, RUN)}"
+    commit_dir = f"{URL}/{attempt_name(10, RUN)}"
 
     def watch(moment, operation, url):
         if (moment, operation) == ("before", "write") and url.endswith(MANIFEST):
-            for name in world.remote.store.list(box):
-                moxing.file.remove(f"{box}/{name}")
+            for name in world.remote.store.list(commit_dir):
+                moxing.file.remove(f"{commit_dir}/{name}")
     monkeypatch.setattr(moxing.file, "watch", watch)
     world.first.work()
     monkeypatch.setattr(moxing.file, "watch", lambda *what: None)

@@ -17,17 +17,17 @@ from mindresume.resume.restore import RemoteFetch
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.store import mirror as uploaders
 from mindresume.store.common import committed
-from mindresume.store.exchange import Exchange
-from mindresume.store.islands import Islands
-from mindresume.store.kept import KeptFiles
+from mindresume.store.exchange import PeerState
+from mindresume.store.islands import SharedGroups
+from mindresume.store.kept import ReadCache
 from mindresume.store.mirror import Uploader
 from mindresume.store.objects import MoxingStore
 from mindresume.store.remote import RemoteCheckpoints, RunStatus
 from mindresume.store.retention import KeepLast
-from mindresume.store.shard import Place
+from mindresume.store.shard import SaveTarget
 
 URL = "obs://bucket/job/checkpoint"
-ISLANDS = Islands((0, 0, 2, 2))
+ISLANDS = SharedGroups((0, 0, 2, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def save(tmp_path, *steps, late=()):
         for other in uploaders[1:]:
             if other.place.rank not in late:
                 other.work()
-    places = [Place(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
+    places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
     uploaders = [Uploader(remote(), place, None, 60.0, clock=lambda: now[0],
                           sleep=sleep if place.rank == 0 else lambda seconds: None) for place in places]
     for step in steps:
@@ -64,7 +64,7 @@ def save(tmp_path, *steps, late=()):
 def resume(tmp_path, storage=lambda: STORAGE):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
-        found = RemoteFetch(own, remote(), root, group, SelectionPolicy(4), islands=ISLANDS)
+        found = RemoteFetch(own, remote(), root, group, SelectionPolicy(4), shared_groups=ISLANDS)
         return found.select(lambda: select_node_local(own, root, group))
     found = Ranks(4).run(one)
     for error in found:
@@ -102,7 +102,7 @@ def test_what_is_damaged_here_and_replaced_is_read_anew(tmp_path):
     """Though every file that was read whole is kept in memory."""
     save(tmp_path, 5, 10)
     flip_bit(path_of(tmp_path / NODES[1], 10, 1))
-    assert [choice.chosen.step for choice in resume(tmp_path, lambda: KeptFiles(STORAGE, 1 << 30))] == [10] * 4
+    assert [choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))] == [10] * 4
 
 
 def test_what_both_have_and_is_newer_stays(tmp_path):
@@ -138,14 +138,15 @@ class Training:
 
     def __init__(self, tmp_path, slow=5):
         self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
-        self.places = [Place(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
+        self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]])
+                       for rank in range(4)]
         self.uploaders = [Uploader(remote(), place, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
                                wait=self.wait) for place in self.places]
-        self.exchanges = [Exchange(STORAGE, place.root, RUN, ISLANDS, place.rank, uploader)
+        self.exchanges = [PeerState(STORAGE, place.root, RUN, ISLANDS, place.rank, uploader)
                           for place, uploader in zip(self.places, self.uploaders, strict=True)]
-        for exchange in self.exchanges:
-            STORAGE.make_folder(os.path.join(exchange.root, FOLDER))
-            exchange.note("")
+        for peer_state in self.exchanges:
+            STORAGE.make_folder(os.path.join(peer_state.root, FOLDER))
+            peer_state.record("")
 
     def save(self, *nodes):
         self.step += 5
@@ -154,16 +155,16 @@ class Training:
             for rank in PARTS[node]:
                 self.uploaders[rank].enqueue(self.step)
 
-    def exchange(self):
-        rows = [exchange.news() for exchange in self.exchanges]
-        for exchange in self.exchanges:
-            exchange.told(rows)
+    def peer_state(self):
+        rows = [peer_state.local_state() for peer_state in self.exchanges]
+        for peer_state in self.exchanges:
+            peer_state.on_peer_state(rows)
 
     def sleep(self, seconds):
         """Rank 0 waits for the others."""
         self.now += seconds
         self.save()
-        self.exchange()
+        self.peer_state()
         if self.step // 5 % self.slow == 0:
             self.turns(1, 2, 3)
 
@@ -207,7 +208,7 @@ def test_what_is_announced_stays_on_all_nodes_until_it_is_uploaded(tmp_path, slo
     job = Training(tmp_path, slow)
     for _ in range(4):
         job.save()
-        job.exchange()
+        job.peer_state()
         job.turns(0)
         assert in_bucket() and job.errors() == []
         assert all(len(job.on_disk(node)) <= 3 for node in PARTS)       # the newest, the common one, the one that is uploaded
@@ -222,11 +223,11 @@ def test_only_what_all_nodes_have_is_announced(tmp_path):
     job.save("a")
     job.turns(0)
     assert in_bucket() == [] and job.uploaders[0].remote.read_status(RUN) == RunStatus()      # nobody has said what all have
-    job.exchange()
+    job.peer_state()
     job.stop()
     job.turns(0)
     assert in_bucket() == [5] and job.uploaders[0].ready()
-    job.exchange()
+    job.peer_state()
     job.turns(0)
     assert in_bucket() == [5] and job.errors() == []
 
@@ -234,7 +235,7 @@ def test_only_what_all_nodes_have_is_announced(tmp_path):
 def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_path):
     job = Training(tmp_path, 1)
     job.save()
-    job.exchange()
+    job.peer_state()
     shutil.rmtree(tmp_path / "b" / FOLDER / attempt_name(5, RUN))          # by hand
     job.turns(0)
     assert in_bucket() == [] and job.now < 10
@@ -242,7 +243,7 @@ def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_p
     assert "step 5 is given up: the part of rank 2 is not on its disk any more" in first
     assert [f"the part of rank {rank} is not on its disk any more" in text for rank, text in zip((2, 3), others, strict=True)]
     job.save()
-    job.exchange()
+    job.peer_state()
     job.turns(0)
     assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().scan().objects
 
@@ -250,7 +251,7 @@ def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_p
 def test_weights_that_are_lost_during_the_upload(tmp_path, monkeypatch):
     job = Training(tmp_path, 1)
     job.save()
-    job.exchange()
+    job.peer_state()
     for path in (tmp_path / "b" / "rank_3").glob("*.safetensors"):
         path.unlink()
     job.turns(0)
@@ -261,7 +262,7 @@ def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
     """The other node did not save the last one."""
     job = Training(tmp_path)
     job.save()
-    job.exchange()
+    job.peer_state()
     job.save("a")
     errors = job.finish()
     assert in_bucket() == [5] and job.now < 10
@@ -272,13 +273,13 @@ def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
 def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypatch):
     job = Training(tmp_path, 1)
     job.save()
-    job.exchange()
+    job.peer_state()
     with monkeypatch.context() as broken:
         broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
         job.turns(0)
     assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].ready()
     job.now += uploaders.AGAIN
-    job.exchange()
+    job.peer_state()
     job.stop()
     job.turns(0)
     assert in_bucket() == [5]
@@ -290,7 +291,7 @@ def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
 
     def refuse(*args):
         raise OSError(30, "Read-only file system")
-    monkeypatch.setattr(uploaders, "hold", refuse)
+    monkeypatch.setattr(uploaders, "acquire_read_lock", refuse)
     job.uploaders[2].schedule(attempt_name(5, RUN))
     assert "step 5 is not held on the disk of rank 2 while it is uploaded" in job.errors()[0]
 
@@ -303,5 +304,5 @@ def test_a_node_whose_folder_cannot_be_listed_says_that_it_has_nothing(tmp_path,
         raise OSError(5, "Input/output error")
     with monkeypatch.context() as broken:
         broken.setattr(type(STORAGE), "list", refuse)
-        assert job.exchanges[2].news() == [[], True]
-    assert job.exchanges[1].news() is None
+        assert job.exchanges[2].local_state() == [[], True]
+    assert job.exchanges[1].local_state() is None

@@ -19,7 +19,7 @@ from mindresume.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name,
 from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.commit import Committer
-from mindresume.store.holds import Holds, hold
+from mindresume.store.holds import ReadLocks, acquire_read_lock
 from mindresume.store.protection import NEWEST_HEALTHY, NEWEST_WHOLE
 from mindresume.store.removal import NOTHING_WHOLE, Plan, carry_out, plan
 from mindresume.store.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
@@ -50,9 +50,9 @@ def over(run):
 
 def why(made):
     """{name of the attempt: reason}; there are no two of one name."""
-    rows = [*made.kept, *made.victims, *made.debris, *made.unfinished, *made.spared]
-    assert sorted(c.box for c in rows) == sorted(made.reasons)
-    return {candidate.name: made.reasons[candidate.box] for candidate in rows}
+    rows = [*made.kept, *made.to_delete, *made.orphans, *made.unfinished, *made.read_locked]
+    assert sorted(c.commit_dir for c in rows) == sorted(made.reasons)
+    return {candidate.name: made.reasons[candidate.commit_dir] for candidate in rows}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def saved(tmp_path):
 def test_a_plan_touches_nothing_and_says_why(saved):
     before = tree(saved)
     made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=over)
-    assert (steps(made.kept), steps(made.victims), steps(made.debris), made.spared) == ([20, 10], [15, 5], [25], ())
+    assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == ([20, 10], [15, 5], [25], ())
     assert why(made) == {attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
                          attempt_name(10, RUN): "one every 10 steps",
                          attempt_name(15, RUN): "none of: the last one, one every 10 steps",
@@ -85,19 +85,19 @@ def test_every_save_is_in_exactly_one_group(saved):
     assert sorted(why(made)) == sorted(os.listdir(saved / FOLDER))
 
 
-@pytest.mark.parametrize("ended, active, debris", [(over, None, [25]), (lambda run: False, None, []),
+@pytest.mark.parametrize("ended, active, orphans", [(over, None, [25]), (lambda run: False, None, []),
                                                    (lambda run: run == NEXT_RUN, None, []), (over, RUN, [])])
-def test_an_incomplete_save_goes_only_if_its_run_is_over(saved, ended, active, debris):
+def test_an_incomplete_save_goes_only_if_its_run_is_over(saved, ended, active, orphans):
     made = planned(saved, KEEP_ALL, ended=ended, active=active)
-    assert steps(made.debris) == debris and steps(made.unfinished) == [step for step in [25] if step not in debris]
-    assert made.victims == () and steps(made.kept) == [20, 15, 10, 5]
+    assert steps(made.orphans) == orphans and steps(made.unfinished) == [step for step in [25] if step not in orphans]
+    assert made.to_delete == () and steps(made.kept) == [20, 15, 10, 5]
 
 
 def test_an_incomplete_save_of_the_active_run_goes_behind_its_newest_commit(saved):
-    assert planned(saved, KEEP_ALL, active=RUN).debris == ()
+    assert planned(saved, KEEP_ALL, active=RUN).orphans == ()
     write_rank(saved, 18, 0, 2)                                     # 20 is committed
-    assert steps(planned(saved, KEEP_ALL, active=RUN).debris) == [18]
-    assert planned(saved, KEEP_ALL, active=NEXT_RUN).debris == ()
+    assert steps(planned(saved, KEEP_ALL, active=RUN).orphans) == [18]
+    assert planned(saved, KEEP_ALL, active=NEXT_RUN).orphans == ()
 
 
 def test_whether_a_run_is_over_is_asked_after_the_folder_was_read(saved):
@@ -118,7 +118,7 @@ def test_what_mindformers_wrote_is_neither_counted_nor_removed(tmp_path):
         save(tmp_path, step, world=2)
     write_foreign(tmp_path, 50, world=2, suffix=7)
     made = planned(tmp_path, KeepLast(1), ended=over)
-    assert (steps(made.kept), steps(made.victims)) == ([10], [5])
+    assert (steps(made.kept), steps(made.to_delete)) == ([10], [5])
     carry_out(STORAGE, str(tmp_path), made)
     assert path_of(tmp_path, 50, 0, 7).exists() and path_of(tmp_path, 50, 1, 7).exists()
 
@@ -140,10 +140,10 @@ def test_the_newest_whole_one_never_goes_and_broken_newer_ones_do_not_count(save
     for step in (15, 20):
         spoil(saved, step)
     made = planned(saved, KeepLast(1))
-    assert steps(made.kept) == [20, 10] and steps(made.victims) == [15, 5]
+    assert steps(made.kept) == [20, 10] and steps(made.to_delete) == [15, 5]
     assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
     made = planned(saved, KeepLast(2))
-    assert steps(made.kept) == [20, 15, 10, 5] and made.victims == ()         # 20 and 15 are broken: 10 and 5 are the last 2
+    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()       # 20 and 15 are broken: 10 and 5 are the last 2
     carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))
     chosen = select(STORAGE, str(saved), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
     assert chosen.step == 10 or spoil is delete_file
@@ -153,7 +153,7 @@ def test_without_a_whole_one_no_checkpoint_goes(saved):
     for step in (5, 10, 15, 20):
         cut_short(saved, step)
     made = planned(saved, KeepLast(1), ended=over)
-    assert steps(made.kept) == [20, 15, 10, 5] and made.victims == () and steps(made.debris) == [25]
+    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == () and steps(made.orphans) == [25]
     assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
 
 
@@ -185,7 +185,7 @@ def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
     (tmp_path / FOLDER / attempt_name(10, RUN) / MANIFEST).unlink()
     for ended in (over, lambda run: False):
         made = planned(tmp_path, KeepLast(1), ended=ended)
-        assert steps(made.kept) == [10, 5] and made.victims == ()
+        assert steps(made.kept) == [10, 5] and made.to_delete == ()
         assert why(made)[attempt_name(10, RUN)] == "complete, not committed yet"
 
 
@@ -195,10 +195,10 @@ def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_g
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
     (attempt / MANIFEST).unlink()
     folders.flip_bit(attempt / "rank_00001.json", 5)
-    assert steps(planned(tmp_path, KeepLast(3), ended=over).victims) == []
+    assert steps(planned(tmp_path, KeepLast(3), ended=over).to_delete) == []
     made = planned(tmp_path, KeepLast(2), ended=over)
-    assert steps(made.victims) == [5] and steps(made.kept) == [15, 10]
-    assert planned(tmp_path, KeepLast(2)).victims == ()                        # its run may still commit it
+    assert steps(made.to_delete) == [5] and steps(made.kept) == [15, 10]
+    assert planned(tmp_path, KeepLast(2)).to_delete == ()                      # its run may still commit it
 
 
 @pytest.fixture
@@ -388,7 +388,7 @@ def test_a_later_file_of_the_same_name_stays(tmp_path):
         shutil.rmtree(tmp_path / f"rank_{rank}")
     save(tmp_path, 5, world=2, run=NEXT_RUN)
     made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=over)
-    assert [(c.step, c.run) for c in made.victims] == [(15, RUN), (10, RUN), (5, RUN)]
+    assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
     carry_out(STORAGE, str(tmp_path), made)
     chosen = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
     assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [attempt_name(5, NEXT_RUN)]
@@ -401,8 +401,8 @@ HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 
 def test_a_held_one_is_no_victim(saved):
     made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=over)
-    assert steps(made.victims) == [15, 5] and made.debris == ()
-    assert sorted(steps(made.spared)) == [10, 25]                    # 20 stays anyway
+    assert steps(made.to_delete) == [15, 5] and made.orphans == ()
+    assert sorted(steps(made.read_locked)) == [10, 25]               # 20 stays anyway
     assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
     carry_out(STORAGE, str(saved), made, lambda: HELD)
     assert committed(saved) == [20, 10]
@@ -420,10 +420,10 @@ def test_a_hold_that_appears_after_the_plan(saved):
 def test_holds_are_asked_after_the_rename_is_durable(saved):
     storage, asked = Counting(), []
 
-    def holds():
+    def read_locks():
         asked.append([what[0] for what in storage.done])
         return {}
-    carry_out(storage, str(saved), planned(saved, KeepLast(2)), holds)
+    carry_out(storage, str(saved), planned(saved, KeepLast(2)), read_locks)
     assert asked == [["rename", "sync"], ["rename", "sync", "rename", "sync"]]
 
 
@@ -459,11 +459,11 @@ def test_what_lost_files_already_does_not_come_back_and_waits_for_its_holder(sav
 
 
 def test_another_process_finished_the_removal_before_the_hold_was_seen(saved):
-    def holds():
+    def read_locks():
         for trash in (saved / FOLDER).glob(TRASH + attempt_name(5, RUN) + ".*"):
             shutil.rmtree(trash)
         return {attempt_name(5, RUN): "loading"}
-    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), holds) == []
+    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), read_locks) == []
     assert committed(saved) == [20, 15, 10]
 
 
@@ -529,10 +529,10 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
 
 
 def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
-    def holds():
+    def read_locks():
         raise OSError(errno.EIO, "Input/output error")
     events = []
-    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), holds, events.append) == []
+    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), read_locks, events.append) == []
     assert path_of(saved, 5, 0).exists() and len(events) == 2
     held = {attempt_name(5, RUN): "loading"}
     carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), lambda: held)
@@ -545,7 +545,7 @@ def test_the_committer_removes_respects_holds_and_emits(saved):
     events, held = [], dict(HELD)
     for rank in range(2):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
-    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, holds=lambda: held)
+    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
     committer.saved(30)
     assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
     assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
@@ -570,19 +570,20 @@ def test_what_is_held_while_others_are_removed_is_not_moved(tmp_path):
     """However long these take: it is looked for right before."""
     iterations.save(tmp_path, 1, 2, 3)
     moved, held = [], []
-    victims = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]
+    to_delete = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]
 
     class Slow(PosixStorage):
         def rename(self, old, new):
             if os.path.basename(old).startswith("iteration_"):
                 moved.append(os.path.basename(old))
                 if len(moved) == 1:
-                    other = next(c for c in victims if c.base != moved[0])
-                    held.append(hold(STORAGE, str(tmp_path), other.name, other.box, sleep=lambda seconds: None))
+                    other = next(c for c in to_delete if c.base != moved[0])
+                    held.append(acquire_read_lock(STORAGE, str(tmp_path), other.name, other.commit_dir,
+                                                  sleep=lambda seconds: None))
             super().rename(old, new)
-    carry_out(Slow(), str(tmp_path), Plan(victims=tuple(victims)), Holds(STORAGE, str(tmp_path)))
+    carry_out(Slow(), str(tmp_path), Plan(to_delete=tuple(to_delete)), ReadLocks(STORAGE, str(tmp_path)))
     assert len(moved) == 1 and held[0] is not None
-    held[0].leave()
+    held[0].release()
 
 
 def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
@@ -595,4 +596,4 @@ def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
                 raise PermissionError(13, "Permission denied", path)
             return super().open(path)
     made = plan(Private(), str(tmp_path), KeepLast(1), {}, ended=over)
-    assert steps(made.victims) == [6, 5]
+    assert steps(made.to_delete) == [6, 5]

@@ -6,10 +6,10 @@ from folders import RUN, STORAGE, Ranks, place_of
 
 from mindresume.events import ignore
 from mindresume.manifest import run_sequence
-from mindresume.store.claim import leave_trace
-from mindresume.store.common import COMMON, note, spared
-from mindresume.store.exchange import Exchange
-from mindresume.store.islands import Islands, together
+from mindresume.store.claim import record_run_number
+from mindresume.store.common import COMMON, protected_by_peers, record
+from mindresume.store.exchange import PeerState
+from mindresume.store.islands import SharedGroups, single_group
 from mindresume.store.save_session import SaveSession, open_save_session
 from mindresume.store.storage import PosixStorage
 
@@ -23,14 +23,14 @@ class Stuck(PosixStorage):
 
 def test_an_old_note_that_cannot_be_removed_ends_no_rank_alone(tmp_path):
     (tmp_path / ".mindresume").mkdir()
-    note(STORAGE, str(tmp_path), "", RUN)
+    record(STORAGE, str(tmp_path), "", RUN)
     for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
-        exchange = Exchange(storage, str(tmp_path), RUN, together(2), 0)
-        home = SaveSession(replace(place_of(tmp_path, 0, 2), storage=storage), 0, together(2), None, exchange,
+        peer_state = PeerState(storage, str(tmp_path), RUN, single_group(2), 0)
+        home = SaveSession(replace(place_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
                            ignore)
         home.begin(None)
         assert [path.name for path in (tmp_path / ".mindresume").iterdir()] == there
-    assert spared(STORAGE, str(tmp_path)) == {}
+    assert protected_by_peers(STORAGE, str(tmp_path)) == {}
 
 
 def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(tmp_path):
@@ -40,9 +40,10 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
 
     def opened(group):
         root = roots[group.rank]
-        session = open_save_session(STORAGE, root, "sim", group, ignore, 0.0, islands={root: Islands((0, 1))},
-                                    number_runs=lambda storage, root: leave_trace(storage, root, "0007-1111aaaa"), claims={})
-        session.leave()
+        session = open_save_session(STORAGE, root, "sim", group, ignore, 0.0, shared_groups={root: SharedGroups((0, 1))},
+                                    number_runs=lambda storage, root: record_run_number(storage, root, "0007-1111aaaa"),
+                                    leases={})
+        session.release()
         return session.place.run
     first, second = Ranks(2).run(opened)
     assert first == second and run_sequence(first) == 8

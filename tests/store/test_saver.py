@@ -10,8 +10,8 @@ from mindresume.events import CheckpointsRemoved
 from mindresume.files import read_header
 from mindresume.manifest import record_name, run_name
 from mindresume.store.commit import Committer
-from mindresume.store.saver import Extra, Foreground, Save, Work, write_extra
-from mindresume.store.shard import Place, rank_shard, write_shard
+from mindresume.store.saver import Extra, Save, SaveJob, SyncSaver, write_extra
+from mindresume.store.shard import SaveTarget, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage
 
 
@@ -25,7 +25,7 @@ def extra(folder, step, keep=0, kind="network"):
 
 
 def test_written_and_committed_when_it_returns(tmp_path):
-    saver = Foreground(Work(place_of(tmp_path, 0, 1), Committer(place_of(tmp_path, 0, 1))))
+    saver = SyncSaver(SaveJob(place_of(tmp_path, 0, 1), Committer(place_of(tmp_path, 0, 1))))
     saver.save(Save(shard(5)))
     assert not saver.busy() and saver.work.committer.committed == [5]
     (outcome,) = saver.poll()
@@ -34,7 +34,7 @@ def test_written_and_committed_when_it_returns(tmp_path):
 
 
 def test_poll_commits_what_others_complete_later(tmp_path):
-    saver = Foreground(Work(place_of(tmp_path, 0, 2), Committer(place_of(tmp_path, 0, 2))))
+    saver = SyncSaver(SaveJob(place_of(tmp_path, 0, 2), Committer(place_of(tmp_path, 0, 2))))
     saver.save(Save(shard(5)))
     saver.poll()
     assert saver.work.committer.pending == [5]
@@ -44,7 +44,7 @@ def test_poll_commits_what_others_complete_later(tmp_path):
 
 
 def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
-    saver = Foreground(Work(place_of(tmp_path, 0, 1)))
+    saver = SyncSaver(SaveJob(place_of(tmp_path, 0, 1)))
     saver.save(Save(shard(5)))
     path_of(tmp_path, 6, 0).write_text("in the way")
     saver.save(Save(shard(6)))
@@ -57,7 +57,7 @@ def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
 
 def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     (tmp_path / "network").write_text("a file in the way")
-    saver = Foreground(Work(place_of(tmp_path / "checkpoint", 0, 1), Committer(place_of(tmp_path / "checkpoint", 0, 1))))
+    saver = SyncSaver(SaveJob(place_of(tmp_path / "checkpoint", 0, 1), Committer(place_of(tmp_path / "checkpoint", 0, 1))))
     saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
     assert outcome.saved and "was not written" in str(outcome.error) and saver.work.committer.committed == [5]
@@ -78,7 +78,7 @@ class UnflushedRecord(PosixStorage):
 def test_what_rank_0_could_not_flush_is_not_committed_by_it(tmp_path, beside):
     (tmp_path / "network").write_text("a file in the way")
     place = replace(place_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
-    saver = Foreground(Work(place, Committer(place)))
+    saver = SyncSaver(SaveJob(place, Committer(place)))
     saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
     (outcome,) = saver.poll()
     assert not place.storage.armed and not outcome.saved and "may not stay saved" in str(outcome.error)
@@ -119,8 +119,8 @@ def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_pa
     write_rank(tmp_path / "elsewhere", 5, 0, 2)
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
     root, events = tmp_path / "checkpoint", []
-    place = Place(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
-    saver = Foreground(Work(place, Committer(place, emit=events.append)))
+    place = SaveTarget(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
+    saver = SyncSaver(SaveJob(place, Committer(place, emit=events.append)))
     for step in (5, 10, 15, 20):
         saver.save(Save(shard(step)))
         assert saver.poll()[0].saved
@@ -139,4 +139,4 @@ def test_quota_is_no_room(tmp_path):
             raise OSError(errno.EDQUOT, "Disk quota exceeded", path)
     place = place_of(tmp_path, 0, 1)
     with pytest.raises(NoRoomError, match="Disk quota exceeded"):
-        write_shard(Place(Exhausted(), place.root, place.run, 0, 1), shard(5))
+        write_shard(SaveTarget(Exhausted(), place.root, place.run, 0, 1), shard(5))

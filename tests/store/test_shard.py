@@ -17,8 +17,8 @@ from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.store.commit import Committer
 from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Foreground, Save, Work
-from mindresume.store.shard import Place, iteration_shard, mark_emergency, rank_shard, write_shard
+from mindresume.store.saver import Save, SaveJob, SyncSaver
+from mindresume.store.shard import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.store.storage import PosixStorage, UnsettledError, publish
 
 WORLD = 2
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("made", ["1.0", "2.0"])
 
 
 def place_of(made, root, rank, storage=STORAGE, run=RUN):
-    return Place(storage, str(root), run, rank, WORLD, iterations=made == "2.0")
+    return SaveTarget(storage, str(root), run, rank, WORLD, iterations=made == "2.0")
 
 
 def shard_of(place, step, other=0.0, suffix=0):
@@ -112,7 +112,7 @@ def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, m
 def test_a_record_that_is_there_counts_for_the_others_and_the_error_is_told(tmp_path, made, operation, effect):
     write(made, tmp_path, 10, 0)
     place = place_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
-    saver = Foreground(Work(place))
+    saver = SyncSaver(SaveJob(place))
     saver.save(Save(shard_of(place, 10)))
     (outcome,) = saver.poll()
     assert not outcome.saved and outcome.size > 0
@@ -175,7 +175,7 @@ def test_without_a_name_the_files_go(tmp_path, made):
     with pytest.raises(NoRoomError, match="step 10 was not saved on rank 1: No space left"):
         write(made, tmp_path, 10, 1, OnRecord("write", errno.ENOSPC, effect=False))
     assert files(tmp_path) == []
-    assert [c.existed for c in scan(STORAGE, str(tmp_path)).candidates] == [False]
+    assert [c.maybe_completed for c in scan(STORAGE, str(tmp_path)).candidates] == [False]
     write(made, tmp_path, 10, 1)
     write(made, tmp_path, 10, 0)
     assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
@@ -219,7 +219,7 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     committer = Committer(place_of("2.0", tmp_path, 0), KeepLast(1))
     storage = OnRecord("sync", effect=False, act=lambda: committer.saved(10))
     place = place_of("2.0", tmp_path, 1, storage)
-    saver = Foreground(Work(place))
+    saver = SyncSaver(SaveJob(place))
     saver.save(Save(shard_of(place, 10)))
     (outcome,) = saver.poll()
     assert not storage.armed and committer.committed == [10]
@@ -233,7 +233,7 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     """Its writer died before it could say so."""
     save_all("2.0", tmp_path, 10)
     place = place_of("2.0", tmp_path, 0)
-    saver = Foreground(Work(place, Committer(place, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
+    saver = SyncSaver(SaveJob(place, Committer(place, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
     saver.save(Save(shard_of(place, 10)))
     assert saver.finish(600.0)[0].saved and saver.work.committer.pending == [] and hidden(tmp_path) == []
 

@@ -16,7 +16,7 @@ from mindresume.store import trials as module
 from mindresume.store.removal import plan
 from mindresume.store.retention import KeepLast
 from mindresume.store.storage import PosixStorage
-from mindresume.store.trials import Trial, explanation, key_of, trials
+from mindresume.store.trials import LoadAttempt, explanation, key_of, load_attempts
 
 NAN = RuntimeError("loss is nan")
 
@@ -33,22 +33,22 @@ class Job:
         Job.count += 1
         self.choice = choose(root, limit, named)
         self.step = self.choice.chosen.step
-        self.trials = [Trial(STORAGE, str(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
-        for trial in self.trials:
-            trial.run, trial.hosts = run_name(Job.count, "0000aaaa"), hosts
+        self.load_attempts = [LoadAttempt(STORAGE, str(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
+        for load_attempt in self.load_attempts:
+            load_attempt.run, load_attempt.hosts = run_name(Job.count, "0000aaaa"), hosts
             if compiled:
-                trial.begin()
+                load_attempt.begin()
 
     def dies(self, error=None, rank=0):
         """Without an error: without a word."""
         if error is not None:
-            self.trials[rank].failed(error)
-        self.trials[0]._listen_no_more()                        # as the end of the process does
+            self.load_attempts[rank].failed(error)
+        self.load_attempts[0]._listen_no_more()                 # as the end of the process does
         return self
 
     def passes(self):
-        for trial in self.trials:
-            trial.passed()
+        for load_attempt in self.load_attempts:
+            load_attempt.passed()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_only_what_happens_after_the_load_counts(root):
 def test_what_something_else_explains_does_not_count(root, error):
     for _ in range(3):
         Job(root, ranks=2).dies(error, rank=1)
-    assert choose(root).chosen.step == 15 and list(trials(STORAGE, str(root)).values()) == [()]
+    assert choose(root).chosen.step == 15 and list(load_attempts(STORAGE, str(root)).values()) == [()]
     Job(root, ranks=2).passes()
     assert left(root) == []
 
@@ -202,16 +202,16 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     for _ in range(2):
         Job(root).dies()
     job = Job(root)
-    assert job.step == 10 and len(trials(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
+    assert job.step == 10 and len(load_attempts(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
 
 
 def test_a_folder_that_is_not_ours_to_write_to(tmp_path, root):
     job = Job(root, compiled=False)
-    trial = Trial(STORAGE, str(tmp_path / "elsewhere"), job.choice.chosen, "/output")
-    trial.run = run_name(1, "0000aaaa")
-    trial.begin()
-    trial.failed(NAN)
-    trial.passed()
+    load_attempt = LoadAttempt(STORAGE, str(tmp_path / "elsewhere"), job.choice.chosen, "/output")
+    load_attempt.run = run_name(1, "0000aaaa")
+    load_attempt.begin()
+    load_attempt.failed(NAN)
+    load_attempt.passed()
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -220,13 +220,13 @@ def test_all_ranks_at_once(root):
     chosen = choose(root).chosen
 
     def work(group):
-        trial = Trial(STORAGE, str(root), chosen, "/output", group.rank)
-        trial.run, trial.hosts = run_name(1, "0000aaaa"), 1
-        trial.begin()
+        load_attempt = LoadAttempt(STORAGE, str(root), chosen, "/output", group.rank)
+        load_attempt.run, load_attempt.hosts = run_name(1, "0000aaaa"), 1
+        load_attempt.begin()
         group.gather(b"")
-        trial.passed()
+        load_attempt.passed()
         group.gather(b"")
-        trial.failed(NAN)
+        load_attempt.failed(NAN)
     Ranks(4).run(work)
     assert left(root) == []
 
@@ -241,7 +241,7 @@ def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
     """Nor does it let one go."""
     Job(root).dies()
     (root / FOLDER / left(root)[1]).write_bytes(content)
-    assert set(trials(STORAGE, str(root)).values()) == {None} and choose(root).chosen.step == 15
+    assert set(load_attempts(STORAGE, str(root)).values()) == {None} and choose(root).chosen.step == 15
     save(root, 20, world=1)
     assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [20, 15]
     Job(root, named="net_rank_0-2_5").passes()
@@ -251,8 +251,8 @@ def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
 @pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
 def test_a_word_that_cannot_be_read_is_no_silence(root, word):
     job = Job(root).dies(NAN)
-    (root / FOLDER / f"death-{job.trials[0].run}-rank_00000.json").write_bytes(word)
-    assert list(trials(STORAGE, str(root)).values()) == [()]
+    (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
+    assert list(load_attempts(STORAGE, str(root)).values()) == [()]
 
 
 @pytest.mark.parametrize("operation", ["write", "rename", "sync", "remove"])
@@ -264,14 +264,14 @@ def test_a_disk_that_fails_ends_nothing_but_the_trial(root, operation):
         raise OSError(5, "Input/output error")
     Job(root).dies()
     setattr(Broken, operation, fail)
-    trial = Trial(Broken(), str(root), choose(root).chosen, "/output")
-    trial.run = run_name(9, "0000aaaa")
-    for work in (trial.begin, trial.passed, lambda: trial.failed(NAN)):
+    load_attempt = LoadAttempt(Broken(), str(root), choose(root).chosen, "/output")
+    load_attempt.run = run_name(9, "0000aaaa")
+    for work in (load_attempt.begin, load_attempt.passed, lambda: load_attempt.failed(NAN)):
         try:
             work()
         except OSError:
             continue
-    trial._listen_no_more()
+    load_attempt._listen_no_more()
     assert choose(root, limit=3).chosen.step == 15
 
 
