@@ -19,14 +19,16 @@ def encode_varint(value: int) -> bytes:
 def decode_varint(data: bytes, position: int = 0) -> tuple[int, int]:
     """Returns the unsigned number at ``position`` (of up to 70 bits: the caller checks its range) and the position behind it.
     ValueError if it does not end within MAX_VARINT bytes, or ``data`` ends before."""
+    found = data[position:position + MAX_VARINT]
+    if found and found[0] < 0x80:               # most numbers are tags and lengths of one byte
+        return found[0], position + 1
     value = shift = 0
-    for index in range(position, min(position + MAX_VARINT, len(data))):
-        byte = data[index]
+    for byte in found:
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, index + 1
         shift += 7
-    raise ValueError(f"a number has no end at byte {max(position, min(position + MAX_VARINT, len(data)) - 1)}")
+        if byte < 0x80:
+            return value, position + shift // 7
+    raise ValueError(f"a number has no end at byte {max(position + len(found) - 1, position)}")
 
 
 def signed(value: int) -> int:

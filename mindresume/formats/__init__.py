@@ -1,6 +1,6 @@
-"""Folders of checkpoints. A format scans a folder into candidates, newest first, and names the files a save writes.
+"""Defines what a scan of a folder returns: each format scans a folder into candidates, newest first.
 
-Candidate: something that looks like one saved step, of one run. Whether it can be used is decided by ``mindresume.resume``.
+A candidate looks like one saved step of one run; ``mindresume.resume`` decides whether it can be used.
 """
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mindresume.formatting import listed
 from mindresume.state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
-FIRST = (float("inf"),)                 # order of what may be newer than everything: it is refused first, and so is said
+FIRST = (float("inf"),)                 # order of what may be newer than everything, so that its refusal is reported
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why one candidate is not used. ``file`` and ``rank`` where they are known; ``file`` relative to the root. ``tensors``:
-    names of those in ``file`` whose checksums differ."""
+    """Says why one candidate is not used. ``file`` (relative to the root) and ``rank``: where they are known. ``tensors``: names
+    of the tensors in ``file`` whose checksums differ."""
     step: int | None
     reason: str
     file: str | None = None
@@ -40,21 +40,26 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One saved step as a scan found it.
+    """Describes one saved step as a scan found it.
 
-    ``origin``: OURS, MINDFORMERS (written without records) or MERGED (complete weights that mindresume put together). ``run``:
-    None but for OURS. ``files``: those of each rank, paths relative to the root of the scan. ``world_size``: ranks that saved it;
-    for MINDFORMERS in rank folders the number of ranks that have its file. ``attempt``: path of the folder of records. ``base``:
-    the iteration folder relative to the root, empty for rank folders; paths in records are relative to it. ``deduplicated``: by
-    its records some rank wrote only its share of what several hold. ``absent``: ranks without files, which were
-    lost before the others saved for the last time; what they held is proven to be with the others. ``part``: where nodes share
-    no disk, the ranks of the node whose files these are. ``small``: files beside the weights that the manifest names.
-    ``manifest_problem``: why the manifest that should be there cannot be used; then the records count, which are the commit.
-    ``unseen``: why it could not be looked into (a folder that cannot be listed); then ``problem`` says so too. Nothing is known
-    of what is in it: it is never removed, and no training begins afresh beside it. ``lineage``: the run that began its training;
-    empty: its records do not say.
-    ``maybe_completed``: False if it is certain that this save never completed, so that nothing is lost by starting afresh.
-    ``problem``: what the scan already found wrong. ``order``: larger is newer; comparable within one scan.
+    Attributes:
+        origin: OURS, MINDFORMERS (written without records) or MERGED (complete weights that mindresume wrote).
+        files: of each rank; paths relative to the root of the scan.
+        world_size: ranks that saved it; of MINDFORMERS in rank folders, the ranks that have its file.
+        order: larger is newer; comparable within one scan.
+        run: None unless OURS.
+        attempt: path of the folder of records.
+        maybe_completed: False only if the save provably never completed; a fresh start loses nothing then.
+        problem: what the scan already found wrong.
+        base: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
+        small: the metadata files that the manifest names beside the weights.
+        deduplicated: by the records, some rank wrote only its share of what several ranks hold.
+        absent: ranks without files, lost before the last save; the other ranks provably hold all that they held.
+        part: where nodes share no disk, the ranks of the node whose files these are; else empty.
+        manifest_problem: why the manifest cannot be used; the records, which are the commit, decide then.
+        unseen: why it cannot be listed; ``problem`` says so too. Its content is unknown, so it is never removed, and no fresh
+            start happens beside it.
+        lineage: the run that began its training; empty if its records do not say.
     """
     step: int | None
     origin: str
@@ -82,35 +87,34 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of its folder of records: the identity of a save of ours, wherever that folder lies."""
+        """Name of its folder of records: the identity of a save of ours, wherever that folder lies."""
         return os.path.basename(self.attempt or "")
 
     @property
     def commit_dir(self) -> str:
-        """The folder whose renaming makes it no checkpoint any more: the iteration folder, else the folder of records. Empty for
-        what has no records."""
+        """The folder whose rename un-commits it: the iteration folder, else the folder of records. Empty without records."""
         if self.attempt is None:
             return ""
         return os.path.dirname(os.path.dirname(self.attempt)) if self.base else self.attempt
 
     @property
     def every_file(self) -> list[FileRecord]:
-        """Weights of all ranks, in order of rank."""
+        """Files of weights of all ranks, in order of rank."""
         return [file for files in self.files.values() for file in files]
 
     @property
     def first(self) -> FileRecord | None:
-        """One of its files, to call it by."""
+        """One of its files, for messages; None if it has none."""
         return next(iter(self.every_file), None)
 
     @property
     def health(self) -> int | None:
-        """What mindformers' health monitor found when it was saved: 0 healthy, 1 not; None where no record says so."""
+        """Result of mindformers' health monitor at the save: 0 healthy, 1 not; None if no record says so."""
         return self.state.health if self.state else None
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What was measured when it was saved; empty where no record says so."""
+        """Metrics at the save; empty if no record has any."""
         return dict(self.state.metrics) if self.state else {}
 
     def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = ()) -> Refusal:
@@ -118,7 +122,7 @@ class Candidate:
 
 
 def unseen(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
-    """What may lie in ``place``, relative to the root of the scan, which cannot be listed. ``known``: fields of the candidate."""
+    """Returns a candidate for ``place``, relative to the root, which cannot be listed. ``known``: its other fields."""
     reason = f"{place} cannot be listed: {error.strerror or error}"
     step = known.setdefault("step", None)
     return Candidate(**{"origin": MINDFORMERS, "format": "", "files": {}, "world_size": 0, "order": FIRST, **known},
@@ -127,24 +131,24 @@ def unseen(error: OSError, place: str, rank: int | None = None, **known: Any) ->
 
 @dataclass(frozen=True)
 class Scan:
-    """``candidates`` newest first; ``notes``: sentences about what was found and ignored, for the log. ``strange``: where none of
-    the candidates was ever complete, why this is all the same no folder in which a training may begin; empty: it is one."""
+    """Holds the ``candidates`` of a folder, newest first, and ``notes`` for the log about what was ignored. ``strange``: where no
+    candidate was ever complete, why no training may begin in this folder all the same; empty if one may."""
     root: str
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     exists: bool = True
-    expected_ranks: int | None = None            # of the strategy folder beside, or the rank folders: a guess
+    expected_ranks: int | None = None            # by the strategy folder beside, or the rank folders: an estimate
     expected_source: str = ""
     strange: str = ""
 
 
 def absent_text(candidate: Candidate) -> str:
-    """What is missing of the last save of a dying job, and why that is enough; empty if nothing is missing."""
+    """Says which ranks wrote nothing in the last save of a dying job, and why the rest suffices; empty if all wrote."""
     return f"rank {listed(candidate.absent)} wrote nothing, the others hold all that was there" if candidate.absent else ""
 
 
 def steps_text(candidates: Iterable[Candidate]) -> str:
-    """Says which steps there are."""
+    """Says which steps the candidates are of."""
     found = {candidate.step for candidate in candidates}
     texts = [*map(str, sorted(found - {None})), *(["weights without a step"] if None in found else [])]
     return f"there are: {', '.join(texts)}" if texts else "there is no checkpoint"

@@ -1,4 +1,4 @@
-"""``metadata.json`` of Checkpoint 2.0: which parameters there are, how each is cut, and which files hold which slice.
+"""Reads and writes ``metadata.json`` of Checkpoint 2.0: which parameters there are, how each is cut, and where each slice lies.
 
     {"state_dict_metadata": {name:
         {"properties": {"dtype", "replica_id", "allow_shape_mismatch", "allow_to_save"},
@@ -7,12 +7,11 @@
          "chunk": [{"global_offset": [ordinal], "local_shape"}, one for each slice]}},
      "storage_data": {"('name', (ordinal,))": [{"file_name", "storage_rank", "rank_group"}, one for each file with the slice]}}
 
-``global_offset`` is an *ordinal*: the pieces of all dimensions numbered row-major (mindformers checkpoint/sharded_tensor.py,
-_get_global_offset_and_replica_id_from_layout). The optimizer shard is part of the layout there: ``folded``. 1.8.0 has no
-``rank_group``, 2.1.0 may have a layout of null. Bytes to values and back; nothing is opened here.
+``global_offset`` is an ordinal (``slices``). mindformers 1.8.0 writes no ``rank_group``, 2.1.0 may write a layout of null. No
+file is opened here.
 
-The file has no version. A future one would show itself by more keys, which are ignored, or by a required one that is missing or
-of another kind, which is refused by its name.
+The file has no version. A later one would have more keys, which are ignored, or lack or change a required one, which is refused
+by its name.
 """
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _ALIASES = "abcdefghijklmnopqrstuvwxyz"
 
 
 class StoredSlice(NamedTuple):
-    """A copy of one slice. ``rank``: which wrote it; ``group``: all ranks that hold the slice, () where it is not said."""
+    """Describes a copy of one slice. ``rank``: its writer; ``group``: all ranks that hold the slice, () if unknown."""
     file: str
     rank: int
     group: tuple[int, ...] = ()
@@ -46,7 +45,7 @@ class StoredSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """One parameter. ``dtype``: a numpy name; ``shape``: global; ``layout`` None: not cut, every rank holds all of it.
+    """Describes one parameter. ``dtype``: a numpy name; ``shape``: global; ``layout`` None: not cut, every rank holds all of it.
 
     ``first``: the first rank of the pipeline stage that the layout is of (``rank_list[0]``), 0 without layout. A parameter of
     several stages, like a shared embedding, is there once, with the layout of one of them and the copies of all.
@@ -63,9 +62,9 @@ class TensorMetadata:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def read_metadata(data: bytes, path: str) -> dict[str, TensorMetadata]:
-    """{name: parameter} in the order of the file. DamagedFileError, whatever the bytes, unless every parameter is described
-    once and without contradiction, and every slice of it is stored. Unknown keys are ignored; storage of a parameter that is
-    not described is refused: its description was lost."""
+    """Returns {name: parameter} in the order of the file. DamagedFileError, whatever the bytes, unless every parameter is
+    described once and without contradiction, and every slice of it is stored. Unknown keys are ignored; storage of a parameter
+    without a description, which was lost, is refused."""
     if not 0 < len(data) <= MAX_METADATA:
         raise DamagedFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
     return _Reader(path).read(parse_object(data, path, "the metadata", MAX_VALUES))
@@ -159,7 +158,7 @@ class _Reader:
 
 
 def _layout(value: Any) -> tuple[TensorLayout | None, int]:
-    """(layout, first rank). ValueError for one that we cannot use, which is said by name."""
+    """Returns (layout, first rank). ValueError that names what is not supported."""
     if value is None:
         return None, 0
     matrix, cuts, ranks = (_needed(value, key) for key in ("device_matrix", "tensor_map", "rank_list"))
@@ -245,7 +244,7 @@ class _Writer:
         self.groups: dict[tuple[int, ...], str] = {}
 
     def cut(self, tensor: TensorMetadata) -> tuple[Slices, tuple[int, ...]]:
-        """And the first rank that holds each slice, counted within the stage."""
+        """Returns the slices, and the first rank within the stage that holds each."""
         key = tensor.layout, tensor.shape
         if key not in self.cuts:
             layout = tensor.layout and folded(tensor.layout)

@@ -17,14 +17,14 @@ SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_sc
 
 
 def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
-    """The counters that mindformers appends to every file: step_num (absolute), epoch_num, global_step ..."""
+    """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step ..."""
     with storage.open(os.path.join(root, file.path)) as opened:
         found = {name: finite_scalar(opened, header, name) for name in SCALARS}
     return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
 
 
 def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
-    """As ``read_scalar``. DamagedFileError too for a number that is none: nobody has counted to it."""
+    """Returns the value of a counter. DamagedFileError as of ``read_scalar``, and for NaN or infinity."""
     value = read_scalar(file, header, name)
     if isinstance(value, float) and not math.isfinite(value):
         raise DamagedFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
@@ -32,19 +32,19 @@ def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | st
 
 
 def state_from_scalars(step: int, epoch: int | None, global_step: int | None, batch: int | None, scale: float | None,
-                      step_in_epoch: int = 0) -> TrainingState:
-    """What the counters of mindformers tell. Steps of an epoch follow from ``step_in_epoch`` where that is known, else they are
-    the fewest with which ``step`` lies in ``epoch``."""
+                       step_in_epoch: int = 0) -> TrainingState:
+    """Returns the training state by the counters of mindformers. The steps of an epoch follow from ``step_in_epoch`` if it is
+    known (not 0); else they are the fewest with which ``step`` lies in ``epoch``."""
     epoch = epoch or 1
     per_epoch = (step - step_in_epoch) // (epoch - 1) if epoch > 1 and step_in_epoch else -(-step // epoch)
     return TrainingState(step, max(per_epoch, 1), step if global_step is None else global_step, batch, scale)
 
 
 def is_without_step(candidate: Candidate) -> bool:
-    """Whether nothing is wrong but that no step is in it: no training can be resumed from it, but its weights can be loaded."""
+    """Returns whether its only problem is that it names no step: its weights can be loaded, no training resumes from it."""
     return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
 
 
 def no_step(path: str) -> Refusal:
-    """For weights without the counters of a training, such as those of checkpoint_network."""
+    """Refuses weights without the counters of a training, such as those of checkpoint_network."""
     return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)

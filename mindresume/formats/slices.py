@@ -17,7 +17,7 @@ from mindresume.layout import TensorLayout
 
 
 def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the slice of each local rank. ValueError if the shape does not divide."""
+    """Returns the ordinal of the slice of each local rank. ValueError if the shape does not divide."""
     pieces, matrix = layout.pieces(shape), layout.device_matrix
     ranks = np.arange(layout.stage_size)
 
@@ -31,7 +31,7 @@ def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
-    """Of the slice that is exactly ``region``. ValueError if none is, or if the tensor is empty and several are."""
+    """Returns the ordinal of the slice that is exactly ``region``. ValueError if none is, or several are, in an empty tensor."""
     pieces, lengths = _pieces(layout, shape)
     if math.prod(shape) == 0 and math.prod(pieces) > 1:
         raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be told apart")
@@ -42,7 +42,7 @@ def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[
 
 
 def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
-    """Part of the global tensor that slice ``ordinal`` is. ValueError if there is none."""
+    """Returns the part of the global tensor that slice ``ordinal`` covers. ValueError if there is no such slice."""
     pieces, lengths = _pieces(layout, shape)
     if not 0 <= ordinal < math.prod(pieces):
         raise ValueError(f"slice {ordinal} of shape {tuple(shape)} cut into {pieces}: there are {math.prod(pieces)}")
@@ -54,7 +54,7 @@ def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -
 
 
 def _pieces(layout: TensorLayout | None, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Number and size of the pieces, by dimension."""
+    """Returns number and size of the pieces, by dimension."""
     return ((1,) * len(shape), tuple(shape)) if layout is None else (layout.pieces(shape), layout.local_shape(shape))
 
 
@@ -66,12 +66,13 @@ def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
 
 
 def folded(layout: TensorLayout) -> TensorLayout:
-    """The same slices without an optimizer shard: its axes cut dimension 0 too, and the one where it begins is split if need be
-    (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that no axes can say."""
+    """Returns a layout with the same slices and no optimizer shard: the axes of the shard cut dimension 0 too, and the axis where
+    it begins is split if necessary (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that
+    no axes can express."""
     if not layout.optimizer_shards or not layout.tensor_map:
         return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
     used = set(itertools.chain(*layout.axes()))
-    matrix, shard, left = [], [], layout.copies             # left: copies that the axes still have to make, major first
+    matrix, shard, left = [], [], layout.copies             # left: copies still to come from the axes, major first
     split = len(layout.device_matrix)                       # no axis, so far
     for axis, size in zip(reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True):
         if axis in used or left % size == 0 and left > 1:
@@ -89,7 +90,7 @@ def folded(layout: TensorLayout) -> TensorLayout:
 
 
 class Slices:
-    """What follows from layout and shape; made once for all parameters that are alike."""
+    """Holds what follows from layout and shape; shared by all parameters that are alike."""
 
     def __init__(self, layout: TensorLayout | None, shape: tuple[int, ...]):
         self.layout = layout
@@ -98,6 +99,6 @@ class Slices:
         self.ordinals = () if layout is None else ordinals(layout, shape)
 
     def other(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
-        """A rank of the stage that holds another slice; None if there is none. Ranks of other stages hold what they say."""
+        """Returns one of ``ranks`` that is of this stage and holds another slice than ``ordinal``; None if there is none."""
         held, size = self.ordinals, len(self.ordinals)
         return next((rank for rank in ranks if 0 <= rank - first < size and held[rank - first] != ordinal), None)

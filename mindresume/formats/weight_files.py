@@ -11,7 +11,7 @@ from mindresume.store.storage import Status, Storage, parallel
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """DamagedFileError if the file is missing, cut short or malformed."""
+    """Returns the header of a file. DamagedFileError if it is missing, cut short or malformed."""
     path = os.path.join(root, file.path)
     try:
         with storage.open(path) as opened:
@@ -23,7 +23,7 @@ def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
 
 
 def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
-    """As it lies there now; None also for one that cannot be looked at. For times and sizes that are only shown."""
+    """Returns the current status of a file; None if it is missing or cannot be read: for times and sizes that are only shown."""
     try:
         return storage.status(os.path.join(root, file.path))
     except OSError:
@@ -31,12 +31,12 @@ def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
 
 
 def file_sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
-    """Bytes of each file as it lies there now, None for one that is missing."""
+    """Returns the current size of each file in bytes, None for a missing one."""
     found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
     return [status.size if status else None for status in found]
 
 
 def sizes_match(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
-    """Whether all files are there with the recorded sizes (any but 0 where none was recorded). Contents are not read."""
+    """Returns whether all files are there with their recorded sizes (any but 0 where none was recorded), by their status."""
     files = list(files)
     return all(size and file.size in (None, size) for file, size in zip(files, file_sizes(storage, root, files), strict=True))

@@ -31,7 +31,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same, bit for bit. ``a``, ``b``: as either side has it, None if it has not.
+    """Describes one tensor that differs in a bit. ``a``, ``b``: the tensor on either side, None if it is missing there.
 
     Of kind VALUES: ``count`` elements have other bits, ``bits_only`` of them an equal value (0.0 and -0.0; two NaN). ``absolute``
     and ``relative`` (to the larger one of the two) are the largest differences, exact for integers, inf where a number stands
@@ -49,16 +49,15 @@ class Difference:
     values: tuple[Number, Number] | None = None
 
     def within(self, tolerance: float | None) -> bool:
-        """Whether no value is further from the other than ``tolerance``; None: bits must be equal."""
+        """Returns whether no two values differ by more than ``tolerance``; None: bits must be equal."""
         return tolerance is not None and self.kind == VALUES and self.absolute <= tolerance
 
 
 def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
             progress: Callable[[int], None] = lambda count: None) -> list[Difference]:
-    """What differs, in the order of the tensors of ``a``, then those only in ``b``. ``names``: only these. ``progress(bytes)`` is
-    told what was compared, of ``comparable`` bytes, by any thread. A worker holds three buffers of ``tile`` bytes and the
-    numbers of one ``PORTION``.
-    DamagedFileError, LoadError or OSError if a tensor cannot be read."""
+    """Returns the differences, in the order of the tensors of ``a``, then those only in ``b``. ``names``: compares only these.
+    ``progress(bytes)`` is called by any thread with the bytes compared, of ``comparable`` bytes. A worker holds three buffers of
+    ``tile`` bytes and the numbers of one ``PORTION``. DamagedFileError, LoadError or OSError if a tensor cannot be read."""
     files = OpenFiles(a.storage), OpenFiles(b.storage)
 
     def one(name: str) -> Difference | None:
@@ -74,7 +73,7 @@ def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None 
 
 
 def comparable(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None) -> tuple[int, int]:
-    """Of how many tensors, and how many bytes of each side, ``compare`` looks at the values."""
+    """Returns how many tensors, and how many bytes of each side, ``compare`` compares by value."""
     sizes = [a.tensors[name].nbytes for name in _names(a, b, names)
              if _kind(a.tensors.get(name), b.tensors.get(name)) == VALUES]
     return len(sizes), sum(sizes)
@@ -114,7 +113,7 @@ def _values(a: CheckpointView, b: CheckpointView, files: tuple[OpenFiles, OpenFi
 
 
 class _Sums:
-    """What is known of the differences within one tensor, portion by portion in the order of its elements."""
+    """Accumulates the differences within one tensor, portion by portion in the order of its elements."""
 
     def __init__(self, tensor: Tensor):
         self.dtype = DTYPES["uint8" if tensor.dtype == "bool" else tensor.dtype]
@@ -125,7 +124,7 @@ class _Sums:
         self.values: tuple[Number, Number] | None = None
 
     def add(self, block: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
-        """Bits of both sides, from element ``start`` of the block on."""
+        """Adds the bits of both sides, from element ``start`` of the block on."""
         at = np.flatnonzero(a != b)
         if not at.size:
             return
@@ -142,8 +141,8 @@ class _Sums:
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Absolute differences, exact for integers (uint64), else in float64, and relative to the larger magnitude of the two. Both
-    are 0 for equal values and for two NaN, inf for a number and NaN, or a finite and an infinite one."""
+    """Returns absolute differences, exact for integers (uint64), else in float64, and relative to the larger magnitude. Both are
+    0 for equal values and for two NaN, inf for a number and NaN, or a finite and an infinite one."""
     if a.dtype.kind in "iu":
         low, high = np.minimum(a, b), np.maximum(a, b)
         exact = high.astype(np.uint64) - low.astype(np.uint64)          # modulo 2**64, so right for signed numbers too
@@ -161,5 +160,5 @@ def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_size(differences: Iterable[Difference]) -> list[Difference]:
-    """The largest first; before them what has no values to compare."""
+    """Sorts differences: first those without values to compare, then by size, the largest first."""
     return sorted(differences, key=lambda found: (found.kind == VALUES, -found.absolute, found.name))

@@ -1,11 +1,11 @@
-"""A conversion as one transaction: the target folder appears whole or not at all, and nothing else is touched.
+"""Runs a conversion as one transaction: the target folder appears complete or not at all, and nothing else is touched.
 
     prepare   is it there already? is the target free, is there room? ─▶ work folder beside the target, with a lock
-    write     group by group (a pipeline stage, a part of complete weights): files ─▶ flush ─▶ mark of what is done
+    write     group by group (a pipeline stage, a part of complete weights): files ─▶ flush ─▶ mark of the finished group
     commit    records and manifest (rank folders) or index (complete weights) ─▶ rename of the work folder to the target
 
-The work folder is named after everything that decides the bytes. So the same conversion, started again after a kill, goes on with
-the groups that are missing, and one that is finished is not done again. An error or Ctrl-C removes it.
+The name of the work folder identifies everything that determines the bytes. So the same conversion, started again after a kill,
+continues with the missing groups, and a finished one is not repeated. An error or Ctrl-C removes the work folder.
 """
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from mindresume.store.lineage import continued
 from mindresume.store.shard import SaveTarget
 from mindresume.store.storage import TEMPORARY, Storage, publish, publish_json, remove_tree
 
-LOCK = ".lock"                      # behind the name of the work folder
-_SPARE = 1 << 20                    # bytes of room for the small files
+LOCK = ".lock"                      # suffix of the name of the work folder
+_SPARE = 1 << 20                    # bytes of room for records, manifest and index
 
 Writer = Callable[[CheckpointView, Storage, Sequence[TargetFile]], list[Checksums]]
 
 
 @dataclass
 class Conversion:
-    """One job, into one folder. ``target`` must not exist, or be empty; links in it are followed."""
+    """Carries out ``plan`` into the folder ``target``, which must not exist or be empty; links in its path are followed."""
     storage: Storage
     plan: ConversionPlan
     target: str
     emit: Emit = ignore
     clock: Callable[[], float] = time.time
     _lock: int = field(default=-1, repr=False)
-    _mine: bool = field(default=False, repr=False)          # the work folder: only then it is removed
+    _mine: bool = field(default=False, repr=False)          # whether this object made the work folder and may remove it
     _apart: str = field(default="", repr=False)             # makes its name unique
 
     def __post_init__(self) -> None:
@@ -65,11 +65,11 @@ class Conversion:
 
     @property
     def scratch(self) -> str:
-        """For what is needed on the way; it goes at the commit."""
+        """Folder for intermediate files, removed at the commit."""
         return os.path.join(self.work, "scratch")
 
     def run(self, write: Callable[[], None]) -> None:
-        """Prepares, calls ``write``, which fills the work folder, and commits. Whatever fails, nothing of it stays."""
+        """Prepares, calls ``write``, which fills the work folder, and commits. Any error removes the work folder."""
         try:
             self.prepare()
             write()
@@ -81,7 +81,7 @@ class Conversion:
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether the target is this very conversion, and its files are there. ConfigError if the target is something else."""
+        """Returns whether the target is the result of this very conversion. ConfigError if it holds anything else."""
         if self.target in (os.getcwd(), os.path.dirname(self.target)):
             raise ConfigError(f"{self.target} cannot be replaced by a new folder; give one that does not exist")
         if not self.storage.list(self.target):
@@ -102,12 +102,12 @@ class Conversion:
                 raise ConfigError(f"{self.target} was converted from {made.what}, but its file {file.path} {state}; remove the "
                                   f"folder")
         if self._lock < 0 and self.storage.status(self.work + LOCK) is not None:
-            with suppress(OSError):                 # of a process that died right after the rename
+            with suppress(OSError):                 # left by a process that died right after the rename
                 self.storage.remove(self.work + LOCK)
         return True
 
     def prepare(self) -> str:
-        """Makes the work folder. What is returned lets other processes ``join``. ConfigError for a target that cannot be;
+        """Makes the work folder. Returns what other processes pass to ``join``. ConfigError for an impossible target;
         NoRoomError; SaveError if the same conversion is running."""
         root = os.path.realpath(self.plan.source.folder) if self.plan.source.folder else None
         if root and os.path.commonpath([self.target, root]) == root:
@@ -115,7 +115,7 @@ class Conversion:
         self.storage.make_folder(os.path.dirname(self.work))
         self._take_lock()
         if self.plan.base and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work, self.plan.base)):
-            remove_tree(self.storage, self.work)    # of a process that died in its commit, when files were under way
+            remove_tree(self.storage, self.work)    # left by a process that died in its commit
         self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
@@ -123,13 +123,13 @@ class Conversion:
         if room < needed:
             if len(missing) == len(self.plan.groups):
                 self.abandon()
-            self._release()                         # what a killed process finished stays for when there is room
+            self._release()                         # groups that a killed process finished stay
             raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
                               f"was written")
         return self._apart
 
     def join(self, prepared: str) -> None:
-        """Takes part in a conversion that another process has prepared, and will commit or abandon."""
+        """Takes part in a conversion that another process prepared, and commits or abandons."""
         self._apart = prepared
 
     def _take_lock(self) -> None:
@@ -140,12 +140,12 @@ class Conversion:
             alive = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
         except BlockingIOError:
             alive = False
-        except OSError as error:                    # a file system without locks: nobody else may find this work
+        except OSError as error:                    # a file system without locks: the name must be unique
             self.emit(warning(f"{self.work} cannot be locked: {error}"))
             with suppress(OSError):
                 self.storage.remove(path)
             alive, self._apart = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
-        if not alive:                               # or it finished between our opening of the lock and our taking it
+        if not alive:                               # or it finished between our open and our flock
             self._release()
             raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "
                             f"this one again")
@@ -157,14 +157,14 @@ class Conversion:
     # ---- write -----------------------------------------------------------------------------------------------------
 
     def done(self, number: int) -> list[Checksums] | None:
-        """What a group is known to consist of; None if it has to be written."""
+        """Returns the checksums of a finished group; None if it has to be written."""
         try:
             with self.storage.open(self._mark(number)) as file:
                 rows = unseal(file, "group", LIMIT)[0]["files"]
         except (FileNotFoundError, RecordError):
             return None
         if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
-            return None                             # of another share
+            return None                             # of other groups
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
         for i, sums in zip(self.plan.groups[number], found, strict=True):
             status = self.storage.status(os.path.join(self.work, self.plan.files[i].path))
@@ -173,7 +173,7 @@ class Conversion:
         return found
 
     def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
-        """Writes these groups (default all) unless they are done. Any error of ``writer`` is raised."""
+        """Writes the groups ``numbers`` (default all) that are not finished. Raises any error of ``writer``."""
         for number in range(len(self.plan.groups)) if numbers is None else numbers:
             if self.done(number) is not None:
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
@@ -184,7 +184,7 @@ class Conversion:
             for folder in folders:
                 self.storage.make_folder(folder)
             for file in files:
-                self.storage.remove(file.path)      # of a process that was killed
+                self.storage.remove(file.path)      # left by a killed process
             found = writer(self.plan.source.weights, self.storage, files)
             for folder in folders:
                 self.storage.sync(folder)
@@ -200,7 +200,7 @@ class Conversion:
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """The target is there, whole and durable, when this returns. SaveError if a group is missing."""
+        """Publishes the target, complete and durable. SaveError if a group is missing."""
         sums: dict[int, Checksums] = {}
         for number, group in enumerate(self.plan.groups):
             found = self.done(number)
@@ -261,9 +261,9 @@ class Conversion:
         return self.plan.strategy.of_rank(rank)
 
     def abandon(self) -> None:
-        """Nothing of it stays, unless it is somebody else's. No error."""
+        """Removes the work folder if this object made it, and the lock. Raises nothing."""
         if self._mine:
-            # first away from its name: the same conversion may begin anew at once
+            # renamed first: the same conversion may begin anew at once
             gone = f"{self.work}-{secrets.token_hex(4)}"
             with suppress(OSError):
                 self.storage.rename(self.work, gone)
@@ -271,7 +271,7 @@ class Conversion:
         self._release()
 
     def _release(self) -> None:
-        if self._mine:                              # while it is still held, so that nobody takes a lock that is going
+        if self._mine:                              # while it is held, so that no other process locks a removed file
             with suppress(OSError):
                 self.storage.remove(self.work + LOCK)
         self._mine = False

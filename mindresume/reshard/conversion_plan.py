@@ -29,10 +29,13 @@ from mindresume.strategy import Strategy
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """``files``: paths relative to the target. ``groups``: indices of files that are written together. ``shards``: those of each
-    rank, none for complete weights. ``base``: the iteration folder in the making that they are in, empty for others.
-    ``strategy``: None for one rank and for complete weights. ``index``: (name, JSON value) of complete weights.
-    ``fingerprint``: 32 hex digits of everything that decides the bytes."""
+    """Says which files a conversion writes.
+
+    ``files``: paths relative to the target. ``groups``: indices of files that are written together. ``fingerprint``: 32 hex
+    digits of everything that determines the bytes. ``shards``: indices of the files of each rank, none for complete weights.
+    ``base``: the unfinished iteration folder that holds the files, else empty. ``strategy``: None for one rank and for complete
+    weights. ``index``: (name, JSON value) of complete weights.
+    """
     source: OpenCheckpoint
     files: tuple[TargetFile, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -44,23 +47,23 @@ class ConversionPlan:
 
     @property
     def run(self) -> str:
-        """Of the records of the target."""
+        """Run id in the records of the target."""
         return run_name(1, self.fingerprint[:8])
 
     def path(self, number: int) -> str:
-        """Of a file in the finished target."""
+        """Returns the path of a file in the finished target."""
         path = self.files[number].path
         return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.base)}" if self.base else path
 
     def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
-        """Bytes of the files of these groups, default of all."""
+        """Returns the bytes of the files of these groups, by default of all."""
         tensors = self.source.weights.tensors
         return sum(self.files[i].blueprint(tensors).size for group in (self.groups if groups is None else groups) for i in group)
 
 
 def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share: int | None = None) -> ConversionPlan:
-    """Rank folders of another job; ``strategy`` None: of one rank. ``share``: ranks whose files are written together, default a
-    pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
+    """Plans rank folders for another job; ``strategy`` None: of one rank. ``share``: number of ranks whose files are written
+    together, by default a pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
     source = with_counters(source)
     fingerprint = _fingerprint(source, ["ranks", _content(strategy), fmt])
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
@@ -79,8 +82,8 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share:
 
 
 def to_iteration(source: OpenCheckpoint, strategy: Strategy | None) -> ConversionPlan:
-    """An iteration folder of Checkpoint 2.0, and the tracker. ``strategy`` None: of one rank. ConfigError for weights without a
-    step; StrategyError, ConfigError: see ``rank_files``."""
+    """Plans an iteration folder of Checkpoint 2.0 with its tracker. ``strategy`` None: of one rank. ConfigError for weights
+    without a step; StrategyError, ConfigError: see ``rank_files``."""
     if source.state is None:
         raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
     fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
@@ -102,7 +105,7 @@ def _content(strategy: Strategy | None) -> Any:
 
 
 def prefix_of(source: OpenCheckpoint) -> str:
-    """Of the names of its files, as the user chose it; ``checkpoint`` where none is known."""
+    """Returns the prefix of the source's file names, as the user chose it; ``checkpoint`` if there is none."""
     if source.name is not None:
         return source.name.prefix
     file = parse_weight_file(os.path.basename(source.candidate.first.path)) if source.candidate else None
@@ -110,7 +113,7 @@ def prefix_of(source: OpenCheckpoint) -> str:
 
 
 def to_complete(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> ConversionPlan:
-    """Complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
+    """Plans complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
     source = with_counters(source) if kind == MINDSPORE else source
     files, index = complete_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
@@ -118,7 +121,7 @@ def to_complete(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES,
 
 
 def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
-    """That of the source with another rank; where it tells no step, the one of MindSpore's transform: ``checkpoint_3.ckpt``."""
+    """Returns the source's file name for another rank; without a step that of MindSpore's transform, ``checkpoint_3.ckpt``."""
     if source.name is not None:
         return str(source.name._replace(rank=rank, suffix=0, format=fmt))
     if source.state is not None:
@@ -127,7 +130,7 @@ def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
 
 
 def _fingerprint(source: OpenCheckpoint, wanted: Any) -> str:
-    """Of the source's bytes, of how they are understood, and of what is wanted."""
+    """Returns a checksum of the identity of the source, of its layouts, and of what is wanted."""
     layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
                for name, tensor in sorted(source.weights.tensors.items())]
     value = json.dumps([source.identity, layouts, wanted], sort_keys=True, separators=(",", ":"))

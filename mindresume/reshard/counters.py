@@ -1,4 +1,4 @@
-"""The counters that Checkpoint 1.0 keeps as tensors in every file, for weights whose format keeps them elsewhere."""
+"""Adds the counters that Checkpoint 1.0 keeps as tensors in every file to checkpoints whose format keeps them elsewhere."""
 from __future__ import annotations
 
 import io
@@ -15,14 +15,15 @@ from mindresume.state import TrainingState
 
 
 def with_counters(source: OpenCheckpoint) -> OpenCheckpoint:
-    """An iteration folder as if ``common.json`` were tensors of its files; any other source as it is."""
+    """Returns an iteration folder with the counters of its ``common.json`` as tensors; any other source unchanged."""
     if not source.is_iteration or source.state is None:
         return source
     return replace(source, weights=_with(source.weights, counters_of(source.state)))
 
 
 def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
-    """As mindformers appends them to each file (core/callback/callback.py:save_checkpoint); what is not known is left out."""
+    """Returns the counters that mindformers appends to each file (core/callback/callback.py:save_checkpoint), without unknown
+    ones."""
     found: dict[str, np.ndarray] = {"epoch_num": np.array(state.epoch, np.int64), "step_num": np.array(state.step, np.int64),
                                     "global_step": np.array([state.global_step], np.int32)}
     if state.loss_scale is not None:
@@ -33,7 +34,7 @@ def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
 
 
 def _with(weights: CheckpointView, arrays: dict[str, np.ndarray]) -> CheckpointView:
-    """And these tensors, in a file in memory: readers ask for ranges of files."""
+    """Adds tensors from a file in memory, because readers read ranges of files."""
     arrays = {name: array for name, array in arrays.items() if name not in weights.tensors}
     content = b"".join(piece for _, piece in encode("safetensors", arrays, {}))
     memory = _Memory(content)
@@ -44,7 +45,7 @@ def _with(weights: CheckpointView, arrays: dict[str, np.ndarray]) -> CheckpointV
 
 
 class _Memory:
-    """A file without a folder; it goes with the object."""
+    """Holds an anonymous file in memory; it is closed with the object."""
 
     def __init__(self, content: bytes):
         self._handle = os.memfd_create("counters")

@@ -1,4 +1,4 @@
-"""The direct engine: every source byte is read once and every target byte written once, both in the order of their files.
+"""Converts with the direct engine: reads every source byte once and writes every target byte once, in the order of the files.
 
     tensors in the order of the target files ─▶ tiles: blocks of one large tensor, or many small ones, of bounded size
     a worker per tile: gather it from the source files ─▶ in turn: hash what was read, hash what will be written ─▶ write it
@@ -34,14 +34,14 @@ BUFFERS = 3                 # of TILE bytes, a worker
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A file to be written. ``holds``: which region of which tensor; ``metadata``: of the file."""
+    """Describes a file to write. ``holds``: {tensor: region}; ``metadata``: of the file."""
     path: str
     format: str
     holds: Mapping[str, Region]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def blueprint(self, tensors: Mapping[str, Tensor]) -> Blueprint:
-        """ValueError for a dtype or name that the format cannot hold."""
+        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
         specs = {}
         for name in in_order(self.holds, tensors):
             shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
@@ -50,12 +50,12 @@ class TargetFile:
 
 
 def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
-    """The one order of tensors in all target files: wide dtypes first, then by name (that of a safetensors file)."""
+    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a safetensors file."""
     return sorted(names, key=lambda name: (-DTYPES[tensors[name].dtype].itemsize, name))
 
 
 def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, Region]]]:
-    """Blocks of all tensors in order, together at most ``size`` bytes a tile (one element may be more)."""
+    """Yields tiles: blocks of all tensors in order, together at most ``size`` bytes (one element may have more)."""
     tile: list[tuple[Tensor, Region]] = []
     used = 0
     for tensor in tensors:
@@ -73,8 +73,8 @@ def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, R
 
 @dataclass
 class Traffic:
-    """Bytes of tensors: read from the sources, of these compared with a recorded checksum, and written. ``progress(bytes)`` is
-    told what was written since its last call, by any thread."""
+    """Counts bytes of tensors: read from the sources, of these compared with a recorded checksum, and written. Any thread calls
+    ``progress(bytes)`` with the bytes written since the last call."""
     read: int = 0
     verified: int = 0
     written: int = 0
@@ -107,7 +107,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
         for out in outs:
             out.finish()
         return [out.sums for out in outs]
-    except BaseException:                           # Ctrl-C too: no half file stays
+    except BaseException:                           # Ctrl-C too: no partial file stays
         for out in outs:
             out.file.abandon()
             with suppress(OSError):                 # it was finished before another one failed
@@ -118,7 +118,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
 
 
 class _OutputFile:
-    """One target file while it is written: its bytes pass in order, and are hashed."""
+    """Writes one target file; hashes its bytes, which pass in order."""
 
     def __init__(self, storage: Storage, target: TargetFile, plan: Blueprint):
         self.target, self.plan = target, plan
@@ -135,7 +135,7 @@ class _OutputFile:
                 self.file.write_at(part.offset, memoryview(part.data))
 
     def pieces(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """(position in the file, bytes) of what belongs to a tensor from its byte ``start`` on."""
+        """Yields (position in the file, bytes) of a tensor from its byte ``start`` on."""
         for position, first, count in self.where[name]:
             low, high = max(start, first), min(start + len(data), first + count)
             if low < high:
@@ -153,7 +153,7 @@ class _OutputFile:
         self._passed += len(data)
 
     def finish(self) -> None:
-        """SaveError if not every byte was written."""
+        """Flushes and renames the file. SaveError if not every byte was written."""
         self._hash_literals(self.plan.size)
         self._close_tensor()
         if self._passed != self.plan.size:
@@ -177,7 +177,7 @@ class _OutputFile:
 
 
 class SourceChecksums:
-    """Checksums of the source tensors, as their bytes pass. One that does not pass whole and in order is not judged."""
+    """Compares checksums of source tensors as their bytes pass; not of tensors that do not pass completely and in order."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], tuple[Any, int]] = {}
@@ -202,7 +202,7 @@ class SourceChecksums:
 
 
 class _Transfer:
-    """The tiles, and the workers that take one after the other. ``_turn``: tiles are hashed in order."""
+    """Runs workers that take one tile after the other. ``_turn``: tiles are hashed in order."""
 
     def __init__(self, weights: CheckpointView, files: OpenFiles, takers: Mapping[str, Mapping[Region, list[_OutputFile]]],
                  work: Iterator[list[tuple[Tensor, Region]]], tile: int, traffic: Traffic):
@@ -290,7 +290,7 @@ class _Transfer:
 
     def _packed(self, filled: list[tuple[Tensor, Region, np.ndarray]], packed: np.ndarray
                 ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
-        """What goes where: (file, tensor, position, contiguous bytes)."""
+        """Yields (file, tensor, position, contiguous bytes) of what each target file takes."""
         used = 0
         for tensor, region, block in filled:
             for wanted, outs in self.takers[tensor.name].items():

@@ -1,7 +1,7 @@
-"""The two engines behind one interface: a writer of target files.
+"""Offers the two engines of conversion as writers of target files.
 
-``direct``: ``mindresume.reshard.direct``. ``mindspore``: MindSpore transforms into a scratch folder, and the direct engine puts
-what it made into the target files, which checks every name, shape and dtype of it.
+``direct``: ``mindresume.reshard.direct``. ``mindspore``: MindSpore transforms into a scratch folder, and the direct engine copies
+the result into the target files, which checks every name, shape and dtype.
 """
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from mindresume.reshard.weights import CheckpointView
 from mindresume.store.storage import Storage, remove_tree
 
 ENGINES = ("auto", "direct", "mindspore")
-LEAST_TILE = 64 << 10           # bytes; less would be all calls and no data
+LEAST_TILE = 64 << 10           # bytes; with less, calls would cost more than data
 TIMEOUT = 7200.0                # seconds for MindSpore's engine, as mindformers waits for it
 
 
 def engine_for(engine: str, fmt: str) -> str:
-    """``auto``: MindSpore's own for ckpt sources, the direct one for safetensors."""
+    """Returns the engine that ``auto`` stands for: MindSpore's for ckpt sources, the direct one for safetensors."""
     return engine if engine != "auto" else "mindspore" if fmt == "ckpt" else "direct"
 
 
 def tile_for(memory: int | None, workers: int) -> int:
-    """Size of the buffers, in bytes, so that all of them together take at most ``memory`` bytes. ConfigError if that is too
-    little."""
+    """Returns the bytes of one buffer so that all together take at most ``memory`` bytes. ConfigError if that is too little."""
     if memory is None:
         return TILE
     tile = memory // (BUFFERS * workers)
@@ -42,7 +41,7 @@ def tile_for(memory: int | None, workers: int) -> int:
 
 def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TILE, traffic: Traffic | None = None,
            emit: Emit = ignore) -> Writer:
-    """``engine``: direct or mindspore. What is returned writes the groups of ``conversion``."""
+    """Returns a function that writes the groups of ``conversion``. ``engine``: direct or mindspore."""
     made: list[CheckpointView] = []
 
     def write(weights: CheckpointView, storage: Storage, files: Sequence[TargetFile]) -> list[Checksums]:
@@ -57,7 +56,7 @@ def writer(engine: str, conversion: Conversion, workers: int = 2, tile: int = TI
 def _transformed(weights: CheckpointView, conversion: Conversion, workers: int, emit: Emit) -> CheckpointView:
     from mindresume.reshard.mindspore_engine import rewrite
     if conversion.storage.status(conversion.scratch) is not None:
-        with suppress(OSError):         # of a process that was killed; its workers may not have noticed yet, and write on
+        with suppress(OSError):         # left by a killed process, whose workers may still write
             remove_tree(conversion.storage, conversion.scratch)
     scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{secrets.token_hex(4)}")
     conversion.storage.make_folder(scratch)

@@ -1,4 +1,4 @@
-"""What a folder that mindresume converted says of itself: ``conversion.json`` (docs/format.md)."""
+"""Reads the manifest of a conversion, ``conversion.json`` in a folder that mindresume converted (docs/format.md)."""
 from __future__ import annotations
 
 import os
@@ -19,8 +19,9 @@ LIMIT = 256 << 20                   # bytes of it: checksums of all tensors
 
 @dataclass(frozen=True)
 class ConversionManifest:
-    """``fingerprint`` of everything that decided the bytes; ``what`` it was made from; ``files`` with sizes and checksums, paths
-    relative to the folder. ``tensors``: {name: checksum}, of complete weights only."""
+    """Describes the result of a conversion. ``fingerprint``: of everything that determined the bytes; ``what``: describes the
+    source; ``files``: with sizes and checksums, paths relative to the folder; ``tensors``: {name: checksum}, of complete weights
+    only."""
     fingerprint: str
     what: str
     files: tuple[FileRecord, ...]
@@ -28,7 +29,7 @@ class ConversionManifest:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ConversionManifest:
-        """RecordError if a field is missing, or one cannot be."""
+        """Reads the JSON object. RecordError if a field is missing or impossible."""
         rows, tensors = value.get("files"), value.get("tensors", {})
         if not isinstance(value.get("fingerprint"), str) or not isinstance(value.get("what"), str) or not isinstance(rows, list):
             raise RecordError("conversion: expected fingerprint, what and files")
@@ -49,8 +50,8 @@ def _file(row: Any) -> FileRecord:
 
 
 def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifest | None:
-    """None if mindresume did not convert it. DamagedFileError if what says so cannot be read: nobody knows then what the files
-    should be."""
+    """Reads the manifest of a folder, None if mindresume did not convert it. DamagedFileError if it cannot be read: what the
+    files should be is unknown then."""
     path = os.path.join(folder, CONVERSION)
     try:
         with storage.open(path) as file:
@@ -63,7 +64,8 @@ def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifes
 
 
 def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | None:
-    """Of complete weights, a folder or one file of it: what mindresume wrote there. Errors as of ``read_conversion_manifest``."""
+    """Reads the manifest of complete weights, a folder or one file of it; None if mindresume did not write them. Errors as of
+    ``read_conversion_manifest``."""
     status = storage.status(path)
     if status is None or status.is_folder:
         made = read_conversion_manifest(storage, path)
@@ -75,7 +77,7 @@ def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | 
 
 
 def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
-    """DamagedFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
+    """Raises DamagedFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
     gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
     if gone or more:
         differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"

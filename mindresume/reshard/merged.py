@@ -1,4 +1,4 @@
-"""Complete weights as a checkpoint: which ones a job, ``ls``, ``which`` and ``verify`` see in a folder or a file.
+"""Presents complete weights, a folder or a file, as a checkpoint to a job, ``ls``, ``which`` and ``verify``.
 
     choice, source = choose_complete(storage, path, group, full=True, resume=True)
     candidate, problem = look(storage, path)
@@ -28,7 +28,7 @@ from mindresume.store.storage import Storage
 
 
 def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candidate:
-    """As one saved step, of one rank that has it all."""
+    """Returns complete weights as one saved step of one rank."""
     files = source.made.files if source.made else tuple(
         FileRecord(os.path.basename(path), header.format) for path, header in source.weights.headers.items())
     step, epoch = (state.step, state.epoch) if state else (None, None)

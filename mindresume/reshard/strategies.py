@@ -1,4 +1,4 @@
-"""Which strategy a checkpoint was saved with, though the files of it lie where the next job writes its own.
+"""Finds the strategy that a checkpoint was saved with, although the next job overwrites its files.
 
 mindformers writes the strategy of every job to ``output/strategy``, over that of the job before. So before a training in another
 layout is compiled, that folder is renamed (``set_aside``) to one named after its content, with a mark that says which checkpoint
@@ -27,7 +27,7 @@ MAX_MARK = 64 << 20                 # bytes: a checkpoint has 35 a rank
 
 
 def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
-    """A value for JSON that tells one saved step from another: its records, or names, sizes and times of its files."""
+    """Returns a value for JSON that identifies one saved step: its records, or names, sizes and times of its files."""
     if candidate.records:
         return [candidate.run, candidate.step, *candidate.records]
     return [file_identity(storage, os.path.join(root, file.path))
@@ -35,7 +35,7 @@ def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
 
 
 def file_identity(storage: Storage, path: str) -> list[Any]:
-    """Folder, name, size and time of a file."""
+    """Returns folder, name, size and time of a file."""
     found = storage.status(path)
     return [os.path.basename(os.path.dirname(path)), os.path.basename(path), found.size if found else None,
             found.mtime if found else None]
@@ -62,7 +62,7 @@ def _place(storage: Storage, root: str, candidate: Candidate, given: str | None,
 
 
 def own_strategy(weights: CheckpointView) -> Strategy | None:
-    """That of the job which saved these weights; None if it was one rank. StrategyError for complete weights."""
+    """Returns the strategy of the job that saved these weights; None if it was one rank. StrategyError for complete weights."""
     if weights.path_by_tensor is not None:
         raise StrategyError(f"{weights.name} holds complete weights, which have no layout of their own; say which one the result "
                             f"is to have (--to)")
@@ -116,9 +116,9 @@ def set_aside(storage: Storage, folder: str, used: Strategy | None = None, ident
     if not found:
         return ""
     kept = f"{folder}_{content.hexdigest()[:8]}"
-    there = storage.status(kept) is not None            # the very same files
+    there = storage.status(kept) is not None            # with the same content
     if used is not None and os.path.realpath(used.source) == os.path.realpath(folder):
-        place = kept if there else folder               # the mark first: whoever dies here is understood
+        place = kept if there else folder               # the mark first, so that a restart after a kill finds it
         if identity not in _marked(storage, place):
             publish_json(storage, os.path.join(place, MARK), [*_marked(storage, place), identity], "mark")
     if there:

@@ -1,4 +1,4 @@
-"""What the new files hold: for the ranks of another job, or complete.
+"""Plans the content of the files of a conversion: for the ranks of another job, or complete weights.
 
     files = rank_files(weights, strategy, name=lambda rank: f"rank_{rank}/...", fmt="safetensors")
     files, index = complete_files(weights, HUGGINGFACE, part_bytes=3 << 30)
@@ -21,14 +21,14 @@ from mindresume.reshard.names import missing_parameters, prefix_splits
 from mindresume.reshard.weights import CheckpointView, Tensor
 from mindresume.strategy import Strategy
 
-PART_BYTES = 3 << 30                # of a part of complete weights; what MindSpore's unified_safetensors makes
+PART_BYTES = 3 << 30                # bytes of a part of complete weights, as of MindSpore's unified_safetensors
 METADATA = {"format": "ms"}
 IN_COMMON = frozenset(SCALARS) - {"global_step"}       # which is a parameter of the optimizer
 
 
 def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
-    """For each rank of the target: {tensor: region}. ``strategy`` None: one rank that holds everything. StrategyError if strategy
-    and weights do not fit: a tensor that no stage holds, one that the weights lack, a shape that does not divide; named."""
+    """Returns {tensor: region} of each rank of the target. ``strategy`` None: one rank that holds everything. StrategyError that
+    names a tensor which no stage holds, which the weights lack, or whose shape does not divide."""
     tensors = weights.tensors
     counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     if strategy is None:
@@ -49,7 +49,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
 
 
 def check_names(weights: CheckpointView, strategy: Strategy) -> None:
-    """StrategyError if a tensor would be lost, or is not there and should be (``names.missing``)."""
+    """Raises StrategyError if a tensor would be lost, or is missing (``names.missing_parameters``)."""
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in weights.tensors.items() if name not in named and not tensor.is_counter]
     if lost:
@@ -68,7 +68,7 @@ def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
 
 def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
                metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
-    """One file a rank. StrategyError as for ``holdings``; ConfigError for a dtype that the format cannot hold."""
+    """Returns one file a rank. StrategyError as of ``holdings``; ConfigError for a dtype that the format cannot hold."""
     files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
     for file in {tuple(file.holds): file for file in files}.values():
         try:
@@ -80,8 +80,8 @@ def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callabl
 
 def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[str, int, int], str],
                     metadata: Mapping[str, str]) -> list[TargetFile]:
-    """Two files a rank, in turn: the network's weights, and the rest. ``path(kind, rank, ranks)``. What Checkpoint 2.0 keeps in
-    ``common.json`` stays away. Errors as of ``rank_files``."""
+    """Returns two files a rank, in turn: the network's weights, and the rest, at ``path(kind, rank, ranks)``; without the
+    counters that Checkpoint 2.0 keeps in ``common.json``. Errors as of ``rank_files``."""
     model = model_names(weights.tensors)
     all_holdings = holdings(weights, strategy)
     found = []
@@ -94,16 +94,16 @@ def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Ca
 
 
 def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Which tensors are the network's: no counters, and none that is named after another one (``adam_m.`` and its name)."""
+    """Returns the tensors of the network: no counters, and none named after another one (``adam_m.`` and its name)."""
     return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
             and not any(rest in tensors for _, rest in prefix_splits(name))}
 
 
 def complete_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
                    ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
-    """Files of complete weights, and the index: (file name, JSON value). ``drop``: patterns of names that stay away, and with
-    HUGGINGFACE all counters do: single numbers that no strategy names and whose names, unlike those of parameters, have no dot.
-    ConfigError if nothing is left."""
+    """Returns the files of complete weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave out;
+    HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError if
+    nothing is left."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
         name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]

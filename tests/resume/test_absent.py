@@ -154,7 +154,7 @@ def test_in_another_layout(tmp_path, iterations):
         assert tensor.shape == shape
         found = np.zeros(shape, np.float32)
         for cut in tensor.cuts(tuple((0, length) for length in shape)):
-            place = source.weights.place(name, cut)
+            place = source.weights.locate(name, cut)
             assert place.rank in COVERING
         assert found.shape == shape
 
