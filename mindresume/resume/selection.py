@@ -10,7 +10,6 @@
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from mindresume.resume.absent import StrategyOf, unknown_strategy
 from mindresume.resume.apart import select_node_local
 from mindresume.resume.prove import verify_rank
 from mindresume.resume.restore import RemoteSource, select_with_remote
-from mindresume.resume.select import Choice, ProgressMeter, forget_kept, select
+from mindresume.resume.select import Choice, ProgressMeter, candidates_for, forget_kept, select
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.survey import NODE_LOCAL, list_checkpoints
 from mindresume.store.islands import SharedGroups
@@ -109,8 +108,9 @@ def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sour
                                    replace(sources, select_consolidated=sources.select_consolidated and consolidated),
                                    progress=progress)
     except UnusableError as failure:
-        status = storage.status(path)
-        root = os.path.dirname(path) if status is not None and not status.is_folder else path
+        root = path
+        with suppress(UnusableError, OSError):              # files of refusals are relative to the root of the scan
+            root = candidates_for(storage, path, world_size=policy.world_size)[0].root
         found = None
         if failure.refused and policy.requested is None:
             found = newest_node_local(storage, path, policy, sources.strategy_of)
