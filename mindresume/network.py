@@ -1,4 +1,4 @@
-"""The live MindSpore network: its parameters as numpy arrays, their layouts, and loading them. Imports mindspore late."""
+"""Reads the live MindSpore network: its parameters as numpy arrays, their layouts, random states. Imports mindspore late."""
 from __future__ import annotations
 
 import base64
@@ -18,7 +18,7 @@ from mindresume.store.share import shares
 
 
 def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
-    """{name: array} of MindSpore tensors or parameters, or plain numbers, bfloat16 as ml_dtypes.bfloat16.
+    """Returns {name: array} of MindSpore tensors or parameters, or plain numbers, bfloat16 as ml_dtypes.bfloat16.
 
     On CPU an array may share memory with the parameter: write it before the next step. SaveError for parameters that are
     no tensors (MapParameter).
@@ -27,8 +27,9 @@ def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """As ``snapshot``, but a tensor is copied from its device only when its bytes are asked for: a whole model never lies in
-    host memory beside the copy that is being made of it. The values have dtype, shape and nbytes, and numpy takes them."""
+    """Returns the same as ``snapshot``, but copies a tensor from its device only when its bytes are asked for: a whole model
+    never lies in host memory beside the copy that is being made of it. The values have dtype, shape and nbytes, and numpy takes
+    them."""
     return {name: DeviceTensor.of(name, value) for name, value in parameters}
 
 
@@ -42,7 +43,8 @@ class DeviceTensor:
 
     @classmethod
     def of(cls, name: str, value: Any) -> Any:
-        """The array itself for what is no tensor, has a dtype numpy does not know, or is not initialised yet."""
+        """Returns a ``DeviceTensor``; the array itself for what is no tensor, has a dtype numpy does not know, or is not
+        initialised yet."""
         dtype = DTYPES.get(str(getattr(value, "dtype", "")).lower())
         if dtype is None or not hasattr(value, "asnumpy") or getattr(value, "has_init", False):
             return to_numpy(name, value)
@@ -53,7 +55,7 @@ class DeviceTensor:
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
-    """As mindspore.save_checkpoint would store it: int becomes int64, float float32, both 0-d."""
+    """Returns the value as mindspore.save_checkpoint would store it: int becomes int64, float float32, both 0-d."""
     if isinstance(value, str):
         return np.array(value)
     if isinstance(value, (bool, np.bool_)):
@@ -76,7 +78,7 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
 
 def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]],
             warn: Callable[[str], None]) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """{name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
+    """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
 
     Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split, optimizer group, full shape,
     ...). Of a graph out of MindSpore's compile cache they have no full shape; it follows from the slice. The number of optimizer
@@ -110,8 +112,8 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
 
 def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None]
                      ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """As ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name: [Layout, dtype,
-    global shape]}. The optimizer shard is in the tensor map there."""
+    """Returns the same as ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name:
+    [Layout, dtype, global shape]}. The optimizer shard is in the tensor map there."""
     found = {}
     for name, (layout, _, full) in (table or {}).items():
         if name not in shapes:
@@ -141,9 +143,9 @@ def is_parallel() -> bool:
 
 def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """{name: (layout, global shape)} of the parameters of this rank, by what MindSpore says of a compiled network: its strategy
-    metadata, and where that is silent its ``parameter_layout_dict``. In a job that cuts nothing (data parallel) every parameter
-    of more than one element is whole on every rank."""
+    """Returns {name: (layout, global shape)} of the parameters of this rank, by what MindSpore says of a compiled network: its
+    strategy metadata, and where that is silent its ``parameter_layout_dict``. In a job that cuts nothing (data parallel) every
+    parameter of more than one element is whole on every rank."""
     if world_size == 1:
         return {}
     if not is_parallel():
@@ -154,7 +156,8 @@ def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size:
 
 
 def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
-    """None where this MindSpore has none, or the network was not compiled with ``enable_save_strategy_online``."""
+    """Returns the strategy metadata of this rank. None where this MindSpore has none, or the network was not compiled with
+    ``enable_save_strategy_online``."""
     try:
         from mindspore.parallel.strategy import get_current_strategy_metadata
         found = get_current_strategy_metadata(network)
@@ -165,7 +168,7 @@ def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
 
 def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int
               ) -> frozenset[str]:
-    """With redundancy removal: which of the tensors that have a layout this rank writes."""
+    """Returns which of the tensors that have a layout this rank writes, with redundancy removal."""
     if not tables:
         return frozenset()
     size = next(iter(tables.values()))[0].stage_size
@@ -175,7 +178,7 @@ def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayou
 
 def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
               may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> None:
-    """LoadError that names every tensor of the network that the checkpoint lacks or holds in another shape or dtype.
+    """Raises LoadError that names every tensor of the network that the checkpoint lacks or holds in another shape or dtype.
 
     ``wanted``: {name: (shape, dtype)} of the network; transient parameters may be missing. ``allow``: the error says how to go on
     without those that are.
@@ -198,7 +201,7 @@ def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple
 
 
 def capture_random() -> dict[str, Any]:
-    """Python's, numpy's and MindSpore's generators of this process."""
+    """Returns the state of Python's, numpy's and MindSpore's generators of this process."""
     import mindspore as ms
 
     from mindresume.resume import random_state
