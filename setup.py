@@ -26,7 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mindresume", "mindresume.*"]),
-    package_data={"mindresume": ["py.typed", "plugin/shim/*.py", "report/*.html"]},
+    package_data={"mindresume": ["py.typed", "mindformers/shim/*.py", "report/*.html"]},
     install_requires=["numpy>=1.24", "safetensors>=0.4.5", "pyyaml>=6", "ml_dtypes>=0.3", "xxhash>=3.4", "rich>=13",
                       "typer>=0.12", "jinja2>=3.1"],
     extras_require={"mindformers": MINDFORMERS, "test": TEST, "plot": ["matplotlib>=3.7"], "simulate": ["greenlet>=3"],

@@ -22,14 +22,14 @@ from typing import Any
 import _measure as measure
 import numpy as np
 
-from mindresume.formats.names import FileName
-from mindresume.network import deferred
-from mindresume.state import TrainingState
-from mindresume.store.background import AsyncSaver
-from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Save
-from mindresume.store.shard import SaveTarget, rank_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.mindformers.network_state import deferred
+from mindresume.model.training_state import TrainingState
+from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, rank_shard
+from mindresume.saving.sync_saver import Save
+from mindresume.storage.filesystem import PosixStorage
 
 KINDS = ("thread", "process")
 PATIENCE = 600.0

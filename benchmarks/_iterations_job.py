@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [path for path in (str(ROOT), str(ROOT / "st" / "programs")) if path not in sys.path]

@@ -30,19 +30,19 @@ RANKS = TARGET[0] * TARGET[1]
 
 
 class Ours:
-    """As mindresume.plugin.online loads."""
+    """As mindresume.mindformers.load_iteration loads."""
 
     def __init__(self, optimizer: Any, strategies: job.Strategies, rank: int):
         self.optimizer, self.strategies, self.rank = optimizer, strategies, rank
 
     def load(self, root: str) -> int:
         from mindresume.formats.scan import scan
-        from mindresume.network import strategy_layouts
-        from mindresume.plugin import adapter
-        from mindresume.reshard.direct import Traffic
-        from mindresume.reshard.iteration import view_of_iteration
-        from mindresume.reshard.load import read_regions, wanted_regions
-        from mindresume.store.storage import PosixStorage
+        from mindresume.mindformers import adapter
+        from mindresume.mindformers.network_state import strategy_layouts
+        from mindresume.reshard.direct_engine import Traffic
+        from mindresume.reshard.iteration_view import view_of_iteration
+        from mindresume.reshard.region_load import read_regions, wanted_regions
+        from mindresume.storage.filesystem import PosixStorage
         storage, traffic = PosixStorage(), Traffic()
         weights = view_of_iteration(storage, root, scan(storage, root).candidates[0])
         wanted = adapter.wanted_of(self.optimizer)
@@ -58,7 +58,7 @@ class Ours:
         """As many bytes, of whatever is in the files, into as many new arrays."""
         import numpy as np
 
-        from mindresume.plugin import adapter
+        from mindresume.mindformers import adapter
         path = max((os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names), key=os.path.getsize)
         total, size, position = 0, os.path.getsize(path), 0
         with open(path, "rb", buffering=0) as file:
@@ -75,8 +75,8 @@ class Ours:
     def prove(self, root: str) -> None:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
-        from mindresume.resume.prove import VerifiedShard, verify_rank
-        from mindresume.store.storage import PosixStorage
+        from mindresume.resume.verifier import VerifiedShard, verify_rank
+        from mindresume.storage.filesystem import PosixStorage
         storage = PosixStorage()
         candidate = scan(storage, root).candidates[0]
         for source in range(self.rank, candidate.world_size, RANKS):

@@ -28,14 +28,14 @@ import _measure as measure
 import numpy as np
 from save import flush, write_plain
 
-from mindresume import network as live
-from mindresume.formats.iteration_files import TRACKER, iteration_name, parse_weight_file
-from mindresume.state import TrainingState, is_transient
-from mindresume.store.background import AsyncSaver, save_job_for
-from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Save, Saver, SyncSaver
-from mindresume.store.shard import SaveTarget, Shard, iteration_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_weight_file
+from mindresume.mindformers import network_state as live
+from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.saving.async_saver import AsyncSaver, save_job_for
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard
+from mindresume.saving.sync_saver import Save, Saver, SyncSaver
+from mindresume.storage.filesystem import PosixStorage
 
 RANKS, DATA, TENSOR = 4, 2, 2
 PAUSE = 0.01                    # seconds of a step of the training in which its thread only waits
@@ -93,7 +93,7 @@ class Rank:
         return SyncSaver(save_job_for(place, policy, self.log))
 
     def shard(self, way: Way) -> Shard:
-        from mindresume.plugin import adapter
+        from mindresume.mindformers import adapter
         rows = adapter.parameters_to_save(self.optimizer, False, lambda name: not is_transient(name))
         tensors: dict[str, Any] = live.deferred(rows)
         shapes = {name: tuple(array.shape) for name, array in tensors.items()}

@@ -12,14 +12,14 @@ import threading
 import time
 from typing import Any
 
-from mindresume.reshard.conversion import Conversion
+from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.conversion_plan import to_complete, to_ranks
-from mindresume.reshard.direct import Traffic
-from mindresume.reshard.engine import writer
-from mindresume.reshard.source import open_checkpoint
-from mindresume.store import storage as storage_module
-from mindresume.store.storage import PosixStorage
-from mindresume.strategy import read_strategy
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.direct_engine import Traffic
+from mindresume.reshard.engines import writer
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.storage import filesystem as storage_module
+from mindresume.storage.filesystem import PosixStorage
 
 STEP = 0.005                    # seconds between two looks at the memory
 COPY = 4 << 20

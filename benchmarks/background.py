@@ -4,8 +4,8 @@
                                     [--dir FOLDER] [--json FILE] [--only stop|memory|speed]
 
 copy              np.copyto of the same tensors into memory that was written before: the limit of any background save
-background        mindresume.store.background.AsyncSaver, "live": MindSpore parameters as the plugin has them, "numpy": arrays
-synchronous       mindresume.store.saver.SyncSaver: written, flushed, committed before it returns
+background        mindresume.saving.async_saver.AsyncSaver, "live": MindSpore parameters as the plugin has them, "numpy": arrays
+synchronous       mindresume.saving.sync_saver.SyncSaver: written, flushed, committed before it returns
 mindspore         mindspore.save_checkpoint(async_save="thread"; True means the same, or "process")
 
 Half of the bytes are float32, half bfloat16. Targets: at most 1.3 times the copy and 10 % of the synchronous save; at most one
@@ -28,10 +28,10 @@ import _measure as measure
 import numpy as np
 from _background_job import KINDS, built_in, place_in, save_of, wait_for_built_in
 
-from mindresume.network import deferred
-from mindresume.store.background import AsyncSaver, save_job_for
-from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Saver, SyncSaver
+from mindresume.mindformers.network_state import deferred
+from mindresume.saving.async_saver import AsyncSaver, save_job_for
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.sync_saver import Saver, SyncSaver
 
 COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
 PATIENCE = 600.0

@@ -2,7 +2,7 @@
 
     python benchmarks/choose.py [--ranks 64 512 4096] [--steps 5] [--rounds 7] [--dir FOLDER] [--json FILE]
 
-rank 0      scan, quick proof, message to all ranks (mindresume.agree.decide with one rank)
+rank 0      scan, quick proof, message to all ranks (mindresume.coordination.collectives.decide with one rank)
 select      the same, and every byte of rank 0's own file proven (in a job each rank proves its own)
 mindformers mindformers.tools.resume_ckpt.get_resume_checkpoint, rank 0's part: names and meta.json alone
 operations  calls that ask the file system for a name: open, stat, list
@@ -29,15 +29,15 @@ from unittest.mock import patch
 import _measure as measure
 import numpy as np
 
-from mindresume.agree import Solo, decide
-from mindresume.formats.names import FileName
-from mindresume.manifest import run_name
-from mindresume.resume.select import _CandidateQueue, select
+from mindresume.coordination.collectives import Solo, decide
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.model.manifest import run_name
+from mindresume.model.training_state import TrainingState
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.state import TrainingState
-from mindresume.store.commit import Committer
-from mindresume.store.shard import SaveTarget, rank_shard, write_shard
-from mindresume.store.storage import PosixStorage, parallel
+from mindresume.resume.selector import _CandidateQueue, select
+from mindresume.saving.committer import Committer
+from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
+from mindresume.storage.filesystem import PosixStorage, parallel
 
 RUN = run_name(1, "00000000")
 PER_EPOCH, EVERY = 1000, 10

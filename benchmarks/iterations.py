@@ -33,12 +33,12 @@ import _iterations_save as saving
 import _measure as measure
 import numpy as np
 
-from mindresume.state import TrainingState
-from mindresume.store.background import save_job_for
-from mindresume.store.retention import KeepLast
-from mindresume.store.saver import Save
-from mindresume.store.shard import SaveTarget, iteration_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.model.training_state import TrainingState
+from mindresume.saving.async_saver import save_job_for
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard
+from mindresume.saving.sync_saver import Save
+from mindresume.storage.filesystem import PosixStorage
 
 STALL, SLOWER, FASTER, OVER, MEMORY = 0.5, 1.0, 3.0, 1.02, 256
 HERE = Path(__file__).resolve().parent

@@ -26,18 +26,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mindresume.files import encode
-from mindresume.formats.names import META, FileName, folder_name, meta_json
-from mindresume.layout import TensorLayout
-from mindresume.manifest import FOLDER, attempt_name, run_name, trash_name
-from mindresume.resume.select import select
+from mindresume.formats.rank_folder_naming import META, FileName, folder_name, meta_json
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import FOLDER, attempt_name, run_name, trash_name
+from mindresume.model.training_state import TrainingState
 from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.selector import select
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KEEP_ALL, KeepLast
+from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.state import TrainingState
-from mindresume.store.commit import Committer
-from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.shard import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
-from mindresume.store.storage import UNKNOWN_ROOM, PosixStorage, Status
+from mindresume.storage.filesystem import UNKNOWN_ROOM, PosixStorage, Status
+from mindresume.tensor_files import encode
 
 ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000
 ACTIONS = ("commit", "prune", "choice", "mindformers", "clean-up")

@@ -28,20 +28,20 @@ from unittest.mock import patch
 
 import _measure as measure
 
-from mindresume.file_record import FileRecord
-from mindresume.formats.iteration_files import METADATA, MODEL, OPTIMIZER, WeightFile
+from mindresume.formats.iteration_naming import METADATA, MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
 from mindresume.formats.slices import ordinals
-from mindresume.layout import TensorLayout
-from mindresume.manifest import MANIFEST, Record, record_name, run_name
-from mindresume.record_details import Details, TensorRecord
-from mindresume.reshard import iteration
-from mindresume.state import TrainingState
-from mindresume.store.commit import Committer
-from mindresume.store.shard import SaveTarget
-from mindresume.store.share import shares
-from mindresume.store.storage import PosixStorage
+from mindresume.model.file_record import FileRecord
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import MANIFEST, Record, record_name, run_name
+from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.training_state import TrainingState
+from mindresume.reshard import iteration_view
+from mindresume.saving.committer import Committer
+from mindresume.saving.shard_assignment import shares
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.filesystem import PosixStorage
 
 TARGET = 10.0
 STEP = 20
@@ -106,8 +106,9 @@ class Bench:
         candidate = scan(place.storage, place.root).candidates[0]
         if not candidate.committed:
             raise SystemExit(f"{kind}: not committed: {candidate.problem}")
-        records = iteration._Records(place.storage, candidate)
-        found = self.rounds.timed(f"open {kind}", lambda: iteration._described(place.storage, place.root, candidate, records))
+        records = iteration_view._Records(place.storage, candidate)
+        found = self.rounds.timed(f"open {kind}",
+                                  lambda: iteration_view._described(place.storage, place.root, candidate, records))
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.attempt, MANIFEST))

@@ -24,12 +24,12 @@ from typing import Any
 import _measure as measure
 import numpy as np
 
-from mindresume.files import encode
-from mindresume.layout import TensorLayout
-from mindresume.parallel_plan import ParallelPlan, strategy_of
+from mindresume.formats.parallel_plan import ParallelPlan, strategy_of
+from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import cuts, held
-from mindresume.strategy import Strategy, write_strategy
-from mindresume.strategy_file import encode_strategy
+from mindresume.tensor_files import encode
 
 CASES = ("tp=8 > tp=4", "dp=2,tp=2,pp=2,opt=2 > tp=4", "tp=4,dp=2,opt=2 > tp=8", "tp=8 > merged")
 CANDIDATES = ("copy", "direct", "transform", "unified")

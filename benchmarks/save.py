@@ -3,9 +3,9 @@
     python benchmarks/save.py [--mib 1024] [--rounds 7] [--dir FOLDER] [--json FILE]
 
 plain       the same bytes with plain writes of 4 MiB, then fsync
-ours        mindresume.store.commit.write_shard: checksums of file and tensors, fsync, rename, record
+ours        mindresume.saving.committer.write_shard: checksums of file and tensors, fsync, rename, record
 mindspore   mindspore.save_checkpoint of the same parameters: no fsync, no checksum, no record; "flushed" adds the fsync
-read        plain read of the file;  proof: mindresume.resume.prove of it (every byte hashed)
+read        plain read of the file;  proof: mindresume.resume.verifier of it (every byte hashed)
 
 Half of the bytes are float32, half bfloat16, in live MindSpore parameters. Everything is measured once a round, in changing
 order, after a sync and with the kernel's free memory warmed up; the target is 1.15 times the plain limit.
@@ -23,14 +23,14 @@ from typing import Any
 
 import _measure as measure
 
-from mindresume.files import FORMATS
-from mindresume.formats.names import FileName
+from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
-from mindresume.network import deferred
-from mindresume.resume.prove import VerifiedShard, verify_rank
-from mindresume.state import TrainingState
-from mindresume.store.shard import SaveTarget, rank_shard, write_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.mindformers.network_state import deferred
+from mindresume.model.training_state import TrainingState
+from mindresume.resume.verifier import VerifiedShard, verify_rank
+from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import FORMATS
 
 TARGET = 1.15
 CHUNK = 4 << 20

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
-    from mindresume.store.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes
+    from mindresume.saving.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _MODULES = {                    # of each name of the API: the module that it is
     "api.results": ("CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "VerificationReport"),
     "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
-    "store.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
+    "saving.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 

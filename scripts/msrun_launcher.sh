@@ -144,7 +144,7 @@ FAILED_WORKER='exit with exception\. Error code: (-?[0-9]+)\.'      # msrun's wo
 
 # Every process of the job carries this variable, also when its parent is gone: msrun gives each worker a session of its own.
 MARK=MSRUN_LAUNCHER_JOB=$$.$RANDOM$RANDOM
-# Those that write checkpoints behind a training have this one instead (mindresume/store/background.py).
+# Those that write checkpoints behind a training have this one instead (mindresume/saving/async_saver.py).
 WRITER_MARK=${MARK/JOB/WRITER}
 
 SUPERVISOR='' WATCHER='' DEADLINE=0 AT_ONCE=0 STUCK=' '

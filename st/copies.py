@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindresume.files import read_header, read_scalar
-from mindresume.manifest import FOLDER, MANIFEST, Record, parse_attempt, read_record, record_name
+from mindresume.model.manifest import FOLDER, MANIFEST, Record, parse_attempt, read_record, record_name
+from mindresume.tensor_files import read_header, read_scalar
 from st.jobs import ROOT, SIZES, Run
 
 Result = TypeVar("Result")

@@ -71,13 +71,13 @@ def main() -> None:
 if __name__ == "__main__":
     sys.exit(main())
 
-from mindresume.files import read_header, read_tensor  # noqa: E402
 from mindresume.formats import Candidate  # noqa: E402
-from mindresume.formats.iteration_files import TRACKER, iteration_name, parse_iteration  # noqa: E402
+from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_iteration  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
-from mindresume.manifest import FOLDER, read_details, record_name  # noqa: E402
-from mindresume.record_details import TensorRecord  # noqa: E402
-from mindresume.store.storage import PosixStorage  # noqa: E402
+from mindresume.model.manifest import FOLDER, read_details, record_name  # noqa: E402
+from mindresume.model.record_details import TensorRecord  # noqa: E402
+from mindresume.storage.filesystem import PosixStorage  # noqa: E402
+from mindresume.tensor_files import read_header, read_tensor  # noqa: E402
 from st.jobs import Run  # noqa: E402
 from st.test_reshard import TELL, merged  # noqa: E402
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindresume.files import read_header
+from mindresume.tensor_files import read_header
 from st.jobs import Run, differences
 
 CHOSEN = re.compile(r"mindresume: resume from step (\d+)")

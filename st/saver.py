@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mindresume.formats.names import FileName
-from mindresume.state import TrainingState
-from mindresume.store.commit import Committer
-from mindresume.store.retention import KeepLast
-from mindresume.store.shard import SaveTarget, clean_own_folder, rank_shard, write_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.model.training_state import TrainingState
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, rank_shard, write_shard
+from mindresume.storage.filesystem import PosixStorage
 
 PREFIX, PER_EPOCH, KEPT = "net", 10, 2
 

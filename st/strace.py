@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mindresume.drill.stories import PER_EPOCH
-from mindresume.formats.names import META, parse_name
-from mindresume.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, untrashed
-from mindresume.store.storage import TEMPORARY
+from mindresume.fault_injection.scenarios import PER_EPOCH
+from mindresume.formats.rank_folder_naming import META, parse_name
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, untrashed
+from mindresume.storage.filesystem import TEMPORARY
 
 # kind -> system calls; "?" before a name: not on every machine
 KINDS: dict[str, tuple[str, ...]] = {

@@ -19,13 +19,13 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mindresume.drill.stories import RUNS, shard  # noqa: E402
 from mindresume.events import Event  # noqa: E402
-from mindresume.store.background import AsyncSaver, save_job_for  # noqa: E402
-from mindresume.store.retention import KeepLast  # noqa: E402
-from mindresume.store.saver import Save, Saver, SyncSaver  # noqa: E402
-from mindresume.store.shard import SaveTarget, Shard  # noqa: E402
-from mindresume.store.storage import PosixStorage  # noqa: E402
+from mindresume.fault_injection.scenarios import RUNS, shard  # noqa: E402
+from mindresume.saving.async_saver import AsyncSaver, save_job_for  # noqa: E402
+from mindresume.saving.retention import KeepLast  # noqa: E402
+from mindresume.saving.shard_writer import SaveTarget, Shard  # noqa: E402
+from mindresume.saving.sync_saver import Save, Saver, SyncSaver  # noqa: E402
+from mindresume.storage.filesystem import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved
 _WAIT = 60.0                    # seconds

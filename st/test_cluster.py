@@ -20,8 +20,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.manifest import FOLDER, MANIFEST, attempts
-from mindresume.store.storage import TEMPORARY
+from mindresume.model.manifest import FOLDER, MANIFEST, attempts
+from mindresume.storage.filesystem import TEMPORARY
 from st.jobs import differences
 from st.lives import ALL_RANKS_END, Life, copied, ended, flip_in_tensor, not_identical
 

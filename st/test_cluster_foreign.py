@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.files import read_header
-from mindresume.files.model import Header
+from mindresume.tensor_files import read_header
+from mindresume.tensor_files.header import Header
 from st.jobs import ROOT, Run
 from st.lives import ALL_RANKS_END, copied, ended
 

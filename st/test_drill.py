@@ -39,7 +39,7 @@ def test_it_finds_a_file_system_that_does_not_keep_its_word(tmp_path):
     program = tmp_path / "drill.py"
     program.write_text(
         "import sys\n"
-        "from mindresume.drill import faults\n"
+        "from mindresume.fault_injection import faults\n"
         "faults.Machine.synced = lambda self, folder: None\n"
         "from mindresume.cli import main\n"
         "if __name__ == '__main__':              # its worker processes import this file, too\n"

@@ -11,17 +11,17 @@ from folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random_tensors
 
 from mindresume.errors import EngineError
-from mindresume.files import read_header, read_tensor
-from mindresume.formats.complete import read_complete
-from mindresume.layout import TensorLayout
+from mindresume.formats.consolidated import read_complete
+from mindresume.formats.strategy import Strategy
+from mindresume.model.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
-from mindresume.reshard.direct import transform
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_candidate, view_of_complete
+from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite
-from mindresume.reshard.source import open_checkpoint
-from mindresume.reshard.target import rank_files
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.output_plan import rank_files
 from mindresume.reshard.transform_processes import run
-from mindresume.reshard.weights import CheckpointView, view_of_candidate, view_of_complete
-from mindresume.strategy import Strategy
+from mindresume.tensor_files import read_header, read_tensor
 from st.jobs import ROOT
 
 PAIRS = """tp2>tp4 tp4>tp2 tp4>tp1 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 pp2>pp1 pp1>pp2

@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindresume.formats.complete import MINDSPORE
+from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import HEAD
-from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_complete
-from mindresume.reshard.engine import writer
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.engines import writer
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import read_model, view_of_folder
-from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import open_checkpoint
-from mindresume.store.storage import PosixStorage
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.region_load import read_regions
+from mindresume.storage.filesystem import PosixStorage
 from st.jobs import ROOT
 
 pytestmark = pytest.mark.soak            # most of its three minutes is the installation of torch

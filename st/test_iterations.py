@@ -22,12 +22,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER
-from mindresume.record_details import TensorRecord
-from mindresume.state import is_transient
-from mindresume.store.storage import PosixStorage
+from mindresume.model.manifest import FOLDER
+from mindresume.model.record_details import TensorRecord
+from mindresume.model.training_state import is_transient
+from mindresume.storage.filesystem import PosixStorage
 from st.copies import lines, said, steps_of
 from st.iterations import (
     NEW,

@@ -20,15 +20,15 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.files import read_header, read_tensor
-from mindresume.files.checksum import file_checksum
-from mindresume.formats.names import free_suffix, parse_name
-from mindresume.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
-from mindresume.resume.select import Choice, select
+from mindresume.formats.rank_folder_naming import free_suffix, parse_name
+from mindresume.model.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.store.commit import Committer
-from mindresume.store.retention import KeepLast
-from mindresume.store.storage import TEMPORARY, PosixStorage
+from mindresume.resume.selector import Choice, select
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KeepLast
+from mindresume.storage.filesystem import TEMPORARY, PosixStorage
+from mindresume.tensor_files import read_header, read_tensor
+from mindresume.tensor_files.checksum import file_checksum
 from st.jobs import ROOT
 from st.saver import KEPT, PER_EPOCH, PREFIX, tensors_of
 from tests.folders import Ranks, place_of, save, write_rank

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from mindresume.formats.iteration_files import (
+from mindresume.formats.iteration_naming import (
     Common,
     WeightFile,
     encode_common,
@@ -24,8 +24,8 @@ from mindresume.formats.iteration_files import (
 )
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.slices import folded, ordinals, region_of
-from mindresume.layout import TensorLayout
-from mindresume.store.share import shares
+from mindresume.model.layout import TensorLayout
+from mindresume.saving.shard_assignment import shares
 from st.jobs import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))

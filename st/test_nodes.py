@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from mindresume.manifest import FOLDER
-from mindresume.store.common import committed
-from mindresume.store.storage import PosixStorage
+from mindresume.coordination.common_checkpoint import committed
+from mindresume.model.manifest import FOLDER
+from mindresume.storage.filesystem import PosixStorage
 from st.copies import LIMIT, beside, said, steps_of
 from st.jobs import differences
 

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from mindresume.plugin.modelarts import VARIABLES
-from mindresume.store.objects import FsspecStore
+from mindresume.mindformers.modelarts import VARIABLES
+from mindresume.storage.object_store import FsspecStore
 from st.copies import LIMIT, beside, lines, said, steps_of
 from st.iterations import NEW
 from st.jobs import ROOT, Run, differences

@@ -27,10 +27,10 @@ import numpy as np
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)          # not st/, whose modules have common names
-from mindresume.files import read_header, read_tensor  # noqa: E402
-from mindresume.manifest import FOLDER, MANIFEST, Manifest, parse_attempt, read_details  # noqa: E402
-from mindresume.record_details import TensorRecord  # noqa: E402
-from mindresume.state import is_transient  # noqa: E402
+from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, parse_attempt, read_details  # noqa: E402
+from mindresume.model.record_details import TensorRecord  # noqa: E402
+from mindresume.model.training_state import is_transient  # noqa: E402
+from mindresume.tensor_files import read_header, read_tensor  # noqa: E402
 
 TELL = "RESHARD_TELL"                        # environment: the folder for rank_R.npz and, of ranks other than 0, steps_R.jsonl
 TOLERANCE = 1e-5                             # of a loss of about 6 in float32

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mindresume.files import read_header, read_tensor
+from mindresume.tensor_files import read_header, read_tensor
 from st.copies import LIMIT, beside, said, steps_of, together, weights
 from st.jobs import Run, differences
 
@@ -79,9 +79,9 @@ def test_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_on(whole_
 
 def test_a_job_that_was_taken_over_stops_saving(whole_single, tmp_path):
     """A later run appears in the folder, as after a network that was cut: the older one ends and says who it is."""
-    from mindresume.manifest import FOLDER, run_name
-    from mindresume.store.claim import SAVING, Lease, holder_of_this_process
-    from mindresume.store.storage import PosixStorage
+    from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
+    from mindresume.model.manifest import FOLDER, run_name
+    from mindresume.storage.filesystem import PosixStorage
     run = beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 2")
     run.until(4)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.manifest import FOLDER
+from mindresume.model.manifest import FOLDER
 from st.copies import (
     beside,
     events,

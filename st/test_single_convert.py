@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from mindresume.reshard.compare import compare
-from mindresume.reshard.source import open_checkpoint
-from mindresume.store.storage import TEMPORARY, PosixStorage
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.storage.filesystem import TEMPORARY, PosixStorage
 from st.jobs import ROOT, Run
 from st.lives import ended
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.formats.names import LABEL
+from mindresume.formats.rank_folder_naming import LABEL
 from st.copies import beside, counter, finished, meta, names, records, said, steps_of, succeeded, together, weights
 from st.jobs import ROOT, Run, differences
 

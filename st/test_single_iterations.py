@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindresume.files import read_header, read_tensor
-from mindresume.formats.iteration_files import TRACKER, iteration_name
-from mindresume.manifest import FOLDER, attempt_name, run_sequence
-from mindresume.state import is_transient
+from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
+from mindresume.model.training_state import is_transient
+from mindresume.tensor_files import read_header, read_tensor
 from st.copies import LIMIT, happened, lines, said, steps_of, together
 from st.iterations import (
     NEW,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.layout import TensorLayout
-from mindresume.parallel_plan import ParallelPlan, strategy_of
-from mindresume.strategy import Strategy, read_strategy, write_strategy
-from mindresume.strategy_file import encode_strategy
+from mindresume.formats.parallel_plan import ParallelPlan, strategy_of
+from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
+from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.model.layout import TensorLayout
 from st.jobs import ROOT
 
 FIXTURES = ROOT / "st" / "fixtures"

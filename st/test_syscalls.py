@@ -25,13 +25,13 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.drill.faults import Machine
-from mindresume.drill.judge import PASS, judge
-from mindresume.drill.ranks import Turns
-from mindresume.drill.stories import RUNS, World, save_quietly
-from mindresume.files import read_header, read_tensor
-from mindresume.store.shard import SaveTarget
-from mindresume.store.storage import PosixStorage
+from mindresume.fault_injection.faults import Machine
+from mindresume.fault_injection.oracle import PASS, judge
+from mindresume.fault_injection.ranks import Turns
+from mindresume.fault_injection.scenarios import RUNS, World, save_quietly
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import read_header, read_tensor
 from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role
 from st.syscall_job import REPORTED, shard_of

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.files import encode, read_header, read_tensor
-from mindresume.layout import TensorLayout
-from mindresume.strategy import Strategy, read_strategy
+from mindresume.formats.strategy import Strategy, read_strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.tensor_files import encode, read_header, read_tensor
 from st.jobs import ROOT
 
 VERSIONS = ("1.8.0", "1.9.0")

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from mindresume.files import encode
-from mindresume.formats.names import FileName, folder_name, meta_json
-from mindresume.manifest import run_name
+from mindresume.formats.rank_folder_naming import FileName, folder_name, meta_json
+from mindresume.model.manifest import run_name
+from mindresume.model.training_state import TrainingState
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.group import Communicator
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.standins import running, standing_in
-from mindresume.state import TrainingState
-from mindresume.store.commit import Committer
-from mindresume.store.retention import KEEP_ALL
-from mindresume.store.shard import SaveTarget, rank_shard, write_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import encode
 
 STORAGE = PosixStorage()
 RUN = run_name(1, "0000aaaa")
@@ -132,7 +132,8 @@ def simulated(function):
 
 class Threads:
     """The same as real threads, for what reads with threads of its own pools, which a simulated cluster cannot run (``reshard``,
-    ``plugin/loading.py``). They meet in each exchange, and write to no common folder, so their order decides nothing."""
+    ``mindformers/state_restorer.py``). They meet in each exchange, and write to no common folder, so their order decides
+    nothing."""
 
     def __init__(self, size: int):
         self.size = size

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from folders import RUN, STORAGE, state_of
 
-from mindresume.formats.iteration_files import TRACKER, iteration_name
-from mindresume.formats.iterations import intent_name
-from mindresume.layout import TensorLayout
-from mindresume.manifest import FOLDER, attempt_name
-from mindresume.store.commit import Committer
-from mindresume.store.retention import KEEP_ALL, Policy
-from mindresume.store.shard import SaveTarget, iteration_shard, write_shard
-from mindresume.store.storage import Storage
+from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.formats.iteration_scan import intent_name
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KEEP_ALL, Policy
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
+from mindresume.storage.filesystem import Storage
 
 FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
 FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from folders import STORAGE
 
+from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
+from mindresume.coordination.lease_acquisition import acquire
 from mindresume.events import ignore
-from mindresume.manifest import FOLDER, run_name
-from mindresume.store.acquire import acquire
-from mindresume.store.claim import SAVING, Lease, holder_of_this_process
+from mindresume.model.manifest import FOLDER, run_name
 
 ME = holder_of_this_process(SAVING, 4)
 ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)

@@ -17,14 +17,14 @@ from folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, writ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindresume.agree import Solo
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import DamagedFileError, RecordError, UnusableError
-from mindresume.file_record import FileRecord
-from mindresume.files import encode, read_header, read_scalar
-from mindresume.formats.names import label
+from mindresume.formats.rank_folder_naming import label
 from mindresume.formats.scan import scan
-from mindresume.layout import MAX_RANKS, TensorLayout
-from mindresume.manifest import (
+from mindresume.model.file_record import FileRecord
+from mindresume.model.layout import MAX_RANKS, TensorLayout
+from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
     Manifest,
@@ -38,16 +38,16 @@ from mindresume.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.record_codec import DETAILS_LIMIT, HEAD_LIMIT, MANIFEST_LIMIT, VERSION
-from mindresume.record_details import Details, TensorRecord
-from mindresume.reshard.strategies import strategy_lookup
+from mindresume.model.record_codec import DETAILS_LIMIT, HEAD_LIMIT, MANIFEST_LIMIT, VERSION
+from mindresume.model.record_details import Details, TensorRecord
+from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.health import unhealthy_files
-from mindresume.resume.select import select
+from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import list_checkpoints
-from mindresume.store.commit import Committer
-from mindresume.store.holds import read_locks
-from mindresume.store.retention import KeepLast
+from mindresume.resume.selector import select
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KeepLast
+from mindresume.tensor_files import encode, read_header, read_scalar
 
 OLD, NEW, WORLD = 5, 10, 2
 DEEP, DIGITS, SURROGATE = "@deep@", "@digits@", "@surrogate@"       # become text that json.dumps would not write

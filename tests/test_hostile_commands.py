@@ -29,8 +29,8 @@ from reshard.test_huggingface import document
 
 from mindresume import cli
 from mindresume.events.event_file import FOLDER
-from mindresume.files import encode
-from mindresume.strategy import write_strategy
+from mindresume.formats.strategy import write_strategy
+from mindresume.tensor_files import encode
 
 SECONDS = float(os.environ.get("MINDRESUME_HOSTILE_SECONDS", "12"))     # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")

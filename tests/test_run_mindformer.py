@@ -365,7 +365,7 @@ def test_line_of_the_plug_in_is_dropped(run, config):
 
 def test_plug_in_file_passes_the_checks_of_auto_register():
     """mindformers searches the text, docstrings included, for lines that begin with import or from."""
-    path = ROOT / "mindresume" / "plugin" / "shim" / f"{SHIM_CLASS.split('.')[0]}.py"
+    path = ROOT / "mindresume" / "mindformers" / "shim" / f"{SHIM_CLASS.split('.')[0]}.py"
     text = path.read_text()
     assert re.findall(r"^\s*(?:import|from)\b.*$", text, re.MULTILINE) == ["import mindresume.plugin"]
     assert f"class {SHIM_CLASS.split('.')[1]}:" in text and SHIM_CLASS.count(".") == 1

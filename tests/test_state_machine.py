@@ -20,27 +20,27 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mindresume.agree import Solo
-from mindresume.drill.faults import DEATHS, ERRORS, Fault, Killed, Machine
-from mindresume.drill.ranks import Turns
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.lease import LeaseHolder, ended
+from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
-from mindresume.files import read_header, read_tensor
-from mindresume.formats.names import META, FileName, folder_name, free_suffix, parse_name
+from mindresume.fault_injection.faults import DEATHS, ERRORS, Fault, Killed, Machine
+from mindresume.fault_injection.ranks import Turns
+from mindresume.formats.rank_folder_naming import META, FileName, folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
-from mindresume.manifest import FOLDER, MANIFEST, attempt_name, record_name
-from mindresume.resume.select import Choice, select
+from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
+from mindresume.model.training_state import TrainingState
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
-from mindresume.state import TrainingState
-from mindresume.store.acquire import acquire
-from mindresume.store.background import AsyncSaver
-from mindresume.store.claim import LeaseHolder, ended
-from mindresume.store.commit import Committer
-from mindresume.store.holds import read_locks
-from mindresume.store.removal import carry_out, plan
-from mindresume.store.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
-from mindresume.store.saver import Save, SaveJob, SyncSaver
-from mindresume.store.shard import SaveTarget, Shard, clean_own_folder, rank_shard
-from mindresume.store.storage import PosixStorage
+from mindresume.resume.selector import Choice, select
+from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
+from mindresume.saving.shard_writer import SaveTarget, Shard, clean_own_folder, rank_shard
+from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import read_header, read_tensor
 
 STORAGE = PosixStorage()
 PER_EPOCH = 10

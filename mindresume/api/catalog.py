@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-from mindresume.agree import Solo
 from mindresume.api.checkpoint import Checkpoint
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import (
@@ -36,22 +35,23 @@ from mindresume.api.results import (
     info_of,
     problem_of,
 )
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError, UnusableError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, absent_text, steps_text
-from mindresume.formats.complete import is_complete
+from mindresume.formats.consolidated import is_complete
 from mindresume.formats.location import locate
-from mindresume.reshard import merged
-from mindresume.reshard.strategies import strategy_lookup
-from mindresume.resume import survey as surveys
-from mindresume.resume.prove import read_size
-from mindresume.resume.select import candidates_for, describe, world_size_notes
+from mindresume.reshard import consolidated_checkpoint
+from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.resume import listing as surveys
+from mindresume.resume.full_verification import verify_checkpoints
+from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.selection import CheckpointSources, preview_selection
 from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, every_rank
-from mindresume.resume.survey import CheckpointStatus
-from mindresume.resume.verified import verify_checkpoints
+from mindresume.resume.selector import candidates_for, describe, world_size_notes
+from mindresume.resume.verifier import read_size
 from mindresume.settings import Settings
-from mindresume.store.claim import is_alive, known_lease_holders
-from mindresume.store.storage import PosixStorage, Storage
+from mindresume.storage.filesystem import PosixStorage, Storage
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Catalog:
         policy = SelectionPolicy(world_size, name, FULL if verify else QUICK, every_rank,
                                  max_failed_loads=Settings.load().poison_limit)
         strategy_of = strategy_lookup(self._storage)
-        sources = CheckpointSources(strategy_of, lambda storage, path: merged.choose_complete(
+        sources = CheckpointSources(strategy_of, lambda storage, path: consolidated_checkpoint.choose_complete(
             storage, path, Solo(), verify, resume=True)[0])
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
@@ -252,7 +252,7 @@ class Catalog:
         def again() -> Iterator[CheckpointStatus]:
             return (row for row in self._survey(place)[1] if step is None or row.candidate.step == step)
         if place.is_complete:
-            verdicts = [merged.verify(self._storage, place.path, counted) for _ in wanted]
+            verdicts = [consolidated_checkpoint.verify(self._storage, place.path, counted) for _ in wanted]
         else:
             verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted)
         removed = {row.candidate.step for row in wanted} - {candidate.step for candidate, _ in verdicts} - {None}
@@ -283,7 +283,7 @@ class Catalog:
     def _survey(self, place: _Place) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
         """Returns what is there now, and a row for each step of it."""
         if place.is_complete:
-            return merged.survey(self._storage, place.path)
+            return consolidated_checkpoint.survey(self._storage, place.path)
         found, rows = surveys.list_checkpoints(self._storage, place.path, strategy_lookup(self._storage), self.world_size)
         if found.strange:
             raise MissingCheckpointError(found.strange)
@@ -292,7 +292,7 @@ class Catalog:
     def _rows(self, place: _Place, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
         """Yields the rows of ``_survey``, of ``step`` alone if it is given; files are looked at one candidate after the other."""
         if place.is_complete:
-            found, rows = merged.survey(self._storage, place.path)
+            found, rows = consolidated_checkpoint.survey(self._storage, place.path)
             yield from ((found, row) for row in rows if step is None or row.candidate.step == step)
             return
         found, _ = candidates_for(self._storage, place.path)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from mindresume.api.results import CheckpointInfo
 from mindresume.api.tensors import TensorInfo, tensors_of
+from mindresume.coordination.lease import Lease
 from mindresume.errors import DamagedFileError, MissingCheckpointError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.names import parse_name
+from mindresume.formats.rank_folder_naming import parse_name
+from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
-from mindresume.reshard.source import OpenCheckpoint, hold_candidate, open_candidate, open_complete, state_of
-from mindresume.resume.prove import verify_rank
-from mindresume.state import TrainingState
-from mindresume.store.claim import Lease
-from mindresume.store.storage import Storage
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_complete, state_of
+from mindresume.resume.verifier import verify_rank
+from mindresume.storage.filesystem import Storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +122,7 @@ class Checkpoint:
             DamagedFileError: A byte is not what was written, or a file is cut short.
             MindResumeError: As for ``tensors``.
         """
-        from mindresume.reshard.load import read_regions
+        from mindresume.reshard.region_load import read_regions
         weights = self.source().weights
         if name not in weights.tensors:
             raise KeyError(f"{weights.name}, step {self.step}: there is no tensor {name!r}; it has {len(weights.tensors)}, see "

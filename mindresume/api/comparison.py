@@ -16,13 +16,13 @@ from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
 from mindresume.errors import ConfigError
 from mindresume.reshard import compare as bits
+from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
-from mindresume.reshard.copies import check_replicas
-from mindresume.reshard.counters import with_counters
 from mindresume.reshard.geometry import elements, whole
-from mindresume.reshard.source import OpenCheckpoint
-from mindresume.reshard.weights import Tensor
-from mindresume.store.storage import PosixStorage
+from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.replica_check import check_replicas
+from mindresume.reshard.scalar_state import with_counters
+from mindresume.storage.filesystem import PosixStorage
 
 __all__ = ["DTYPE", "ONLY_A", "ONLY_B", "SHAPE", "VALUES", "ComparedCheckpoint", "Comparison", "TensorDifference", "TensorForm",
            "compare"]

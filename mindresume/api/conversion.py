@@ -19,23 +19,23 @@ from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import CheckpointLike, opened
 from mindresume.errors import ConfigError, EngineError
 from mindresume.events.log_lines import texts_into
-from mindresume.files import FORMATS
-from mindresume.formats.complete import HUGGINGFACE, MINDSPORE
+from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
-from mindresume.parallel_plan import ParallelPlan, is_plan, strategy_of
-from mindresume.reshard.conversion import Conversion
+from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_of
+from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_iteration, to_ranks
-from mindresume.reshard.copies import check_replicas
-from mindresume.reshard.direct import BUFFERS, Traffic
-from mindresume.reshard.engine import ENGINES, engine_for, tile_for, writer
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.direct_engine import BUFFERS, Traffic
+from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.huggingface import read_config
 from mindresume.reshard.huggingface_export import KEEP, Export, to_huggingface, verify_composed
-from mindresume.reshard.reading import COMPOSED_MEMORY
-from mindresume.reshard.source import OpenCheckpoint
-from mindresume.reshard.strategies import own_strategy
-from mindresume.reshard.target import PART_BYTES
-from mindresume.store.storage import PosixStorage
-from mindresume.strategy import Strategy, read_strategy
+from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.output_plan import PART_BYTES
+from mindresume.reshard.range_reader import COMPOSED_MEMORY
+from mindresume.reshard.replica_check import check_replicas
+from mindresume.reshard.strategy_store import own_strategy
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import FORMATS
 
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)

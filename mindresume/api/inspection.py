@@ -16,10 +16,10 @@ from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
 from mindresume.api.tensors import TensorInfo, TensorSlice, slices_in, slices_of_strategy, tensors_of, tensors_of_strategy
 from mindresume.errors import ConfigError
+from mindresume.formats.strategy import read_strategy
 from mindresume.formatting import ranks_count
-from mindresume.reshard.source import OpenCheckpoint
-from mindresume.store.storage import PosixStorage, parallel
-from mindresume.strategy import read_strategy
+from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.storage.filesystem import PosixStorage, parallel
 
 CHECKPOINT, COMPLETE_WEIGHTS, STRATEGY = "checkpoint", "complete weights", "strategy"
 

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mindresume.api.results import Result
+from mindresume.coordination.lease import ended
+from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
 from mindresume.events import Event, RemovalPostponed
-from mindresume.file_record import FileRecord
 from mindresume.formats import Candidate
-from mindresume.formats.iteration_files import parse_weight_file
+from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.location import locate
-from mindresume.formats.names import folder_rank
+from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes
-from mindresume.manifest import FOLDER, TRASH, parse_attempt, untrashed
-from mindresume.store.claim import ended
-from mindresume.store.holds import ReadLocks, read_locks
-from mindresume.store.lineage import newest_lineage
-from mindresume.store.removal import carry_out, holds_weights, plan, weights_of
-from mindresume.store.retention import Policy
-from mindresume.store.storage import PosixStorage, Storage
+from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, untrashed
+from mindresume.saving.garbage_collector import carry_out, holds_weights, plan, weights_of
+from mindresume.saving.lineage import newest_lineage
+from mindresume.saving.retention import Policy
+from mindresume.storage.filesystem import PosixStorage, Storage
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     """Removes the checkpoints that ``policy`` does not keep, and saves that never completed.
 
     Always stay: the newest checkpoint whose files are whole, what a job is reading now, incomplete saves of a job that may still
-    run, and everything that mindformers wrote alone (rules: ``mindresume/store/protection.py``).
+    run, and everything that mindformers wrote alone (rules: ``mindresume/saving/protection.py``).
 
     Args:
         path: The checkpoint folder, or the output folder or the folder of the run above it.

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
-from mindresume.resume.survey import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
-from mindresume.store.claim import LeaseHolder
-from mindresume.store.storage import Storage
+from mindresume.resume.listing import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
+from mindresume.storage.filesystem import Storage
 
 VERIFIED, UNVERIFIABLE, DAMAGED = "verified", "unverifiable", "damaged"
 

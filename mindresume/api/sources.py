@@ -12,8 +12,8 @@ from mindresume.errors import ConfigError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.location import locate
 from mindresume.formats.scan import is_root
-from mindresume.reshard.source import OpenCheckpoint, open_and_hold, open_checkpoint
-from mindresume.store.storage import PosixStorage, Storage
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold, open_checkpoint
+from mindresume.storage.filesystem import PosixStorage, Storage
 
 CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.api.results import Result, json_value
-from mindresume.files.model import DTYPES
-from mindresume.layout import TensorLayout
+from mindresume.formats.strategy import Strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.geometry import Region, held, shape_of, whole
-from mindresume.reshard.weights import CheckpointView, Tensor
-from mindresume.store.storage import Storage, parallel
-from mindresume.strategy import Strategy
+from mindresume.storage.filesystem import Storage, parallel
+from mindresume.tensor_files.header import DTYPES
 
 ELEMENTS, PIECES = "elements", "pieces"
 

@@ -17,7 +17,7 @@ from mindresume.api.progress import SILENT, Progress
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown
-from mindresume.layout import MAX_RANKS
+from mindresume.model.layout import MAX_RANKS
 
 if TYPE_CHECKING:
     from mindresume.api.results import CheckpointInfo
@@ -36,7 +36,7 @@ def locate(folder: str) -> str:
     """Returns ``folder``, or the one folder of checkpoints below it. FileNotFoundError if there is nothing;
     MissingCheckpointError if there are several."""
     from mindresume.formats import location
-    from mindresume.store.storage import PosixStorage
+    from mindresume.storage.filesystem import PosixStorage
     if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist")
     return location.locate(PosixStorage(), folder)
@@ -88,7 +88,7 @@ def origin_text(origin: str | None, run_id: str | None) -> str:
 def run_text(info: CheckpointInfo) -> str:
     """Returns the number of the run that wrote a checkpoint, as a cell of a table."""
     from mindresume.formats import MERGED
-    from mindresume.manifest import run_sequence
+    from mindresume.model.manifest import run_sequence
     return str(run_sequence(info.run_id)) if info.run_id else MERGED if info.origin == MERGED else "-"
 
 

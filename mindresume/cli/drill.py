@@ -16,7 +16,7 @@ from mindresume.cli.common import AsJson, Stopped, print_json, progress_bar, say
 from mindresume.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mindresume.drill.run import Cell, Task
+    from mindresume.fault_injection.runner import Cell, Task
 
 
 _DISK, _SIMULATED = "On a file system", "In the simulation (--simulate)"
@@ -104,10 +104,10 @@ def drill(context: typer.Context,
 def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int,
              every: int | None, seed: int, jobs: int, json: bool) -> int:
     """``every`` None: by the number of cells. Returns the exit status."""
-    from mindresume.drill import run
-    from mindresume.drill.faults import FAULTS
-    from mindresume.drill.stories import LAYOUTS, STORIES
-    from mindresume.drill.workers import Workers
+    from mindresume.fault_injection import runner
+    from mindresume.fault_injection.faults import FAULTS
+    from mindresume.fault_injection.scenarios import LAYOUTS, STORIES
+    from mindresume.fault_injection.workers import Workers
     stories = _chosen("story", story, tuple(STORIES))
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
@@ -118,15 +118,15 @@ def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None,
     expected, possible, stopped = 0, 0, None
     with stopped_by_signals():
         own = tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)
-        setup = run.Setup(own, ranks, seed)
+        setup = runner.Setup(own, ranks, seed)
         try:
             with Workers(jobs, own) as workers, progress_bar("striking", json, unit="cells") as meter:
-                tasks = run.prepare_by(workers, setup, stories, formats)
-                possible = run.count(setup, tasks, faults)
-                every = every or run.quick(possible)
-                expected = run.count(setup, tasks, faults, every)
+                tasks = runner.prepare_by(workers, setup, stories, formats)
+                possible = runner.count(setup, tasks, faults)
+                every = every or runner.quick(possible)
+                expected = runner.count(setup, tasks, faults, every)
                 meter.expect(expected)
-                for portion in run.units(setup, tasks, faults, every, workers):
+                for portion in runner.units(setup, tasks, faults, every, workers):
                     cells += portion
                     meter.advance(len(portion))
         except Stopped as error:
@@ -159,8 +159,8 @@ def _explain() -> None:
     from rich.text import Text
 
     from mindresume.cli.simulate import explained
-    from mindresume.drill.faults import EXPLAINED
-    from mindresume.drill.stories import STORIES
+    from mindresume.fault_injection.faults import EXPLAINED
+    from mindresume.fault_injection.scenarios import STORIES
     tables = {"story": {name: it.about for name, it in STORIES.items()}, "fault at an operation": EXPLAINED, **explained()}
     for title, rows in tables.items():
         table = Table(box=None, pad_edge=False)
@@ -173,7 +173,7 @@ def _explain() -> None:
 
 
 def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: str) -> None:
-    from mindresume.drill.judge import VERDICTS
+    from mindresume.fault_injection.oracle import VERDICTS
     say("| story | format | operations | cells | " + " | ".join(VERDICTS) + " | left behind |")
     say("|---|---|---|---|" + "---|" * (len(VERDICTS) + 1))
     total: Counter[str] = Counter()
@@ -192,6 +192,6 @@ def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: 
 
 
 def _row(story: str, fmt: str, operations: int, counts: Counter[str]) -> str:
-    from mindresume.drill.judge import VERDICTS
+    from mindresume.fault_injection.oracle import VERDICTS
     numbers = [operations, counts["cells"], *(counts[verdict] for verdict in VERDICTS), counts["left"]]
     return f"| {story} | {fmt} | " + " | ".join(map(str, numbers)) + " |"

@@ -12,4 +12,4 @@ def plugin_path() -> None:
 
     Its YAML then needs one line more, in the `trainer:` block: `auto_register: mindresume_plugin.MindResume`.
     """
-    print(Path(__file__).resolve().parent.parent / "plugin" / "shim")
+    print(Path(__file__).resolve().parent.parent / "mindformers" / "shim")

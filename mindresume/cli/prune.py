@@ -12,7 +12,7 @@ from mindresume.formatting import shown, size_text
 
 if TYPE_CHECKING:
     from mindresume.api.pruning import PrunedCheckpoint, PruneResult
-    from mindresume.store.retention import Policy
+    from mindresume.saving.retention import Policy
 
 Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder "
                                                          "above it, or the folder of the run, will do).")]
@@ -51,7 +51,7 @@ def prune(folder: Root, json: AsJson = False,
 
 def _policy(last: int | None, every: int | None, best: int | None, metric: str | None, mode: str | None,
             minutes: float | None) -> Policy:
-    from mindresume.store.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, any_of
+    from mindresume.saving.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, any_of
     if best is None and (metric is not None or mode is not None):
         raise ConfigError("--metric and --mode belong to --keep-best, which is not given")
     policies: list[Policy] = [] if last is None else [KeepLast(last)]
@@ -68,7 +68,7 @@ def _print(result: PruneResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mindresume.manifest import run_sequence
+    from mindresume.model.manifest import run_sequence
     words = {"kept": "kept", "held": "held", "removed": "would go" if result.dry_run else "removed"}
     rows = [(name, row) for name in words for row in getattr(result, name)]
     if not rows:
@@ -91,5 +91,5 @@ def _print(result: PruneResult) -> None:
 
 def _order(row: PrunedCheckpoint) -> tuple[int, int]:
     """Sorts as a resume does: by run, then by step."""
-    from mindresume.manifest import run_sequence
+    from mindresume.model.manifest import run_sequence
     return run_sequence(str(row.run_id)), row.step or 0

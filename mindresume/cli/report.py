@@ -10,10 +10,10 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, print_json, say
 from mindresume.errors import ConfigError
-from mindresume.store.storage import PosixStorage, publish
+from mindresume.storage.filesystem import PosixStorage, publish
 
 if TYPE_CHECKING:
-    from mindresume.report.made import Report
+    from mindresume.report.builder import Report
 
 Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The output folder of the training, with its logs, event "
                                        "files and checkpoint folder (or the folder above it, or the checkpoint folder).")]
@@ -31,7 +31,7 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. What is missing is left out, and the page
     says so. Writes nothing but the page and the figure.
     """
-    from mindresume.report.made import build_report, to_json
+    from mindresume.report.builder import build_report, to_json
     output, root = places(folder)
     for more in logs or ():
         if not os.path.isdir(more):

@@ -59,7 +59,7 @@ def hunt(asked: Asked) -> int:
     """Runs all schedules that were asked for, by processes. Returns the exit status; Stopped after Ctrl-C, when what was found
     until then is printed."""
     needs_greenlet()
-    from mindresume.drill.workers import Workers
+    from mindresume.fault_injection.workers import Workers
     from mindresume.simulation import portions
     from mindresume.simulation.explore import Counts
     wanted = _search(asked)
@@ -146,7 +146,7 @@ def replay(text: str, json: bool = False) -> int:
 
 
 def _failure(text: str) -> Failure:
-    from mindresume.documents import parse_json
+    from mindresume.bounded_json import parse_json
     from mindresume.simulation.explore import Failure
     from mindresume.simulation.schedule import EXPLAINED
     try:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindresume.file_record import FileRecord
 from mindresume.formatting import listed
-from mindresume.state import TrainingState
+from mindresume.model.file_record import FileRecord
+from mindresume.model.training_state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
 FIRST = (float("inf"),)                 # order of what may be newer than everything, so that its refusal is reported

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mindresume.errors import ConfigError
-from mindresume.layout import TensorLayout
-from mindresume.state import is_count
+from mindresume.model.layout import TensorLayout
+from mindresume.model.training_state import is_count
 
 CONFIG = "config.json"
 DENSE, EXPERTS = "qwen3", "qwen3_moe"                   # model_type

@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from mindresume.errors import MissingCheckpointError
-from mindresume.files import FORMATS
-from mindresume.formats.complete import is_complete
-from mindresume.formats.iteration_files import TRACKER, parse_iteration
-from mindresume.formats.iterations import is_iteration, tracked
-from mindresume.formats.names import META, folder_rank
+from mindresume.formats.consolidated import is_complete
+from mindresume.formats.iteration_naming import TRACKER, parse_iteration
+from mindresume.formats.iteration_scan import is_iteration, tracked
+from mindresume.formats.rank_folder_naming import META, folder_rank
 from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
-from mindresume.manifest import FOLDER, is_probe
-from mindresume.store.storage import Storage, parallel
+from mindresume.model.manifest import FOLDER, is_probe
+from mindresume.storage.filesystem import Storage, parallel
+from mindresume.tensor_files import FORMATS
 
 CHECKPOINT = "checkpoint"                                   # where a job saves, in its output folder
 _FIRST = (CHECKPOINT, os.path.join("output", CHECKPOINT))   # of several these count: a job that saved goes on there

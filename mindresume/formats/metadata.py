@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mindresume.errors import DamagedFileError
-from mindresume.files.model import DTYPES, is_size, parse_object
-from mindresume.formats.iteration_files import is_file_name, parse_slice_key, slice_key
+from mindresume.formats.iteration_naming import is_file_name, parse_slice_key, slice_key
 from mindresume.formats.slices import Slices, folded
-from mindresume.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.state import is_count
+from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
+from mindresume.model.training_state import is_count
+from mindresume.tensor_files.header import DTYPES, is_size, parse_object
 
 MAX_METADATA = 1 << 30                 # bytes: mindformers puts every rank of every group on a line of its own
 MAX_VALUES = 1 << 27

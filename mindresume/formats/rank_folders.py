@@ -15,17 +15,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mindresume.errors import DamagedFileError
-from mindresume.file_record import FileRecord
-from mindresume.files import FORMATS
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
-from mindresume.formats.names import META, FileName, folder_name, folder_rank, parse_label, parse_name
+from mindresume.formats.rank_folder_naming import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, read_attempts
 from mindresume.formats.scalar_state import no_step, scalars_of
 from mindresume.formats.weight_files import header_of, status_of
-from mindresume.layout import MAX_RANKS
-from mindresume.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
-from mindresume.state import is_count
-from mindresume.store.storage import Storage, parallel, read_json
+from mindresume.model.file_record import FileRecord
+from mindresume.model.layout import MAX_RANKS
+from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
+from mindresume.model.training_state import is_count
+from mindresume.storage.filesystem import Storage, parallel, read_json
+from mindresume.tensor_files import FORMATS
 
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from mindresume.errors import RecordError
 from mindresume.formats import OURS, Candidate, Refusal, unseen
-from mindresume.formats.described import missing_slices
-from mindresume.formats.iteration_files import parse_iteration
+from mindresume.formats.iteration_naming import parse_iteration
+from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formatting import listed
-from mindresume.manifest import (
+from mindresume.model.manifest import (
     EMERGENCY,
     FOLDER,
     MANIFEST,
@@ -35,8 +35,8 @@ from mindresume.manifest import (
     record_rank,
     run_sequence,
 )
-from mindresume.record_details import Details
-from mindresume.store.storage import Storage, parallel
+from mindresume.model.record_details import Details
+from mindresume.storage.filesystem import Storage, parallel
 
 
 class Attempt(NamedTuple):

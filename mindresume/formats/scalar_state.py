@@ -6,12 +6,12 @@ import os
 from typing import BinaryIO
 
 from mindresume.errors import DamagedFileError
-from mindresume.file_record import FileRecord
-from mindresume.files import Header, read_scalar
-from mindresume.files.model import name_of
 from mindresume.formats import Candidate, Refusal
-from mindresume.state import TrainingState
-from mindresume.store.storage import Storage
+from mindresume.model.file_record import FileRecord
+from mindresume.model.training_state import TrainingState
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files import Header, read_scalar
+from mindresume.tensor_files.header import name_of
 
 SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
 

@@ -3,18 +3,18 @@ from __future__ import annotations
 
 import os
 
-from mindresume.formats import Candidate, Scan, iterations, rank_folders, unseen
-from mindresume.formats.iteration_files import TRACKER, parse_iteration
-from mindresume.formats.names import folder_rank
+from mindresume.formats import Candidate, Scan, iteration_scan, rank_folders, unseen
+from mindresume.formats.iteration_naming import TRACKER, parse_iteration
+from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import attempts_within, read_attempts, scan_records
-from mindresume.manifest import FOLDER
-from mindresume.store.storage import Storage
+from mindresume.model.manifest import FOLDER
+from mindresume.storage.filesystem import Storage
 
 
 def is_root(storage: Storage, path: str) -> bool:
     """Whether ``path`` is a folder of rank folders, of iteration folders, or of records of what was in them."""
     return any(folder_rank(name) is not None or parse_iteration(name) is not None or name in (FOLDER, TRACKER)
-               for name in storage.list(path)) and not iterations.is_iteration(storage, path)
+               for name in storage.list(path)) and not iteration_scan.is_iteration(storage, path)
 
 
 def scan(storage: Storage, root: str) -> Scan:
@@ -33,7 +33,7 @@ def scan(storage: Storage, root: str) -> Scan:
         attempted, hidden = None, [unseen(error, FOLDER)]
     ours, known, notes = scan_records(storage, root, attempted or [], brief=True, top=top)
     in_ranks, first = rank_folders.candidates_of(storage, root, top, attempted, [c for c in ours if not c.base], known)
-    in_iterations, second = iterations.candidates_of(storage, root, top, attempted or [], [c for c in ours if c.base])
+    in_iterations, second = iteration_scan.candidates_of(storage, root, top, attempted or [], [c for c in ours if c.base])
     expected, source = rank_folders.expected_ranks(storage, root, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
     return Scan(root, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None, expected, source)
@@ -49,5 +49,5 @@ def scan_one(storage: Storage, path: str) -> Scan:
     """One iteration folder, under whatever name, alone."""
     root, name = os.path.split(os.path.abspath(path))
     ours, _, notes = read_attempts(storage, root, attempts_within(storage, root, name))
-    found = ours or [iterations.foreign_candidate(storage, root, name)]
+    found = ours or [iteration_scan.foreign_candidate(storage, root, name)]
     return Scan(root, tuple(candidate for candidate in found if candidate), tuple(notes))

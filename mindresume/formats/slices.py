@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 
 
 def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:

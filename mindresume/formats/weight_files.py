@@ -5,9 +5,9 @@ import os
 from collections.abc import Iterable
 
 from mindresume.errors import DamagedFileError
-from mindresume.file_record import FileRecord
-from mindresume.files import Header, read_header
-from mindresume.store.storage import Status, Storage, parallel
+from mindresume.model.file_record import FileRecord
+from mindresume.storage.filesystem import Status, Storage, parallel
+from mindresume.tensor_files import Header, read_header
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:

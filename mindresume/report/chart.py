@@ -15,7 +15,7 @@ import numpy as np
 
 from mindresume.errors import ConfigError
 from mindresume.events import FAILED
-from mindresume.report.account import AttemptAccount
+from mindresume.report.accounting import AttemptAccount
 from mindresume.report.losses import thinned
 
 POINTS = 4000                   # of all curves together: more than there are pixels

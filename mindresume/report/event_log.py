@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from mindresume.documents import parse_json
+from mindresume.bounded_json import parse_json
 from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
 from mindresume.report.lines import pieces_of
-from mindresume.store.storage import open_regular
+from mindresume.storage.filesystem import open_regular
 
 LINE_LIMIT = 1 << 18            # bytes; a line that is longer is left out
 FILE_LIMIT = 4 * LIMIT          # bytes of one file: mindresume writes at most half as many

@@ -9,10 +9,10 @@ from typing import Any
 
 from mindresume.events import FAILED
 from mindresume.formatting import shown, size_text
-from mindresume.report.account import AttemptAccount
-from mindresume.report.history import NORMAL, RUNNING, UNKNOWN, RunAttempt
-from mindresume.report.made import Report, looked_for
-from mindresume.resume.survey import COMPLETE, NODE_LOCAL
+from mindresume.report.accounting import AttemptAccount
+from mindresume.report.builder import Report, looked_for
+from mindresume.report.runs import NORMAL, RUNNING, UNKNOWN, RunAttempt
+from mindresume.resume.listing import COMPLETE, NODE_LOCAL
 
 TEMPLATE = "page.html"
 SHOWN = 2000                    # rows of a table; the JSON document has all

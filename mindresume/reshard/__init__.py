@@ -1,7 +1,7 @@
 """Converts tensors from one layout to another, and reads only the bytes that are needed.
 
-    weights    views a checkpoint of any format as {name: Tensor}, and locates each piece of a tensor
-    geometry   regions of a tensor: overlaps, contiguous runs, blocks of bounded size
-    target     which region of which tensor each new file holds
-    direct     reads every source byte once, in order, and writes every target byte once, in order
+    checkpoint_view   views a checkpoint of any format as {name: Tensor}, and locates each piece of a tensor
+    geometry          regions of a tensor: overlaps, contiguous runs, blocks of bounded size
+    output_plan       which region of which tensor each new file holds
+    direct_engine     reads every source byte once, in order, and writes every target byte once, in order
 """

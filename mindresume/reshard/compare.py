@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.files.model import DTYPES
-from mindresume.reshard.direct import TILE
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.direct_engine import TILE
 from mindresume.reshard.geometry import Region, blocks, elements, shape_of, whole
-from mindresume.reshard.load import WORKERS
-from mindresume.reshard.reading import OpenFiles, bits_dtype, gather
-from mindresume.reshard.weights import CheckpointView, Tensor
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.region_load import WORKERS
+from mindresume.tensor_files.header import DTYPES
 
 ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
 PORTION = 1 << 16           # elements whose bits are compared at once: they and their numbers stay in the cache

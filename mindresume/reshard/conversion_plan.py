@@ -15,16 +15,16 @@ from typing import Any
 import xxhash
 
 from mindresume.errors import ConfigError
-from mindresume.formats.complete import MINDSPORE
-from mindresume.formats.iteration_files import WeightFile, iteration_name, parse_weight_file
-from mindresume.formats.names import FileName, folder_name, label
-from mindresume.manifest import FOLDER as RECORDS
-from mindresume.manifest import attempt_name, run_name
-from mindresume.reshard.counters import with_counters
-from mindresume.reshard.direct import TargetFile
-from mindresume.reshard.source import OpenCheckpoint
-from mindresume.reshard.target import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
-from mindresume.strategy import Strategy
+from mindresume.formats.consolidated import MINDSPORE
+from mindresume.formats.iteration_naming import WeightFile, iteration_name, parse_weight_file
+from mindresume.formats.rank_folder_naming import FileName, folder_name, label
+from mindresume.formats.strategy import Strategy
+from mindresume.model.manifest import FOLDER as RECORDS
+from mindresume.model.manifest import attempt_name, run_name
+from mindresume.reshard.direct_engine import TargetFile
+from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.output_plan import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
+from mindresume.reshard.scalar_state import with_counters
 
 
 @dataclass(frozen=True)

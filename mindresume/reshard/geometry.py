@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 
 Region = tuple[tuple[int, int], ...]
 

@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 
 from mindresume.errors import ConfigError, DamagedFileError, LoadError
-from mindresume.files.model import DTYPES as FILE_DTYPES
-from mindresume.files.model import parse_object
-from mindresume.formats.complete import read_complete
+from mindresume.formats.consolidated import read_complete
 from mindresume.formats.huggingface import (
     ARCHITECTURES,
     CONFIG,
@@ -37,14 +35,16 @@ from mindresume.formats.huggingface import (
     shapes,
 )
 from mindresume.formatting import listed
-from mindresume.layout import TensorLayout
-from mindresume.reshard.direct import Traffic
+from mindresume.model.layout import TensorLayout
+from mindresume.model.training_state import is_transient
+from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor, view_of_complete
+from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import Cut, Region, shape_of
-from mindresume.reshard.load import WORKERS, read_regions, wanted_regions
-from mindresume.reshard.reading import ComposedCut, OpenFiles, bits_dtype, castable, gather
-from mindresume.reshard.weights import CheckpointView, PieceLocation, Tensor, view_of_complete
-from mindresume.state import is_transient
-from mindresume.store.storage import Storage, read_bytes
+from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, castable, gather
+from mindresume.reshard.region_load import WORKERS, read_regions, wanted_regions
+from mindresume.storage.filesystem import Storage, read_bytes
+from mindresume.tensor_files.header import DTYPES as FILE_DTYPES
+from mindresume.tensor_files.header import parse_object
 
 IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: the head beside tied weights, a computed table
 _BUFFERS = ("*.num_tokens_per_expert", "*.router.fi_accu", "*.expert_load")     # in MindSpore: statistics, not weights

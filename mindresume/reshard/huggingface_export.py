@@ -14,17 +14,17 @@ from typing import Any
 import xxhash
 
 from mindresume.errors import ConfigError, LoadError
-from mindresume.formats.complete import HUGGINGFACE
+from mindresume.formats.consolidated import HUGGINGFACE
 from mindresume.formats.huggingface import CONFIG, HEAD, Model, Rule, backwards, in_one_order, rules
-from mindresume.reshard.conversion import Conversion
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete
-from mindresume.reshard.direct import Traffic
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import is_no_weight, problems_text, translated
-from mindresume.reshard.load import check_tensors
-from mindresume.reshard.source import OpenCheckpoint
-from mindresume.reshard.weights import CheckpointView, Tensor
-from mindresume.store.storage import publish_json
+from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.region_load import check_tensors
+from mindresume.storage.filesystem import publish_json
 
 KEEP = "keep"                                       # the dtype that is there
 DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from mindresume.errors import DamagedFileError, EngineError, StrategyError
-from mindresume.files import Header, format_of, read_header, read_tensor
-from mindresume.layout import TensorLayout
-from mindresume.reshard.direct import TargetFile, transform, whole_tensors
+from mindresume.formats.strategy import Strategy
+from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.direct_engine import TargetFile, transform, whole_tensors
 from mindresume.reshard.geometry import Region, shape_of
-from mindresume.reshard.target import METADATA, holdings
+from mindresume.reshard.output_plan import METADATA, holdings
 from mindresume.reshard.transform_processes import COMMAND, failure, run
-from mindresume.reshard.weights import CheckpointView, Tensor
-from mindresume.store.storage import PosixStorage, parallel
-from mindresume.strategy import Strategy
-from mindresume.strategy_file import encode_strategy
+from mindresume.storage.filesystem import PosixStorage, parallel
+from mindresume.tensor_files import Header, format_of, read_header, read_tensor
 
 UNMERGED = "accu_grads"     # prefix of what unified_safetensors leaves cut
 

@@ -1,4 +1,5 @@
-"""Starts and watches the processes of the reference engine (``mindspore_worker``), without mindspore in this one."""
+"""Starts and watches the processes of the reference engine (``mindresume.mindformers.transform_worker``), without mindspore in
+this one."""
 from __future__ import annotations
 
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from mindresume.errors import EngineError
 
-COMMAND = (sys.executable, "-m", "mindresume.reshard.mindspore_worker")
+COMMAND = (sys.executable, "-m", "mindresume.mindformers.transform_worker")
 PAUSE = 0.05                # seconds between two looks at the processes
 LAST_LINES = 6              # of what a process said, in an error
 LAST_BYTES = 1 << 16        # in which they are looked for

@@ -13,9 +13,9 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from mindresume.documents import parse_json
+from mindresume.bounded_json import parse_json
 from mindresume.formats import Candidate
-from mindresume.store.storage import Storage, publish_json, read_bytes
+from mindresume.storage.filesystem import Storage, publish_json, read_bytes
 
 LIST = "health_ckpts.json"
 MAX_LIST = 64 << 20             # bytes; one entry has about 80

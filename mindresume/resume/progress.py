@@ -26,10 +26,10 @@ from fractions import Fraction
 from math import gcd
 from typing import Any
 
-from mindresume.data import IGNORED, SKIPPED, DataPosition, DataRequest
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.resume.dataset import dataset_differences
-from mindresume.state import TrainingState
+from mindresume.model.data_position import IGNORED, SKIPPED, DataPosition, DataRequest
+from mindresume.model.training_state import TrainingState
+from mindresume.resume.dataset_fingerprint import dataset_differences
 
 
 @dataclass(frozen=True)

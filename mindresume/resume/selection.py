@@ -14,22 +14,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mindresume.agree import Group, Solo, decide
+from mindresume.coordination.collectives import Group, Solo, decide
+from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import AgreementError, NoUsableCheckpointError, UnusableError
 from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.complete import is_complete
+from mindresume.formats.consolidated import is_complete
 from mindresume.formats.location import locate
-from mindresume.resume.absent import StrategyOf, unknown_strategy
-from mindresume.resume.apart import select_node_local
-from mindresume.resume.prove import verify_rank
-from mindresume.resume.restore import RemoteSource, select_with_remote
-from mindresume.resume.select import Choice, ProgressMeter, candidates_for, forget_kept, select
+from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
+from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
+from mindresume.resume.node_local_selection import select_node_local
+from mindresume.resume.remote_fetch import RemoteSource, select_with_remote
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.survey import NODE_LOCAL, list_checkpoints
-from mindresume.store.islands import SharedGroups
-from mindresume.store.kept import uncached
-from mindresume.store.storage import Storage
+from mindresume.resume.selector import Choice, ProgressMeter, candidates_for, forget_kept, select
+from mindresume.resume.verifier import verify_rank
+from mindresume.storage.filesystem import Storage
+from mindresume.storage.read_cache import uncached
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mindresume.agree import Group
+from mindresume.coordination.collectives import Group
 from mindresume.formats import Candidate
 
 FULL, QUICK = "full", "quick"               # verification levels: every byte; only names, sizes and headers
@@ -38,7 +38,7 @@ class SelectionPolicy:
         any_layout: the checkpoint is loaded in another layout, so that a single file counts as consolidated weights.
         unhealthy: names of files that mindformers' health monitor found unhealthy. They are refused, and so is a checkpoint whose
             own state says so. None: health is ignored.
-        max_failed_loads: a checkpoint after which so many jobs in a row died is taken last (``store.trials``). 0: no limit.
+        max_failed_loads: a checkpoint after which so many jobs in a row died is taken last (``saving.crash_loop``). 0: no limit.
         require_counters: refuse files that hold no step number. False: weights alone are wanted.
     """
     world_size: int | None = None

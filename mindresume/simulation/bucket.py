@@ -1,11 +1,12 @@
 """An object store in memory: what lies in it, and an ``ObjectStore`` as one process of a pod sees it.
 
     cluster.disks[BUCKET] = Bucket()
-    store = PodStore(cluster, process)          # mindresume.store.remote.RemoteCheckpoints(store, url)
+    store = PodStore(cluster, process)          # mindresume.saving.remote_checkpoints.RemoteCheckpoints(store, url)
 
-The contract is that of ``mindresume.store.objects``: a PUT is atomic and is found by its url at once; listings lag behind what
-was put or deleted, each name by as much as chance wants. Each call is an operation of the scheduler at which the schedule may
-strike (an upload or a download is two: its beginning and its end), and every error is a RemoteError, before or after the effect.
+The contract is that of ``mindresume.storage.object_store``: a PUT is atomic and is found by its url at once; listings lag behind
+what was put or deleted, each name by as much as chance wants. Each call is an operation of the scheduler at which the schedule
+may strike (an upload or a download is two: its beginning and its end), and every error is a RemoteError, before or after the
+effect.
 """
 from __future__ import annotations
 

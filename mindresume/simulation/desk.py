@@ -11,20 +11,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import BinaryIO
 
-from mindresume.agree import Solo
+from mindresume.coordination.collectives import Solo
 from mindresume.errors import MindResumeError
 from mindresume.events import warning
-from mindresume.reshard.conversion import Conversion
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
-from mindresume.reshard.copies import check_replicas
-from mindresume.reshard.engine import writer
-from mindresume.reshard.source import OpenCheckpoint, open_and_hold
-from mindresume.reshard.strategies import own_strategy
-from mindresume.resume.absent import unknown_strategy
-from mindresume.resume.select import Choice, select
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.engines import writer
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
+from mindresume.reshard.replica_check import check_replicas
+from mindresume.reshard.strategy_store import own_strategy
+from mindresume.resume.full_verification import verify_checkpoints
+from mindresume.resume.listing import list_checkpoints
+from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import list_checkpoints
-from mindresume.resume.verified import verify_checkpoints
+from mindresume.resume.selector import Choice, select
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, wrong_content

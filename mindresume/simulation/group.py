@@ -1,4 +1,4 @@
-"""The collectives of a simulated job: a ``mindresume.agree.Group`` whose ranks are tasks.
+"""The collectives of a simulated job: a ``mindresume.coordination.collectives.Group`` whose ranks are tasks.
 
 All ranks must make the same calls in the same order. A rank that waits for one that is gone gets an error after ``LIMIT``
 seconds, as HCCL gives up; so does one that waits as long for ranks that are alive, which no correct program lets happen.

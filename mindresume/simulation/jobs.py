@@ -16,15 +16,22 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mindresume.agree import Group, report
+from mindresume.coordination.collectives import Group, report
 from mindresume.errors import FolderInUseError, MindResumeError
-from mindresume.files import read_header, read_tensor
-from mindresume.formats.names import FileName
-from mindresume.layout import TensorLayout
-from mindresume.manifest import run_sequence
-from mindresume.resume.choosing import CheckpointSelector, SelectionRequest
-from mindresume.resume.restore import number_runs
-from mindresume.resume.select import Choice
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import run_sequence
+from mindresume.model.training_state import TrainingState
+from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.remote_fetch import number_runs
+from mindresume.resume.selector import Choice
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.retention import KEEP_ALL, KeepLast
+from mindresume.saving.save_request import SaveOptions, Step
+from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
+from mindresume.saving.sync_saver import Outcome, Save
 from mindresume.settings import Settings
 from mindresume.simulation.bucket import PodStore
 from mindresume.simulation.cluster import Cluster, Host, Process
@@ -33,14 +40,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import ERRORS
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.standins import here, running
-from mindresume.state import TrainingState
-from mindresume.store.manager import CheckpointManager
-from mindresume.store.remote import RemoteCheckpoints
-from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.saver import Outcome, Save
-from mindresume.store.shard import SaveTarget, Shard, iteration_shard, rank_shard
-from mindresume.store.step import SaveOptions, Step
-from mindresume.store.trials import PendingLoadAttempt
+from mindresume.tensor_files import read_header, read_tensor
 
 ITERATION = "iteration"
 PER_EPOCH = 100
@@ -300,7 +300,7 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
             break
     manager.end(_Step(step, manager, training, history))
     if left:
-        report(group, lambda: None)             # as mindresume.plugin.hooks does: who ends first would end the others
+        report(group, lambda: None)             # as mindresume.mindformers.patches does: who ends first would end the others
     if rank == 0:
         history.ended.append(manager.place.run)
 

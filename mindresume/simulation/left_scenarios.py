@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindresume.formats.records import scan_records
+from mindresume.saving.shard_writer import SaveTarget, write_shard
 from mindresume.simulation.cluster import SHARED, Cluster
 from mindresume.simulation.disk import File
 from mindresume.simulation.jobs import ITERATION, Job, Training, shard_of
@@ -11,7 +12,6 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.scenarios import RUN, SCENARIOS, Play, Scenario, restarted
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.standins import running, standing_in
-from mindresume.store.shard import SaveTarget, write_shard
 
 
 def _uncommitted(play: Play) -> None:

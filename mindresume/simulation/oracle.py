@@ -18,19 +18,21 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mindresume.agree import Solo
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.common_checkpoint import COMMON
 from mindresume.errors import MindResumeError
 from mindresume.formats import Candidate
-from mindresume.formats.iteration_files import TRACKER, iteration_name
-from mindresume.formats.iterations import tracked
-from mindresume.formats.names import META, folder_name, folder_rank
+from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.formats.iteration_scan import tracked
+from mindresume.formats.rank_folder_naming import META, folder_name, folder_rank
 from mindresume.formats.records import scan_records
-from mindresume.manifest import FOLDER, attempt_name, attempts, parse_attempt
-from mindresume.resume.absent import unknown_strategy
-from mindresume.resume.remarks import damaged_metadata_files
-from mindresume.resume.select import select
+from mindresume.model.manifest import FOLDER, attempt_name, attempts, parse_attempt
+from mindresume.resume.advisories import damaged_metadata_files
+from mindresume.resume.listing import COMPLETE, list_checkpoints
+from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import COMPLETE, list_checkpoints
+from mindresume.resume.selector import select
+from mindresume.saving.crash_loop import load_attempts
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import ITERATION, History, Job, Saved, Training, due, newer, wrong_content
@@ -38,9 +40,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck, TooLong
 from mindresume.simulation.standins import standing_in
-from mindresume.store.common import COMMON
-from mindresume.store.storage import read_json
-from mindresume.store.trials import load_attempts
+from mindresume.storage.filesystem import read_json
 
 UNKNOWN = "?"
 WRONG, LOST, STUCK, UNTIDY, TOLD, UNEQUAL = "wrong", "lost", "stuck", "untidy", "told", "unequal"

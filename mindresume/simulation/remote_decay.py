@@ -5,7 +5,8 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from mindresume.manifest import MANIFEST, Manifest, attempts, record_name, run_sequence
+from mindresume.model.manifest import MANIFEST, Manifest, attempts, record_name, run_sequence
+from mindresume.saving.remote_checkpoints import record_path
 from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Saved, Training, newer
@@ -13,7 +14,6 @@ from mindresume.simulation.oracle import LOST, WRONG, Finding, _live
 from mindresume.simulation.remote_scenarios import SCENARIOS, URL, _pods
 from mindresume.simulation.scenarios import Scenario
 from mindresume.simulation.schedule import KINDS, OUTAGE, UNREADABLE
-from mindresume.store.remote import record_path
 
 CLEAR = ("NoUsableCheckpointError", "RemoteError")          # errors that say what is there and why it is not taken
 

@@ -13,14 +13,14 @@ import io
 from collections.abc import Mapping
 
 from mindresume.errors import MindResumeError
-from mindresume.files.checksum import file_checksum
-from mindresume.manifest import MANIFEST, parse_attempt
+from mindresume.model.manifest import MANIFEST, parse_attempt
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
 from mindresume.simulation.bucket import BUCKET, PodStore
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Saved, Training
 from mindresume.simulation.oracle import LOST, STUCK, UNKNOWN, UNTIDY, WRONG, Finding, _alone, _live, due, newer
-from mindresume.store.remote import RemoteCheckpoints, record_path
+from mindresume.tensor_files.checksum import file_checksum
 
 
 def judge_bucket(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:

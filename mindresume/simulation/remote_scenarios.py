@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mindresume.manifest import attempt_name
+from mindresume.model.manifest import attempt_name
 from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import Job, Training

@@ -11,11 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mindresume.coordination.lease import ended
+from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
 from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.events.log_lines import line_of
-from mindresume.formats.iteration_files import iteration_name
+from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
-from mindresume.manifest import FOLDER, attempt_name, record_name
+from mindresume.model.manifest import FOLDER, attempt_name, record_name
+from mindresume.saving.async_saver import AsyncSaver, save_job_for
+from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.retention import KEEP_ALL, KeepLast
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.sync_saver import Outcome, Save, SyncSaver
 from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.cluster import SHARED, Cluster, Host, Process, Struck, lose_power
 from mindresume.simulation.disk import Disk
@@ -26,13 +33,6 @@ from mindresume.simulation.oracle import STUCK, Finding, judge, pointed
 from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import TICK, Killed, Stuck, TooLong
 from mindresume.simulation.standins import here, running, standing_in
-from mindresume.store.background import AsyncSaver, save_job_for
-from mindresume.store.claim import ended
-from mindresume.store.holds import ReadLocks, acquire_read_lock, read_locks
-from mindresume.store.removal import carry_out, plan
-from mindresume.store.retention import KEEP_ALL, KeepLast
-from mindresume.store.saver import Outcome, Save, SyncSaver
-from mindresume.store.shard import SaveTarget
 
 FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # of saving: in the training, or behind it
@@ -305,9 +305,9 @@ def _prune(play: Play, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -
 
 def _read(play: Play, pause: float = 0.8) -> None:
     """Chooses and reads as a conversion does, with a hold on what it reads: the newest, and the oldest by its name."""
-    from mindresume.agree import Solo
-    from mindresume.resume.select import select
+    from mindresume.coordination.collectives import Solo
     from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+    from mindresume.resume.selector import select
     from mindresume.simulation.jobs import wrong_content
     storage, training = Mount(play.cluster, running()), play.training
     for number in range(6):

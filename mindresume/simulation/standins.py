@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mindresume.saving.staging import Staging
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread, _cluster, _Waiters, here, running
-from mindresume.store.staging import Staging
 
-_SPARED = ("mindresume.simulation.", "mindresume.drill.", "mindresume.cli.")          # whose time is real
-_ROOMS = ("store", "resume", "formats", "files", "agree", "host_memory", "events")          # what a cluster can run
+_SPARED = ("mindresume.simulation.", "mindresume.fault_injection.", "mindresume.cli.")  # whose time is real
+_ROOMS = ("storage", "coordination", "saving", "resume", "formats", "tensor_files", "events")  # what a cluster can run
 
 
 # ---- modules -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def _said() -> float:
 
 
 def _owner(purpose: str, world_size: int = 1, holds: Any = ()) -> Any:
-    from mindresume.store.claim import LeaseHolder
+    from mindresume.coordination.lease import LeaseHolder
     process = running()
     return LeaseHolder(purpose, "", process.host.name, process.host.name, process.pid, process.pid, _said(), world_size,
                        tuple(holds))
@@ -160,7 +160,7 @@ def _lives(holder: Any) -> bool | None:
 
 
 def _levels(root: str = "/") -> Any:
-    from mindresume.host_memory import Level
+    from mindresume.coordination.host_memory import Level
     host = running().host
     return [Level(f"host {host.name}", host.memory)]
 
@@ -207,11 +207,12 @@ class _Places:
         self.rows: list[tuple[Any, str, Any, Any]] = []         # (holder, name, the product's, the stand-in)
         modules = _product()
         self.modules = {module.__name__ for module in modules}
-        from mindresume import host_memory
-        from mindresume.store import claim, shard, shared, trials
-        self._functions = {**_FUNCTIONS, claim.holder_of_this_process: _owner, claim.is_alive: _lives,
+        from mindresume.coordination import host_memory, lease
+        from mindresume.saving import crash_loop, shard_writer
+        from mindresume.storage import mounts
+        self._functions = {**_FUNCTIONS, lease.holder_of_this_process: _owner, lease.is_alive: _lives,
                            host_memory.levels: _levels,
-                           shared.is_local: _is_local, trials.LoadAttempt._listen: _listen, Staging: _Staging}
+                           mounts.is_local: _is_local, crash_loop.LoadAttempt._listen: _listen, Staging: _Staging}
         self._known: set[int] = set()
         for module in modules:
             for key, value in list(vars(module).items()):
@@ -221,8 +222,8 @@ class _Places:
                     self.rows.append((module, key, value, self._functions[value]))
                 elif getattr(value, "__module__", None) == module.__name__:
                     self._inside(value)
-        defaults = shard.write_shard.__defaults__               # its clock tells when a record was written
-        self.rows.append((shard.write_shard, "__defaults__", defaults,
+        defaults = shard_writer.write_shard.__defaults__        # its clock tells when a record was written
+        self.rows.append((shard_writer.write_shard, "__defaults__", defaults,
                           tuple(_said if value is time.time else value for value in defaults)))
 
     def _is_replaced(self, value: Any) -> bool:
@@ -322,9 +323,9 @@ def replaced() -> Iterator[None]:
 
 
 def _writers(simulated: bool) -> None:
+    from mindresume.saving import async_saver
     from mindresume.simulation.writer import Writer
-    from mindresume.store import background
-    background._WRITERS["process"] = Writer if simulated else background._Process
+    async_saver._WRITERS["process"] = Writer if simulated else async_saver._Process
 
 
 __all__ = ["Condition", "Event", "Lock", "RLock", "SimpleQueue", "Thread", "_Waiters", "here", "replaced", "running",

@@ -1,6 +1,6 @@
 """The writer of ``async_save: process`` as a process of a simulated cluster.
 
-It keeps the contract of ``mindresume.store.background._Process``: it shares nothing with the training but messages and the
+It keeps the contract of ``mindresume.saving.async_saver._Process``: it shares nothing with the training but messages and the
 staging buffer, takes no signal that asks to end, finishes what it has begun when the training is gone, and then waits for others
 no longer than a living training would.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from mindresume.saving.async_saver import serve
+from mindresume.saving.retention import Policy
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.staging import Staging
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.standins import SimpleQueue, here, running
-from mindresume.store.background import serve
-from mindresume.store.retention import Policy
-from mindresume.store.shard import SaveTarget
-from mindresume.store.staging import Staging
 
 _CHECK = 1.0                    # seconds between two looks for the training
 

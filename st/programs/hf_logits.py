@@ -15,9 +15,9 @@ from mindformers import MindFormerConfig, build_context
 from mindformers.checkpoint.checkpoint import load_hf_checkpoint
 from mindformers.models.build_model import build_network
 
-from mindresume.files import read_header, read_tensor
 from mindresume.reshard.huggingface import is_huggingface, read_network
-from mindresume.store.storage import PosixStorage
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import read_header, read_tensor
 
 
 def logits(config_path, source, tokens, out, *changes):

@@ -10,10 +10,10 @@ from formats.test_huggingface import GROUPED
 from reshard.test_huggingface import document
 
 import mindresume
-from mindresume.formats.names import FileName
-from mindresume.store.commit import Committer
-from mindresume.store.shard import rank_shard, write_shard
-from mindresume.strategy import read_strategy
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.strategy import read_strategy
+from mindresume.saving.committer import Committer
+from mindresume.saving.shard_writer import rank_shard, write_shard
 
 FIXTURE = Path(__file__).resolve().parents[2] / "st" / "fixtures" / "mf190_10_safetensors_dp2tp2" / "output"
 CONFIG = {**document(GROUPED), "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,

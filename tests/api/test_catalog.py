@@ -5,16 +5,16 @@ import shutil
 
 import iterations
 import pytest
+from coordination.test_storage_topology import save_part
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
-from store.test_islands import save_part
 
 import mindresume
+from mindresume.coordination.lease import SAVING, holder_of_this_process
+from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import AgreementError, MissingCheckpointError
-from mindresume.files import read_header
-from mindresume.manifest import FOLDER, attempt_name
-from mindresume.store.acquire import acquire
-from mindresume.store.claim import SAVING, holder_of_this_process
+from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.tensor_files import read_header
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, ra
 
 import mindresume
 from mindresume.errors import DamagedFileError, MissingCheckpointError, StrategyError
-from mindresume.manifest import FOLDER
-from mindresume.strategy import write_strategy
+from mindresume.formats.strategy import write_strategy
+from mindresume.model.manifest import FOLDER
 
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "layers.0.weight": Spec((8, 12), 1, 0),
          "layers.1.weight": Spec((8, 12), 1, 1), "norm.weight": Spec((8,), None, "last"), "layers.1.none": Spec((8, 0), 0, 1)}
@@ -67,7 +67,7 @@ def test_a_region_is_what_indexing_gives(saved, region):
 
 
 def test_only_the_region_is_read(tmp_path, monkeypatch):
-    from mindresume.reshard.reading import OpenFiles
+    from mindresume.reshard.range_reader import OpenFiles
     recorded(tmp_path, PLAN, TENSORS)
     read, plain = [], OpenFiles.read
     monkeypatch.setattr(OpenFiles, "read", lambda self, path, position, out: read.append(len(out)) or plain(
@@ -112,7 +112,7 @@ def test_weights_alone_have_no_state(tmp_path):
 
 
 def test_a_damaged_byte_is_found_while_it_is_read(tmp_path):
-    from mindresume.files import read_header
+    from mindresume.tensor_files import read_header
     save(tmp_path, 5, world=1)
     path = path_of(tmp_path, 5, 0)
     with open(path, "rb") as file:
@@ -200,12 +200,12 @@ def test_what_mindformers_wrote_is_not_held(tmp_path):
 
 
 def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypatch):
-    from mindresume.store import claim
+    from mindresume.coordination import lease
     save(tmp_path, 5, world=2, replicas=1)
 
     def refuse(*_):
         raise OSError(30, "Read-only file system")
-    monkeypatch.setattr(claim, "publish", refuse)
+    monkeypatch.setattr(lease, "publish", refuse)
     with mindresume.open(tmp_path)[5] as checkpoint:
         assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held
         assert any("Read-only file system" in note for note in checkpoint.notes)

@@ -65,7 +65,7 @@ def test_who_may_import_the_api():
 def test_choices_in_the_help_are_those_of_the_api():
     """The command line names them without importing what knows them."""
     from mindresume.api.conversion import TARGET_FORMATS
-    from mindresume.reshard.engine import ENGINES
+    from mindresume.reshard.engines import ENGINES
     from mindresume.reshard.huggingface_export import DTYPES
     for module, name, choices in (("conversions", "ENGINES", ENGINES), ("convert", "CHOICES", TARGET_FORMATS),
                                   ("export_hf", "DTYPES", DTYPES)):

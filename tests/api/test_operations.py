@@ -6,7 +6,7 @@ import pytest
 
 import mindresume
 from mindresume.errors import ConfigError, MissingCheckpointError
-from mindresume.manifest import FOLDER
+from mindresume.model.manifest import FOLDER
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -7,8 +7,8 @@ from reshard.plans import MODEL, Plan, complete, put, random_tensors
 import mindresume
 from mindresume.api.sources import is_strategy, opened
 from mindresume.errors import ConfigError
-from mindresume.manifest import FOLDER
-from mindresume.strategy import write_strategy
+from mindresume.formats.strategy import write_strategy
+from mindresume.model.manifest import FOLDER
 
 
 def test_what_is_a_strategy(tmp_path):

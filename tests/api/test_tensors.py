@@ -2,8 +2,8 @@
 import pytest
 
 from mindresume.api.tensors import TensorInfo, TensorSlice, cut_text, slices_of_strategy, tensors_of_strategy
-from mindresume.layout import TensorLayout
-from mindresume.strategy import Strategy
+from mindresume.formats.strategy import Strategy
+from mindresume.model.layout import TensorLayout
 
 
 @pytest.mark.parametrize("layout, text", [

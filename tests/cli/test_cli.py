@@ -8,18 +8,18 @@ from pathlib import Path
 
 import iterations
 import pytest
+from coordination.test_storage_topology import save_part
 from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 from iterations import folder_of, foreign
 from iterations import save as save_iterations
-from store.test_islands import save_part
 
 from mindresume import cli
-from mindresume.files import read_header
+from mindresume.coordination.lease import SAVING, holder_of_this_process
+from mindresume.coordination.lease_acquisition import acquire
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, attempt_name
-from mindresume.resume import survey as surveys
-from mindresume.store.acquire import acquire
-from mindresume.store.claim import SAVING, holder_of_this_process
+from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.resume import listing as surveys
+from mindresume.tensor_files import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -462,9 +462,9 @@ def test_ls_says_who_saves_there(tmp_path, call, read):
 
 def test_the_last_save_of_a_dying_job_of_mindformers_is_what_which_says_too(tmp_path, read):
     """Proven by the strategy folder beside, as a training does it."""
-    from resume.test_absent import COVERING, STRATEGY, WORLD, foreign
+    from resume.test_missing_ranks import COVERING, STRATEGY, WORLD, foreign
 
-    from mindresume.strategy import write_strategy
+    from mindresume.formats.strategy import write_strategy
     root = tmp_path / "checkpoint"
     foreign(root, 5, range(WORLD))
     foreign(root, 7, COVERING)

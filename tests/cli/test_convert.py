@@ -28,16 +28,16 @@ from reshard.plans import (
     transformer,
 )
 
-from mindresume.files import read_header, read_tensor
-from mindresume.files.model import DTYPES
 from mindresume.formats.scan import scan
-from mindresume.reshard.conversion import LOCK, Conversion
+from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.reshard.conversion_manifest import CONVERSION
 from mindresume.reshard.conversion_plan import to_ranks
-from mindresume.reshard.engine import writer
-from mindresume.reshard.made import CONVERSION
-from mindresume.reshard.source import open_checkpoint
-from mindresume.store.storage import TEMPORARY, PosixStorage
-from mindresume.strategy import Strategy, write_strategy
+from mindresume.reshard.converter import LOCK, Conversion
+from mindresume.reshard.engines import writer
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.storage.filesystem import TEMPORARY, PosixStorage
+from mindresume.tensor_files import read_header, read_tensor
+from mindresume.tensor_files.header import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORS = random_tensors(MODEL)
@@ -414,7 +414,7 @@ def test_the_disk_fails(little, refused, monkeypatch, operation):
 CHILD = """
 import os, signal, sys
 from mindresume import cli
-from mindresume.store import storage
+from mindresume.storage import filesystem as storage
 os.fsync = lambda handle: None
 write, count, at = storage._PosixFile.write_at, [], int(sys.argv[1])
 def write_at(self, position, data):

@@ -6,16 +6,16 @@ import pytest
 from folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
-from mindresume.agree import Solo
-from mindresume.formats.iteration_files import TRACKER, iteration_name
+from mindresume.coordination.collectives import Solo
+from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.scan import scan
+from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.load import read_regions
-from mindresume.reshard.source import open_checkpoint
-from mindresume.resume.select import select
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.region_load import read_regions
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.strategy import write_strategy
+from mindresume.resume.selector import select
 
 COMMAND = "convert"
 TENSORS = random_tensors(MODEL)

@@ -6,7 +6,7 @@ import pytest
 from folders import save
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
-from mindresume.strategy import write_strategy
+from mindresume.formats.strategy import write_strategy
 
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
          **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from mindresume.drill import run
+from mindresume.fault_injection import runner
 
 COMMAND = "drill"
 SMALL = ("--story", "pointers", "--format", "ckpt", "--jobs", "1")
@@ -11,7 +11,7 @@ SMALL = ("--story", "pointers", "--format", "ckpt", "--jobs", "1")
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(run, "QUICK", 30)
+    monkeypatch.setattr(runner, "QUICK", 30)
 
 
 def test_a_sample_is_the_default_and_says_what_it_left_out(call, read, tmp_path):

@@ -9,8 +9,8 @@ from formats.test_huggingface import GROUPED, assemble
 from reshard.test_huggingface import complete, document, everything, put
 
 from mindresume.formats.huggingface import rules, shapes
-from mindresume.reshard.source import open_checkpoint
-from mindresume.store.storage import PosixStorage
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.storage.filesystem import PosixStorage
 
 COMMAND = "export-hf"
 FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"

@@ -12,8 +12,8 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, p
 
 from mindresume.api.tensors import TensorInfo, cut_text
 from mindresume.cli.inspect import folded, ranges_text
-from mindresume.layout import TensorLayout
-from mindresume.strategy import write_strategy
+from mindresume.formats.strategy import write_strategy
+from mindresume.model.layout import TensorLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),

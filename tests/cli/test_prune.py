@@ -10,10 +10,10 @@ import folders
 import pytest
 from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
+from mindresume.coordination import lease
+from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
-from mindresume.store import claim
-from mindresume.store.holds import acquire_read_lock
+from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,7 +119,7 @@ def test_what_a_job_reads_stays(saved, read, call):
 
 
 def test_an_incomplete_save_of_a_living_job_stays(saved, read):
-    job = claim.Lease(STORAGE, str(saved), replace(claim.holder_of_this_process(claim.SAVING, 2), run=RUN))
+    job = lease.Lease(STORAGE, str(saved), replace(lease.holder_of_this_process(lease.SAVING, 2), run=RUN))
     job.publish()
     found = read(saved, "--keep-last", 6)
     assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
@@ -131,9 +131,9 @@ def test_an_incomplete_save_of_a_living_job_stays(saved, read):
 def test_a_dry_run_leaves_the_claim_of_a_dead_reader(saved, read):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    owner = replace(claim.holder_of_this_process(claim.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",
+    owner = replace(lease.holder_of_this_process(lease.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",
                     pid=dead.pid)
-    claim.Lease(STORAGE, str(saved), owner).publish()
+    lease.Lease(STORAGE, str(saved), owner).publish()
     before = contents(saved)
     assert steps(read(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
     assert steps(read(saved, "--keep-last", 5)["removed"]) == [35, 5]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.drill import workers
+from mindresume.fault_injection import workers
 from mindresume.simulation import explore, portions, schedule
 from mindresume.simulation.mount import Mount
 
@@ -159,8 +159,8 @@ def test_it_explains_scenarios_and_strikes(call):
 def test_help_imports_nothing_heavy():
     program = ("import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
                "try: main()\nexcept SystemExit: pass\n"
-               "print(sorted(name for name in sys.modules if name.startswith(('mindresume.simulation', 'mindresume.drill.',\n"
-               "                                                                     'greenlet', 'mindspore'))))")
+               "print(sorted(name for name in sys.modules if name.startswith(('mindresume.simulation',\n"
+               "                                           'mindresume.fault_injection.', 'greenlet', 'mindspore'))))")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -4,7 +4,7 @@ import math
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 
 
 @st.composite

@@ -22,7 +22,7 @@ from mindresume.formats.huggingface import (
     rules,
     shapes,
 )
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 
 MULTI = Model(DENSE, 2, 16, 4, 4, 6, 12, 20)
 GROUPED = Model(DENSE, 2, 16, 8, 4, 6, 12, 20)

@@ -8,10 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.errors import DamagedFileError
-from mindresume.formats.iteration_files import slice_key
+from mindresume.formats.iteration_naming import slice_key
 from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.slices import folded, ordinals
-from mindresume.layout import MAX_RANKS, TensorLayout
+from mindresume.model.layout import MAX_RANKS, TensorLayout
 
 FIRST = 4
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
 
-from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.scan import scan
-from mindresume.manifest import run_name
+from mindresume.model.manifest import run_name
+from mindresume.tensor_files import encode
 
 
 def order(root):

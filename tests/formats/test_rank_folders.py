@@ -8,13 +8,22 @@ from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, tensors_of, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.files import encode
 from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.names import FileName, folder_name, folder_rank, free_suffix, meta_json, name_for_rank, parse_name, stem
+from mindresume.formats.rank_folder_naming import (
+    FileName,
+    folder_name,
+    folder_rank,
+    free_suffix,
+    meta_json,
+    name_for_rank,
+    parse_name,
+    stem,
+)
 from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
-from mindresume.manifest import FOLDER, attempt_name, record_name, run_name
-from mindresume.store.storage import PosixStorage
+from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import encode
 
 NEXT_RUN = run_name(2, "0000bbbb")
 

@@ -8,8 +8,8 @@ from folders import RUN, STORAGE
 from iterations import folder_of, making, records_of, save, unname, write_all, write_rank
 
 from mindresume.formats.records import attempts_within, find_attempts, read_attempts, scan_records
-from mindresume.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
-from mindresume.store.storage import PosixStorage
+from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
+from mindresume.storage.filesystem import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")
 

@@ -6,7 +6,7 @@ from folders import RUN, STORAGE
 from iterations import folder_of, foreign, save, track, write_rank
 
 from mindresume.formats.scan import is_root, scan, scan_one
-from mindresume.manifest import run_name
+from mindresume.model.manifest import run_name
 
 NEXT = run_name(2, "0000bbbb")
 

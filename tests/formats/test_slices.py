@@ -6,7 +6,7 @@ from formats.layouts import cuts, representable
 from hypothesis import given
 
 from mindresume.formats.slices import folded, ordinal, ordinals, region_of
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 
 
 @given(cuts())

@@ -6,9 +6,9 @@ from folders import STORAGE
 from iterations import save
 
 from mindresume.errors import DamagedFileError
-from mindresume.file_record import FileRecord
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes, header_of, sizes_match, status_of
+from mindresume.model.file_record import FileRecord
 
 
 def saved(root):

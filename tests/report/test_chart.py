@@ -8,10 +8,10 @@ from logfiles import RUNS, Log, Training, two_attempts
 
 from mindresume.errors import ConfigError
 from mindresume.report import chart
-from mindresume.report.account import accounts_of
-from mindresume.report.history import RunAttempt, attempts_of
-from mindresume.report.logs import Clock, parse
+from mindresume.report.accounting import accounts_of
+from mindresume.report.log_parser import Clock, parse
 from mindresume.report.losses import Losses
+from mindresume.report.runs import RunAttempt, attempts_of
 
 
 def accounts(*written):

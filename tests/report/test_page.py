@@ -8,8 +8,8 @@ from logfiles import RUNS, Training, two_attempts
 
 from mindresume import events as ev
 from mindresume.report import page
-from mindresume.report.history import KILLED
-from mindresume.report.made import build_report
+from mindresume.report.builder import build_report
+from mindresume.report.runs import KILLED
 
 VOID = {"meta", "br"}
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"

@@ -1,7 +1,7 @@
 """Models under parallel plans, in plain numpy: which part of each tensor every rank holds, and checkpoints written accordingly.
 
 The reference of the tests of resharding: parts are found by splitting along the coordinates of a rank in the device matrix.
-Nothing of it comes from ``mindresume.layout``, of which only the three fields of a layout are used.
+Nothing of it comes from ``mindresume.model.layout``, of which only the three fields of a layout are used.
 """
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import ml_dtypes
 import numpy as np
 from folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of
 
-from mindresume.files import encode, read_tensor
 from mindresume.formats import Candidate
-from mindresume.formats.complete import HYPER, CompleteWeights, index_document, part_name, split
+from mindresume.formats.consolidated import HYPER, CompleteWeights, index_document, part_name, split
 from mindresume.formats.scan import scan
-from mindresume.layout import TensorLayout
-from mindresume.store.commit import Committer
-from mindresume.store.shard import rank_shard, write_shard
-from mindresume.strategy import Strategy
+from mindresume.formats.strategy import Strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.saving.committer import Committer
+from mindresume.saving.shard_writer import rank_shard, write_shard
+from mindresume.tensor_files import encode, read_tensor
 
 STEP = PER_EPOCH + 5
 COUNTERS = counters(STEP)               # mindformers puts them into every file, no strategy names them

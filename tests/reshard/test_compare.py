@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, newest, part_of, put, random_tensors, recorded
 
 from mindresume.errors import DamagedFileError, LoadError
-from mindresume.files import read_header
-from mindresume.files.model import DTYPES
-from mindresume.formats.complete import read_complete
+from mindresume.formats.consolidated import read_complete
 from mindresume.reshard import compare as module
+from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES, by_size, comparable, compare
-from mindresume.reshard.weights import view_of_candidate, view_of_complete
+from mindresume.tensor_files import read_header
+from mindresume.tensor_files.header import DTYPES
 
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
          **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
@@ -183,10 +183,10 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
 
 MEASURED = """
 import sys, tracemalloc
-from mindresume.formats.complete import read_complete
+from mindresume.formats.consolidated import read_complete
 from mindresume.reshard import compare
-from mindresume.reshard.weights import view_of_complete
-from mindresume.store.storage import PosixStorage
+from mindresume.reshard.checkpoint_view import view_of_complete
+from mindresume.storage.filesystem import PosixStorage
 compare.PORTION = 4096
 a, b = (view_of_complete(PosixStorage(), read_complete(PosixStorage(), path)) for path in sys.argv[1:])
 tracemalloc.start()

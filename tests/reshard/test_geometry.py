@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import MODEL, Plan, part_of, region_of
 
-from mindresume.layout import TensorLayout
+from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import (
     blocks,
     cuts,

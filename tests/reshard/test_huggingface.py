@@ -12,23 +12,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError, DamagedFileError, LoadError
-from mindresume.files import encode
-from mindresume.files.model import DTYPES
-from mindresume.formats.complete import MINDSPORE
+from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, backwards, rules
-from mindresume.layout import TensorLayout
-from mindresume.reshard import load, reading
-from mindresume.reshard.conversion import Conversion
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard import range_reader, region_load
 from mindresume.reshard.conversion_plan import to_complete
-from mindresume.reshard.direct import Traffic
-from mindresume.reshard.engine import writer
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.direct_engine import Traffic
+from mindresume.reshard.engines import writer
 from mindresume.reshard.geometry import held, slices_of, whole
 from mindresume.reshard.huggingface import check_network, is_huggingface, orders_of, read_model, read_network, view_of_folder
 from mindresume.reshard.huggingface_export import Export, to_huggingface, verify_composed
-from mindresume.reshard.load import read_regions, wanted_regions
-from mindresume.reshard.reading import cast
-from mindresume.reshard.source import open_checkpoint
-from mindresume.store.storage import PosixStorage
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.range_reader import cast
+from mindresume.reshard.region_load import read_regions, wanted_regions
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import encode
+from mindresume.tensor_files.header import DTYPES
 
 STORAGE = PosixStorage()
 FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
@@ -82,8 +82,8 @@ def bits(tensors, dtype):
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
     """Tiles of any size, rows with gaps one by one or cut out of what lies around them."""
-    monkeypatch.setattr(load, "TILE", tile)
-    monkeypatch.setattr(reading, "SHORT_ROW", row)
+    monkeypatch.setattr(region_load, "TILE", tile)
+    monkeypatch.setattr(range_reader, "SHORT_ROW", row)
     model = MODELS[name]
     tensors = random(model)
     weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)

@@ -18,15 +18,16 @@ from folders import STORAGE
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put, random_tensors
 
 from mindresume.errors import EngineError, StrategyError
-from mindresume.files import read_header, read_tensor
-from mindresume.formats.complete import read_complete
-from mindresume.layout import TensorLayout
-from mindresume.reshard import mindspore_worker, transform_processes
+from mindresume.formats.consolidated import read_complete
+from mindresume.formats.strategy import Strategy
+from mindresume.formats.strategy_codec import decode_strategy
+from mindresume.mindformers import transform_worker
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard import transform_processes
+from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, source_strategy
-from mindresume.reshard.weights import view_of_candidate, view_of_complete
-from mindresume.strategy import Strategy
-from mindresume.strategy_file import decode_strategy
+from mindresume.tensor_files import read_header, read_tensor
 
 SMALL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.proj.weight": Spec((4, 8), 1, 0, "float16"),
          "layers.1.norm.weight": Spec((8,), None, 1)}
@@ -382,7 +383,7 @@ def test_interrupted(tmp_path, work, small, life, monkeypatch):
 
 def test_it_does_not_outlive_its_parent(tmp_path, life):
     """The parent is killed, and can end nothing itself."""
-    worker = fake(tmp_path, tmp_path, "import threading\nfrom mindresume.reshard.mindspore_worker import end_with_parent\n"
+    worker = fake(tmp_path, tmp_path, "import threading\nfrom mindresume.mindformers.transform_worker import end_with_parent\n"
                                       "threading.Thread(target=end_with_parent, daemon=True).start()\n"
                                       + life.hangs + f"os.open({str(tmp_path / 'go')!r}, os.O_WRONLY); signal.pause()")
     os.mkfifo(tmp_path / "go")
@@ -397,7 +398,7 @@ def test_it_does_not_outlive_its_parent(tmp_path, life):
 
 def test_the_real_worker_ends_without_its_parent():
     """And leaves those alone whose group it shares, as when it is started by hand."""
-    code = "from mindresume.reshard.mindspore_worker import end_with_parent; end_with_parent(); print('lives')"
+    code = "from mindresume.mindformers.transform_worker import end_with_parent; end_with_parent(); print('lives')"
     for alone, expected in ((True, -signal.SIGKILL), (False, 0)):
         done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, cwd=HERE, capture_output=True, text=True,
                               start_new_session=alone)
@@ -408,7 +409,7 @@ def test_what_mindspore_hands_over_is_made_contiguous():
     """0-d arrays keep their shape, and nobody waits for memory that others use."""
     saved = {}
     engine = SimpleNamespace(save_file=lambda tensors, path, metadata: saved.update(tensors, path=path, metadata=metadata))
-    mindspore_worker.guard(engine)
+    transform_worker.guard(engine)
     cut, zero = np.arange(12).reshape(3, 4)[:, 1:3], np.array(5)
     engine.save_file({"cut": cut, "zero": zero}, "file", metadata={"format": "ms"})
     assert saved["cut"].flags.c_contiguous and (saved["cut"] == cut).all() and saved["zero"].shape == ()

@@ -4,11 +4,11 @@ import json
 import pytest
 from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_foreign
 
-from mindresume.agree import Solo
+from mindresume.coordination.collectives import Solo
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.resume.health import LIST, unhealthy_files
-from mindresume.resume.select import select
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import select
 
 
 def listed(folder, *rows):
@@ -86,9 +86,9 @@ def test_ours_carry_it_themselves(tmp_path):
 
     from folders import place_of, tensors_of
 
-    from mindresume.state import TrainingState
-    from mindresume.store.commit import Committer
-    from mindresume.store.shard import rank_shard, write_shard
+    from mindresume.model.training_state import TrainingState
+    from mindresume.saving.committer import Committer
+    from mindresume.saving.shard_writer import rank_shard, write_shard
     save(tmp_path, 5, world=1)
     state = replace(TrainingState(10, 10, 10, 8), health=1)
     place = place_of(tmp_path, 0, 1, RUN)

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mindresume.data import DataPosition, DataRequest
 from mindresume.errors import ConfigError, ProgressError
+from mindresume.model.data_position import DataPosition, DataRequest
+from mindresume.model.training_state import TrainingState
 from mindresume.resume.progress import RunSettings, check_skip, data_wish, fresh_position, resume_progress
-from mindresume.state import TrainingState
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
 OTHER = {"type": "MindDataset", "files": "1 file, 12 bytes: b"}

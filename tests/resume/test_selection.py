@@ -1,18 +1,18 @@
 """The one function by which job and command line select a checkpoint, and its preview by a single process."""
 import pytest
+from coordination.test_storage_topology import save_part
 from folders import STORAGE, Ranks, flip_bit, path_of, save
-from store.test_islands import save_part
 
-from mindresume.agree import Solo
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.file_record import FileRecord
 from mindresume.formats import MERGED, Candidate
+from mindresume.model.file_record import FileRecord
 from mindresume.resume import selection
-from mindresume.resume.restore import RemoteSource
-from mindresume.resume.select import Choice
+from mindresume.resume.remote_fetch import RemoteSource
 from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
-from mindresume.store.islands import SharedGroups
+from mindresume.resume.selector import Choice
 
 WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
 

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.file_record import FileRecord
 from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.model.file_record import FileRecord
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank, own_rank
 
 FILE = (FileRecord("f", "safetensors"),)

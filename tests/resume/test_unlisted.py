@@ -9,25 +9,25 @@ from folders import RUN, path_of, save, write_foreign, write_rank
 from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
-from mindresume.agree import Solo
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.common_checkpoint import committed
+from mindresume.coordination.lease import holder_of_this_process, known_lease_holders
+from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import AgreementError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.iterations import intent_name
+from mindresume.formats.iteration_scan import intent_name
 from mindresume.formats.scan import scan
-from mindresume.manifest import FOLDER, TRASH, attempt_name, run_name
-from mindresume.reshard.strategies import strategy_lookup
-from mindresume.resume.select import select
+from mindresume.formats.strategy import write_strategy
+from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
+from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.resume.listing import list_checkpoints, size_of
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.survey import list_checkpoints, size_of
-from mindresume.store import iteration
-from mindresume.store.acquire import acquire
-from mindresume.store.claim import holder_of_this_process, known_lease_holders
-from mindresume.store.commit import Committer
-from mindresume.store.common import committed
-from mindresume.store.removal import empty_trash, plan
-from mindresume.store.retention import KeepLast
-from mindresume.store.storage import PosixStorage
-from mindresume.strategy import write_strategy
+from mindresume.resume.selector import select
+from mindresume.saving import iteration_publisher
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import empty_trash, plan
+from mindresume.saving.retention import KeepLast
+from mindresume.storage.filesystem import PosixStorage
 
 
 class Closed(PosixStorage):
@@ -251,7 +251,7 @@ def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
     assert (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "5"
     storage = PosixStorage()
     candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
-    iteration.finish_tracker(storage, str(tmp_path), candidates, LATER)
+    iteration_publisher.finish_tracker(storage, str(tmp_path), candidates, LATER)
     assert not (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "10"
 
 

@@ -2,6 +2,8 @@
 import pytest
 
 from mindresume.errors import RemoteError
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.uploader import Uploader
 from mindresume.simulation import jobs
 from mindresume.simulation.bucket import BUCKET, Bucket, PodStore
 from mindresume.simulation.cluster import Cluster
@@ -13,8 +15,6 @@ from mindresume.simulation.remote_scenarios import LATER
 from mindresume.simulation.scenarios import Play
 from mindresume.simulation.schedule import Schedule, Strike
 from mindresume.simulation.standins import here, standing_in
-from mindresume.store.mirror import Uploader
-from mindresume.store.remote import RemoteCheckpoints
 
 NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods", "bucket afresh")
 

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import FolderInUseError, UnusableError
 from mindresume.events import SaveNotStaged
-from mindresume.reshard import source
-from mindresume.resume import restore, select
-from mindresume.resume.restore import RemoteFetch
-from mindresume.resume.select import Choice
+from mindresume.reshard import open_checkpoint
+from mindresume.resume import remote_fetch, selector
+from mindresume.resume.remote_fetch import RemoteFetch
+from mindresume.resume.selector import Choice
+from mindresume.saving import remote_checkpoints
+from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.sync_saver import SaveJob
 from mindresume.simulation import desk
 from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.cluster import SHARED
@@ -28,9 +32,6 @@ from mindresume.simulation.schedule import (
     draw,
 )
 from mindresume.simulation.standins import replaced
-from mindresume.store import acquire, claim, remote
-from mindresume.store.background import AsyncSaver
-from mindresume.store.saver import SaveJob
 
 NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "bucket unreadable",
          "bucket health")
@@ -199,28 +200,28 @@ def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
 
 def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
     def dead(storage, root, me, *_, **__):
-        return [other for other in claim.leases(storage, root) if other.run != me.run and other.purpose == claim.SAVING]
-    monkeypatch.setattr(acquire, "_watch", dead)
+        return [other for other in lease.leases(storage, root) if other.run != me.run and other.purpose == lease.SAVING]
+    monkeypatch.setattr(lease_acquisition, "_watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
 
 def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
-    candidates_for = select.candidates_for
+    candidates_for = selector.candidates_for
 
     def by_time(storage, path, *more):
         scan, insists = candidates_for(storage, path, *more)
         rows = sorted(scan.candidates, key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime, reverse=True)
         return replace(scan, candidates=tuple(rows)), insists
-    monkeypatch.setattr(select, "candidates_for", by_time)
+    monkeypatch.setattr(selector, "candidates_for", by_time)
     assert "lost" in found("copied", 20)
 
 
 def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
     def watch(storage, root, me, *_, **__):
-        if any(other.run != me.run for other in claim.leases(storage, root)):
+        if any(other.run != me.run for other in lease.leases(storage, root)):
             raise FolderInUseError("somebody")
         return []
-    monkeypatch.setattr(acquire, "_watch", watch)
+    monkeypatch.setattr(lease_acquisition, "_watch", watch)
     assert "stuck" in found("snapshot", 10)
 
 
@@ -229,7 +230,7 @@ def test_a_conversion_without_a_hold_is_found(name, fmt, monkeypatch):
     class Nothing:
         def release(self):
             pass
-    monkeypatch.setattr(source, "acquire_read_lock", lambda *_: Nothing())
+    monkeypatch.setattr(open_checkpoint, "acquire_read_lock", lambda *_: Nothing())
     assert "wrong" in found(name, 30, fmt)
 
 
@@ -242,7 +243,7 @@ def test_a_target_that_is_not_whole_is_found(monkeypatch):
 
 
 def test_a_verify_that_looks_once_is_found(monkeypatch):
-    monkeypatch.setattr("mindresume.resume.verified._MAX_LISTINGS", 0)
+    monkeypatch.setattr("mindresume.resume.full_verification._MAX_LISTINGS", 0)
     assert "wrong" in found("verify", 30)
 
 
@@ -271,12 +272,12 @@ def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
 
 
 def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
-    saved = remote._RetentionRow
-    monkeypatch.setattr(remote, "_RetentionRow", lambda step, at, metrics, health: saved(step, at, metrics, 0))
+    saved = remote_checkpoints._RetentionRow
+    monkeypatch.setattr(remote_checkpoints, "_RetentionRow", lambda step, at, metrics, health: saved(step, at, metrics, 0))
     assert "lost" in kinds_of(played("bucket health"))
 
 
 def test_an_unhealthy_checkpoint_that_is_taken_from_a_bucket_is_found(monkeypatch):
-    monkeypatch.setattr(restore, "is_unhealthy", lambda *_: False)
-    monkeypatch.setattr(select, "is_unhealthy", lambda *_: False)
+    monkeypatch.setattr(remote_fetch, "is_unhealthy", lambda *_: False)
+    monkeypatch.setattr(selector, "is_unhealthy", lambda *_: False)
     assert kinds_of(played("bucket health")) & {"unequal", "wrong"}

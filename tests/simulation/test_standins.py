@@ -18,15 +18,16 @@ from contextlib import suppress
 
 import pytest
 
-from mindresume import host_memory
+from mindresume.coordination import host_memory, lease
 from mindresume.events import ERROR
+from mindresume.saving import async_saver
+from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.simulation import standins
 from mindresume.simulation.cluster import EPOCH, Cluster
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck
 from mindresume.simulation.standins import here, replaced, running, standing_in
-from mindresume.store import background, claim, shared
-from mindresume.store.trials import LoadAttempt
+from mindresume.storage import mounts
 
 REAL = types.SimpleNamespace(time=time, threading=threading, queue=queue)
 SIMULATED = types.SimpleNamespace(**{module.__name__: standins._MODULES[module] for module in (time, threading, queue)})
@@ -304,8 +305,8 @@ def test_names_are_never_the_same_and_those_of_the_same_history_are():
 
 def test_a_process_is_known_by_its_host_and_number():
     def work():
-        one = claim.holder_of_this_process("training", 2, ["a"])
-        assert claim.is_alive(one)
+        one = lease.holder_of_this_process("training", 2, ["a"])
+        assert lease.is_alive(one)
         return one, standins._MODULES[socket].gethostname()
     (owner, host), cluster = simulated(work)
     assert (owner.host, owner.pid, owner.world_size, owner.holds, host) == ("node-7", 101, 2, ("a",), "node-7")
@@ -313,9 +314,9 @@ def test_a_process_is_known_by_its_host_and_number():
 
 
 @pytest.mark.parametrize(("real", "stand_in"), [
-    (claim.holder_of_this_process, standins._owner), (claim.is_alive, standins._lives),
+    (lease.holder_of_this_process, standins._owner), (lease.is_alive, standins._lives),
                                                 (host_memory.levels, standins._levels),
-    (shared.is_local, standins._is_local), (LoadAttempt._listen, standins._listen), (background.Staging, standins._Staging)])
+    (mounts.is_local, standins._is_local), (LoadAttempt._listen, standins._listen), (async_saver.Staging, standins._Staging)])
 def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
     def shape(function):
         return [(one.kind, one.default) for one in inspect.signature(function).parameters.values()]
@@ -386,8 +387,8 @@ def test_what_has_no_stand_in_is_refused(module, name):
 # ---- nothing escapes, and everything is put back ------------------------------------------------------------------------------
 
 WATCHED = [getattr(module, name) for module, table in standins._REPLACED.items() for name in table]
-ROOMS = ("mindresume.store", "mindresume.resume", "mindresume.formats", "mindresume.files", "mindresume.agree",
-         "mindresume.host_memory", "mindresume.events")
+ROOMS = ("mindresume.storage", "mindresume.coordination", "mindresume.saving", "mindresume.resume", "mindresume.formats",
+         "mindresume.tensor_files", "mindresume.events")
 
 
 def modules():
@@ -427,8 +428,9 @@ def nothing_real_is_held():
     known = [*standins._REPLACED, *WATCHED]
     list(modules())
     before = escaped(known)
-    assert ("global", "mindresume.store.claim") in before and ("default", "mindresume.store.islands") in before
-    assert ("field", "mindresume.agree") in before
+    assert ("global", "mindresume.coordination.lease") in before and ("default",
+                                                                      "mindresume.coordination.storage_topology") in before
+    assert ("field", "mindresume.coordination.collectives") in before
     with replaced():
         assert escaped(known) == []
     assert escaped(known) == before
@@ -461,7 +463,7 @@ def state_of_modules():
                 found[module.__name__, key] = id(value)
                 if getattr(value, "__module__", None) == module.__name__:
                     inside(f"{module.__name__}.{key}", value)
-    found["writers"] = dict(background._WRITERS)
+    found["writers"] = dict(async_saver._WRITERS)
     return found
 
 
@@ -515,10 +517,10 @@ class Fields:
     def moment(self, clock=monotonic):
         return clock
 ''')
-    package = importlib.import_module("mindresume.store")
+    package = importlib.import_module("mindresume.saving")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    yield importlib.import_module("mindresume.store.zz_written")
-    sys.modules.pop("mindresume.store.zz_written")
+    yield importlib.import_module("mindresume.saving.zz_written")
+    sys.modules.pop("mindresume.saving.zz_written")
     del package.zz_written
 
 
@@ -542,14 +544,14 @@ def test_however_it_was_imported_it_is_replaced(written):
 
 def test_a_module_of_the_product_that_is_imported_meanwhile_is_told(tmp_path, monkeypatch):
     (tmp_path / "zz_late.py").write_text("import time\n")
-    package = importlib.import_module("mindresume.store")
+    package = importlib.import_module("mindresume.saving")
     try:
-        with pytest.raises(RuntimeError, match="mindresume.store.zz_late"), replaced():
+        with pytest.raises(RuntimeError, match="mindresume.saving.zz_late"), replaced():
             monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-            importlib.import_module("mindresume.store.zz_late")
-        assert background.time is time
+            importlib.import_module("mindresume.saving.zz_late")
+        assert async_saver.time is time
     finally:
-        sys.modules.pop("mindresume.store.zz_late", None)
+        sys.modules.pop("mindresume.saving.zz_late", None)
 
 
 def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
@@ -564,7 +566,7 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
         return sorted(found)
 
     def work():
-        background.AsyncSaver.__init__.__globals__["Staging"](shared=True)
+        async_saver.AsyncSaver.__init__.__globals__["Staging"](shared=True)
         here().scheduler.sleep(10.0)
     before = open_files()
     cluster = Cluster(Schedule())

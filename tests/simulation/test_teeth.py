@@ -20,33 +20,30 @@ from typing import Any
 
 import pytest
 
-from mindresume import manifest
-from mindresume.formats import iterations, records
-from mindresume.resume import choosing, restore, select
+from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
+from mindresume.formats import iteration_scan, records
+from mindresume.model import manifest
+from mindresume.resume import job_selection, remote_fetch, selector
+from mindresume.saving import (
+    async_saver,
+    checkpoint_manager,
+    committer,
+    crash_loop,
+    garbage_collector,
+    iteration_publisher,
+    protection,
+    remote_checkpoints,
+    save_session,
+    shard_writer,
+    staging,
+    sync_saver,
+    uploader,
+)
 from mindresume.simulation.explore import SCENARIOS, Counts, Failure, Known, operations_of, run
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNTIDY, WRONG
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
-from mindresume.store import (
-    acquire,
-    background,
-    claim,
-    commit,
-    holds,
-    iteration,
-    manager,
-    mirror,
-    preemption,
-    protection,
-    remote,
-    removal,
-    save_session,
-    saver,
-    shard,
-    staging,
-    storage,
-    trials,
-)
+from mindresume.storage import filesystem
 
 Patch = pytest.MonkeyPatch
 
@@ -136,53 +133,54 @@ def mutant(name: str, edits: list[Edit], where: tuple[str, str, str], kinds: str
 MUTANTS = [
     # ---- defects of earlier versions -----------------------------------------------------------------------------------
     mutant("files are removed after the rename of their record was attempted", [
-        Edit(shard, "write_shard", "return _settled(place, step, error)", "raise place.storage.remove(where) or error")],
+        Edit(shard_writer, "write_shard", "return _settled(place, step, error)", "raise place.storage.remove(where) or error")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=53, within=25,
         draws=each("EIO after", then=3, tick=0.05)),
     mutant("what was committed meanwhile is reported as failed", [
-        Edit(shard, "_settled", "found = _recorded(place, step, place.bases(step))", "found = None"),
-        Edit(shard, "_settled", "may not be saved", "was not saved")],
+        Edit(shard_writer, "_settled", "found = _recorded(place, step, place.bases(step))", "found = None"),
+        Edit(shard_writer, "_settled", "may not be saved", "was not saved")],
         ("save", "iteration", ""), TOLD, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes what is of another training", [
-        Edit(commit.Committer, "prune", "self._is_over, self.place.lineage)", "self._is_over, None)")],
+        Edit(committer.Committer, "prune", "self._is_over, self.place.lineage)", "self._is_over, None)")],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash has no name of its own, and one victim that fails stops the rest", [
-        Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(removal, "carry_out", "continue", "raise")],
+        Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), UNTIDY, deaths=False),
     mutant("a job counts against a checkpoint from the moment it was chosen", [
-        Edit(manager.CheckpointManager, "begin", "agreed(self.group",
+        Edit(checkpoint_manager.CheckpointManager, "begin", "agreed(self.group",
              "self.meet(); self.begin_load_attempt(); agreed(self.group")],
         ("restarts", "safetensors", ""), LOST),
     mutant("nobody waits for what other ranks see", [
-        Edit(choosing.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, shared_groups)",
-             "from mindresume.resume.witness import Visibility; visibility = Visibility()")],
+        Edit(job_selection.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, shared_groups)",
+             "from mindresume.coordination.visibility import Visibility; visibility = Visibility()")],
         ("same hosts", "safetensors", ""), LOST, deaths=False, first=155, within=25,
         draws=each("kill host", lag=60.0)),
     mutant("the signs of life of another job are expected as often as one's own", [
-        Edit(acquire, "_watch", "holder.every if _is_told_by_beats(holder) else BEAT", "BEAT")],
+        Edit(lease_acquisition, "_watch", "holder.every if _is_told_by_beats(holder) else BEAT", "BEAT")],
            ("rare beats", "safetensors", ""),
         STUCK, deaths=False, draws=undisturbed()),
     mutant("retention removes the last healthy one", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {newest_healthy}:")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
     mutant("nodes that share no disk upload what each has", [
-        Edit(manager.CheckpointManager, "_start_uploader", "only_scheduled=apart and self.settings.leave_check > 0",
+        Edit(checkpoint_manager.CheckpointManager, "_start_uploader", "only_scheduled=apart and self.settings.leave_check > 0",
              "only_scheduled=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("a manifest in the bucket that cannot be read ends the start", [
-        Edit(restore.RemoteFetch, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        Edit(remote_fetch.RemoteFetch, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
     mutant("a manifest in the bucket that cannot be read ends all retention there", [
-        Edit(remote.RemoteCheckpoints, "_known", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        Edit(remote_checkpoints.RemoteCheckpoints, "_known", "except (RecordError, RemoteError) as error:",
+             "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), UNTIDY, deaths=False),
     mutant("rank 0 is overtaken at the url and tells nobody", [
-        Edit(mirror.Uploader, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
+        Edit(uploader.Uploader, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
         ("two pods", "safetensors", ""), TOLD, deaths=False, draws=undisturbed(lag=30.0)),
     mutant("an attempt without inner folders is no attempt", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
              "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), UNTIDY),
     mutant("a late tracker counts as set back while a later save has no name", [
-        Edit(iterations, "_from_tracker", " and (c.step in intended or parse_iteration(c.base) is not None)", "")],
+        Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.base) is not None)", "")],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
         draws=each("EIO", later=(27, "power"))),
     mutant("memory that was given back is mapped anew", [
@@ -191,64 +189,66 @@ MUTANTS = [
 
     # ---- committing ----------------------------------------------------------------------------------------------------
     mutant("no fence", [
-        Edit(shard, "write_shard", "fence(place.storage, place.root, place.run)", "pass"),
-        Edit(commit.Committer, "try_commit", "fence(self.place.storage, self.place.root, self.place.run)", "pass")],
+        Edit(shard_writer, "write_shard", "fence(place.storage, place.root, place.run)", "pass"),
+        Edit(committer.Committer, "try_commit", "fence(self.place.storage, self.place.root, self.place.run)", "pass")],
         ("twice", "iteration", ""), LOST, deaths=False, first=140, within=25,
         draws=each("pause", 100, seed=967630889)),
     mutant("a manifest before all records are there", [
-        Edit(commit.Committer, "try_commit", "if missing:", "if 0 in missing:"),
-        Edit(commit.Committer, "_manifest", "read, place.ranks)",
+        Edit(committer.Committer, "try_commit", "if missing:", "if 0 in missing:"),
+        Edit(committer.Committer, "_manifest", "read, place.ranks)",
              "read, [r for r in place.ranks if r not in self._missing(step)])"),
-        Edit(commit.Committer, "_manifest", "zip(place.ranks, records, strict=True)", "zip(place.ranks, records)")],
+        Edit(committer.Committer, "_manifest", "zip(place.ranks, records, strict=True)", "zip(place.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
-        Edit(storage, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
+        Edit(filesystem, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
     mutant("saved is said before it is written", [
-        Edit(background, "serve", "outcome = work.write(", "send((\"outcome\", Outcome(step, True))); outcome = work.write(")],
+        Edit(async_saver, "serve", "outcome = work.write(", "send((\"outcome\", Outcome(step, True))); outcome = work.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
-        Edit(saver.SaveJob, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
+        Edit(sync_saver.SaveJob, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
         first=25, within=10, draws=each("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
-        Edit(commit.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
+        Edit(committer.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
         ("save", "iteration", ""), UNTIDY),
     mutant("the oldest is adopted last", [
-        Edit(commit.Committer, "adopt", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
+        Edit(committer.Committer, "adopt", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
     mutant("an iteration folder of that name is not made way", [
-        Edit(iteration, "publish_iteration", "if storage.status(target) is not None:", "if False:")],
+        Edit(iteration_publisher, "publish_iteration", "if storage.status(target) is not None:", "if False:")],
            ("afresh", "iteration", ""),
         LOST, deaths=False),
     mutant("what a dead job intended with the tracker is not settled", [
-        Edit(commit.Committer, "adopt", "iteration.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)",
+        Edit(committer.Committer, "adopt",
+             "iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)",
              "pass")], ("save", "iteration", ""), UNTIDY),
     mutant("the intent goes before the tracker is changed", [
-        Edit(iteration, "publish_iteration", "set_tracker(storage, root, step, place.run)",
+        Edit(iteration_publisher, "publish_iteration", "set_tracker(storage, root, step, place.run)",
              "storage.remove(intent); set_tracker(storage, root, step, "
              "place.run)")], ("save", "iteration", ""), LOST, first=2),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
     mutant("older ones are removed before the pointers are changed, and what these lead to", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {named_by_meta}:"),
-        Edit(commit.Committer, "_after", "self._point(self.place, manifest)", "self.prune(); self._point(self.place, manifest)")],
+        Edit(committer.Committer, "_after", "self._point(self.place, manifest)",
+             "self.prune(); self._point(self.place, manifest)")],
         ("prune", "safetensors", ""), LOST),
     mutant("policies count what is not committed", [
-        Edit(removal, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
+        Edit(garbage_collector, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
         ("restarts", "safetensors", ""), LOST, deaths=False, first=187, within=25, draws=each("EIO")),
     mutant("a hold is not looked for after the rename", [
-        Edit(removal, "_uncommit", "who = read_locks().get(candidate.name)", "who = None")],
+        Edit(garbage_collector, "_uncommit", "who = read_locks().get(candidate.name)", "who = None")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
-        Edit(removal, "_uncommit", "storage.rename(candidate.commit_dir, os.path.join(records, name))",
+        Edit(garbage_collector, "_uncommit", "storage.rename(candidate.commit_dir, os.path.join(records, name))",
              "_clear_weights(storage, root, candidate.attempt, ()); "
              "storage.rename(candidate.commit_dir, os.path.join(records, name))")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=60, within=50, draws=SWITCHES),
     mutant("a reader looks first, then holds", [
-        Edit(holds, "acquire_read_lock", "lease = _lease_without_number(",
+        Edit(read_locks, "acquire_read_lock", "lease = _lease_without_number(",
              "early = storage.status(commit_dir) is not None; lease = _lease_without_number("),
-        Edit(holds, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
+        Edit(read_locks, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a run that lives counts as over", [
-        Edit(claim, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
+        Edit(lease, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
         LOST, deaths=False, first=390, within=30, draws=each("pause", 20)),
     mutant("what all nodes have is not protected", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
@@ -256,27 +256,28 @@ MUTANTS = [
 
     # ---- starting and ending together ----------------------------------------------------------------------------------
     mutant("a claim that cannot be read is none", [
-        Edit(claim, "read_leases", "unreadable[run] = str(error)", "pass")],
+        Edit(lease, "read_leases", "unreadable[run] = str(error)", "pass")],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,
         draws=each("EIO", later=(9, "EIO"), seed=2)),
     mutant("a note on trial stays while the training goes on from another", [
-        Edit(trials.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
+        Edit(crash_loop.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
         ("damaged", "safetensors", ""), UNTIDY, deaths=False),
     mutant("the number of a run is used again", [
-        Edit(claim, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
+        Edit(lease, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
         ("restarts", "safetensors", ""), f"{STUCK} {UNTIDY} {LOST} {WRONG}"),
     mutant("ranks do not agree on a suffix", [
         Edit(save_session, "open_save_session", "[row[1] for row in rows if row] + suffixes)",
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{UNTIDY} {LOST}",
         first=4),
     mutant("what rank 0 finds decides alone", [
-        Edit(select, "verify_on_all_ranks", 'for row in rows if "refusal" in row]', 'for row in rows[:1] if "refusal" in row]')],
+        Edit(selector, "verify_on_all_ranks", 'for row in rows if "refusal" in row]',
+             'for row in rows[:1] if "refusal" in row]')],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a rank that is asked to leave leaves alone", [
         Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
-        Edit(manager.CheckpointManager, "_save_last", "step.collect if", "(lambda: None) if")],
+        Edit(checkpoint_manager.CheckpointManager, "_save_last", "step.collect if", "(lambda: None) if")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
 ]
 

@@ -1,6 +1,11 @@
 """The writer process of a simulated job keeps the contract of the real one."""
 import pytest
 
+from mindresume.saving import async_saver
+from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.sync_saver import Save
 from mindresume.simulation.cluster import SHARED, Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import shard_of
@@ -8,11 +13,6 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule, Strike
 from mindresume.simulation.standins import here, running, standing_in
 from mindresume.simulation.writer import Writer
-from mindresume.store import background
-from mindresume.store.background import AsyncSaver
-from mindresume.store.retention import KEEP_ALL
-from mindresume.store.saver import Save
-from mindresume.store.shard import SaveTarget
 
 ROOT, RUN, TIMEOUT = "/out/checkpoint", "0001-1111aaaa", 20.0
 WRITER = "rank0.writer"
@@ -170,4 +170,4 @@ def test_it_shares_no_object_with_the_training():
 
 def test_the_product_has_its_own_writer_again_afterwards():
     run(complete)
-    assert background._WRITERS["process"] is background._Process
+    assert async_saver._WRITERS["process"] is async_saver._Process

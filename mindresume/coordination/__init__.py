@@ -1,0 +1,1 @@
+"""What several processes agree on: collectives with errors, leases, storage topology, visibility."""

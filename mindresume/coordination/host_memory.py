@@ -1,0 +1,137 @@
+"""How much host memory one rank may use: what the host and the containers around this process have left, divided by the ranks
+that share it.
+
+    share_of_rank(group)        # on all ranks together, at the start: bytes for this rank
+    left()                      # at any time: bytes that this process could take now if it were alone
+
+A container's limit is that of a control group (version 1 or 2), and of every one above it that can be seen. File cache counts
+as left, as it does in MemAvailable: the kernel takes it back before it ends a process.
+"""
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mindresume.coordination.collectives import Group, report
+
+UNKNOWN = sys.maxsize
+_NO_LIMIT = 1 << 60                     # version 1 writes a number near 2^63
+_RESERVE = 10                           # one part in so many of what is left is for everything else that grows
+
+
+@dataclass(frozen=True)
+class Level:
+    """The host, or a control group. ``key``: the same on all ranks that are in it, and on no other; ``left`` in bytes."""
+    key: str
+    left: int
+
+
+def share_of_rank(group: Group, root: str = "/") -> int:
+    """Bytes for this rank, if every rank takes its share; ``UNKNOWN`` where no kernel tells. Never fails by itself."""
+    rows = report(group, lambda: {level.key: level.left for level in levels(root)})
+    found = UNKNOWN
+    for key in rows[group.rank]:
+        sharing = [row[key] for row in rows if key in row]
+        left = min(sharing)             # they looked at slightly different moments
+        found = min(found, (left - left // _RESERVE) // len(sharing))
+    return found
+
+
+def left(root: str = "/") -> int:
+    """Bytes; ``UNKNOWN`` where no kernel tells."""
+    return min((level.left for level in levels(root)), default=UNKNOWN)
+
+
+def levels(root: str = "/") -> list[Level]:
+    """The host and every control group with a limit that this process is in. ``root``: where ``proc`` and ``sys`` are. What
+    cannot be read is left out."""
+    return [*_host(root), *_version_2(root), *_version_1(root)]
+
+
+def _host(root: str) -> Iterator[Level]:
+    available = _table(os.path.join(root, "proc/meminfo")).get("MemAvailable")
+    if available is not None:
+        yield Level(f"host {_kernel(root)}", available << 10)
+
+
+def _version_2(root: str) -> Iterator[Level]:
+    for folder in _folders(root, "cgroup2", ""):
+        limits = [_number(os.path.join(folder, name)) for name in ("memory.max", "memory.high")]
+        yield from _level(root, folder, limits, "memory.current", "")
+
+
+def _version_1(root: str) -> Iterator[Level]:
+    for folder in _folders(root, "cgroup", "memory"):
+        limits = [_number(os.path.join(folder, "memory.limit_in_bytes")),
+                  _table(os.path.join(folder, "memory.stat")).get("hierarchical_memory_limit")]     # of those that are not seen
+        yield from _level(root, folder, limits, "memory.usage_in_bytes", "total_")
+
+
+def _level(root: str, folder: str, limits: list[int | None], usage: str, prefix: str) -> Iterator[Level]:
+    limit = min((limit for limit in limits if limit is not None), default=_NO_LIMIT)
+    used = _number(os.path.join(folder, usage))
+    if used is None or limit >= _NO_LIMIT:
+        return
+    cache = _table(os.path.join(folder, "memory.stat"))
+    used -= sum(cache.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+    with suppress(OSError):
+        found = os.stat(folder)                                     # the same in every container of one kernel
+        yield Level(f"control group {found.st_dev}:{found.st_ino} of {_kernel(root)}", max(0, limit - max(0, used)))
+
+
+def _kernel(root: str) -> str:
+    """One boot of one kernel; its containers have names of their own."""
+    return _text(os.path.join(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname()
+
+
+def _folders(root: str, kind: str, controller: str) -> Iterator[str]:
+    """The control groups of this process in the hierarchies of ``kind`` with ``controller``, up to where they are mounted."""
+    groups = [line.split(":", 2) for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines() if line.count(":") >= 2]
+    own = next((path for _, controllers, path in groups if controller in controllers.split(",")), None)
+    if own is None:
+        return
+    for line in _text(os.path.join(root, "proc/self/mountinfo")).splitlines():
+        mount, _, system = line.partition(" - ")
+        fields, options = mount.split(" "), system.split(" ")
+        if len(fields) < 6 or len(options) < 3 or options[0] != kind or controller and controller not in options[2].split(","):
+            continue
+        top, above = os.path.normpath(os.path.join(root, _unescaped(fields[4]).lstrip("/"))), _unescaped(fields[3])
+        below = os.path.relpath(own, above)
+        folder = os.path.normpath(os.path.join(top, "" if below.startswith("..") else below))
+        if not os.path.isdir(folder):                               # the paths are those of another namespace
+            folder = top
+        yield folder
+        while len(folder) > len(top):
+            folder = os.path.dirname(folder)
+            yield folder
+        return
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _number(path: str) -> int | None:
+    """None: no such file, or "max"."""
+    text = _text(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _table(path: str) -> dict[str, int]:
+    """Of lines "name number", or "name: number kB"."""
+    rows = [line.replace(":", " ").split() for line in _text(path).splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}
+
+
+def _text(path: str) -> str:
+    """Empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,308 @@
+"""Leases on a checkpoint directory: of the one job that saves there, and of readers of checkpoints that must not be removed
+meanwhile.
+
+    lease = Lease(storage, root, holder)        # lease_acquisition.py: of a job that saves; read_locks.py: of readers, and of removals
+    lease.publish();  lease.start();  lease.release()
+    fence(storage, root, run)                   # every rank before it writes: FolderInUseError if a later run took over
+
+A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder, and counts up (a heartbeat) while the holder
+is alive. Whether a holder is alive is never guessed from age: on the same machine its process is looked up; for a holder on
+another machine the count is watched for some of its own heartbeats. What cannot be known (a lease that cannot be read, a holder
+on another machine without heartbeats) counts as alive, and a person decides. A job that was taken for dead and wakes up again
+finds the lease of its successor and stops saving.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from mindresume.errors import FolderInUseError, RecordError
+from mindresume.formats.iteration_naming import parse_iteration
+from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, untrashed
+from mindresume.model.record_codec import field_errors, seal, unseal
+from mindresume.model.training_state import is_count, is_number
+from mindresume.storage.filesystem import TEMPORARY, Storage, publish
+
+BEAT = 15.0                     # seconds between two beats
+SAVING, LOADING, REMOVING = "saving", "loading", "removing"
+READER = 0                     # number in the run of a reader, and of who removes: never later than any job
+_LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
+PREFIX, SUFFIX = "claim-", ".json"
+ENDED = "ended-"               # prefix of the claim of a run that is over and left no other trace of its number
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """A process that has a lease, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid``
+    means something there only. ``started``: start of the process in ticks of the kernel, so that a pid that is used again is not
+    taken for it. ``holds``: names of attempt folders. ``since``: seconds since 1970, for people. ``step``: that the training had
+    reached at this heartbeat, 0: not known. ``every``: seconds between two heartbeats, 0: there are none."""
+    purpose: str
+    run: str
+    host: str
+    machine: str
+    pid: int
+    started: int
+    since: float
+    world_size: int = 1
+    holds: tuple[str, ...] = ()
+    beat: int = 0
+    step: int = 0
+    every: float = BEAT
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return (run_sequence(self.run), self.run)
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"run {self.run} on host {self.host} (process {self.pid}, {self.world_size} rank(s), since {since})"
+
+    def encode(self) -> bytes:
+        return seal({"version": 1, "kind": "claim", **asdict(self)})
+
+    @classmethod
+    def read(cls, storage: Storage, path: str) -> LeaseHolder:
+        """Reads a lease. Raises RecordError if it is torn, altered, of another kind or of a later version; FileNotFoundError if
+        it is gone, OSError if it cannot be read."""
+        with storage.open(path) as file:
+            head, _ = unseal(file, "claim")
+        with field_errors("claim"):
+            run_sequence(head["run"])
+            texts = [head[name] for name in ("purpose", "run", "host", "machine")]
+            counts = [*(head[name] for name in ("pid", "started", "world_size", "beat")), head.get("step", 0)]
+            names, since, every = tuple(head["holds"]), head["since"], head.get("every", BEAT)
+            if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names)):
+                raise RecordError("claim: purpose, run, host, machine and holds are texts")
+            if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
+                raise RecordError("claim: pid, started, world_size, beat and step are counts, since is a time")
+            if not is_number(every) or every < 0:
+                raise RecordError("claim: every is a number of seconds")
+            pid, started, world_size, beat, step = counts
+            return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every))
+
+
+def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
+    """Returns the holder that this process is. Its ``run`` is still empty: ``acquire`` finds the next."""
+    return LeaseHolder(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
+                       world_size, tuple(holds))
+
+
+def _machine() -> str:
+    """Returns the identity of this machine. Empty where it cannot be found; then no other process counts as one of the same
+    machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """Returns the start of a process in ticks since boot; None if there is none, or only its zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def is_alive(holder: LeaseHolder) -> bool | None:
+    """Returns whether the process of a holder runs. None: it ran on another machine, so only its heartbeats can tell."""
+    if not holder.machine or holder.machine != _machine():
+        return None
+    return _started(holder.pid) == holder.started
+
+
+# ---- the folder ----------------------------------------------------------------------------------------------------
+
+def lease_path(root: str, run: str) -> str:
+    return os.path.join(root, FOLDER, f"{PREFIX}{run}{SUFFIX}")
+
+
+def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
+    """Returns the runs of the leases among ``names``."""
+    found = []
+    for name in names:
+        if name.startswith(prefix) and name.endswith(SUFFIX):
+            run = name[len(prefix):-len(SUFFIX)]
+            with suppress(RecordError):
+                run_sequence(run)
+                found.append(run)
+    return found
+
+
+def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns (name, run) of the small files among ``names`` that a run has begun to write."""
+    found = []
+    for name in names:
+        run = name.removesuffix(TEMPORARY).rpartition(".")[2]
+        with suppress(RecordError):
+            if name.endswith(TEMPORARY):
+                run_sequence(run)
+                found.append((name, run))
+    return found
+
+
+def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -> list[LeaseHolder]:
+    """Returns the holder of every lease that can be read, for people."""
+    return read_leases(storage, root, names)[0]
+
+
+def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
+    """Returns the holder of every lease that can be read, and {run: why not} of the others. Those exist all the same: another
+    host has just replaced the file (ESTALE), a later version wrote it, or it is damaged. So decisions treat their holders as
+    alive."""
+    found, unreadable = [], {}
+    for run in leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names):
+        try:
+            found.append(LeaseHolder.read(storage, lease_path(root, run)))
+        except FileNotFoundError:               # its holder has just ended
+            continue
+        except (RecordError, OSError) as error:
+            unreadable[run] = str(error)
+    return found, unreadable
+
+
+def is_job_lease(run: str) -> bool:
+    """Returns whether a lease is of a job that saves, by its name alone."""
+    return run_sequence(run) != READER
+
+
+def known_lease_holders(storage: Storage, root: str) -> list[LeaseHolder]:
+    """Returns ``lease_holders``, for people: none where the folder of records cannot be listed."""
+    try:
+        return lease_holders(storage, root)
+    except OSError:
+        return []
+
+
+def next_run(names: Iterable[str]) -> str:
+    """Returns the name of a run later than every one that left a trace among ``names`` of folders of records."""
+    names = list(names)
+    used = past_runs(names) + leased_runs(names)
+    used += [run for _, run in half_written(names)]        # it died while it claimed the folder; only a later run removes that
+    return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
+
+
+def past_runs(names: list[str]) -> list[str]:
+    """Returns the runs that have a folder of records among ``names``, and those that left only their number."""
+    return [run for _, _, run in attempts(list(map(untrashed, names)))] + leased_runs(names, ENDED)
+
+
+def iteration_record_names(storage: Storage, root: str) -> list[str]:
+    """Returns the names of the folders of records in iteration folders, also in those that were copied from elsewhere."""
+    found: list[str] = []
+    for base in storage.list(root):
+        if parse_iteration(base) is not None:
+            with suppress(OSError):             # one that cannot be listed forbids no job, and nothing can be removed there
+                found += storage.list(os.path.join(root, base, FOLDER))
+    return found
+
+
+def record_run_number(storage: Storage, root: str, run: str) -> None:
+    """Leaves the number of ``run``, which saved elsewhere: the next run in ``root`` takes a larger one all the same."""
+    storage.make_folder(os.path.join(root, FOLDER))
+    publish(storage, os.path.join(root, FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
+
+
+def fence(storage: Storage, root: str, run: str) -> None:
+    """Raises FolderInUseError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
+    run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
+    names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
+    later = [other for other in leased_runs(names, ENDED) + [other for _, _, other in attempts(names)]
+             if (run_sequence(other), other) > mine]
+    if any((run_sequence(other), other) > mine for other in leased_runs(names)):
+        found, unreadable = read_leases(storage, root, names)
+        later += [other for other in (*unreadable, *(holder.run for holder in found if holder.beat))
+                  if (run_sequence(other), other) > mine]
+    if later:
+        newest = max(later, key=lambda other: (run_sequence(other), other))
+        who = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == newest), f"run {newest}")
+        me = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == run), f"run {run}")
+        raise FolderInUseError(f"{who} has taken over {root}; this job, {me}, stops saving there. Checkpoints of two jobs are "
+                               f"never mixed: end one of them, or give it an output_dir of its own")
+
+
+def ended(storage: Storage, root: str) -> Callable[[str], bool]:
+    """Returns a function that returns whether a run is over for certain: it left no lease, or its process is gone. Leases are
+    read once, at the first call: a caller that makes a plan calls it after it has read the directory."""
+    living: list[set[str]] = []
+
+    def over(run: str) -> bool:
+        if not living:
+            found, unreadable = read_leases(storage, root)
+            saving = {holder.run for holder in found if holder.purpose == SAVING and is_alive(holder) is not False}
+            living.append(saving | set(unreadable))
+        return run not in living[0]
+    return over
+
+
+class Lease:
+    """A published lease. ``start`` begins heartbeats in a thread of its own; one that fails is tried again at the next.
+    ``keep_run_marker``: ``release`` leaves a marker with the number of the run, because nothing else in the folder of records has
+    it: a commit moves iteration folders away from there."""
+
+    def __init__(self, storage: Storage, root: str, holder: LeaseHolder, keep_run_marker: bool = False):
+        self.storage, self.root, self.holder, self.keep_run_marker = storage, root, holder, keep_run_marker
+        self.step = 0                           # that the training has reached; the next beat tells
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    @property
+    def run(self) -> str:
+        return self.holder.run
+
+    def publish(self) -> None:
+        publish(self.storage, lease_path(self.root, self.run), [self.holder.encode()], self.run)
+
+    def beat(self) -> None:
+        """Counts up once; the first time says that the directory is acquired. Raises OSError if it cannot be written."""
+        with self._lock:
+            if not self._stop.is_set():
+                self.holder = replace(self.holder, beat=self.holder.beat + 1, step=self.step)
+                self.publish()
+
+    def start(self) -> Lease:
+        def work() -> None:
+            while not self._stop.wait(self.holder.every):
+                with suppress(OSError):
+                    self.beat()
+        if self.holder.every:
+            threading.Thread(target=work, name="mindresume-claim", daemon=True).start()
+        return self
+
+    def release(self) -> None:
+        """Removes the lease. Does nothing the second time, and nothing in a child of the process that made it. A heartbeat that
+        hangs in the file system does not hang the end of the job: the lease stays then, and the next job finds its holder
+        dead."""
+        self._end(self.keep_run_marker)
+
+    def withdraw(self) -> None:
+        """Removes the lease of a job that has not acquired the directory. It leaves no marker, which would tell others that a
+        later run was there."""
+        self._end(False)
+
+    def _end(self, keep_run_marker: bool) -> None:
+        if self._stop.is_set() or os.getpid() != self._process:
+            return
+        self._stop.set()
+        if self._lock.acquire(timeout=BEAT):
+            try:
+                path = lease_path(self.root, self.run)
+                if keep_run_marker:
+                    self.storage.rename(path, os.path.join(os.path.dirname(path), f"{ENDED}{self.run}{SUFFIX}"))
+                else:
+                    self.storage.remove(path)
+            except OSError:                 # as above
+                return
+            finally:
+                self._lock.release()

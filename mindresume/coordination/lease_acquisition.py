@@ -1,0 +1,187 @@
+"""Acquires the lease of a checkpoint directory for a job that saves there.
+
+    lease = acquire(storage, root, holder_of_this_process("saving", world_size))   # rank 0; FolderInUseError if another is alive
+
+Of jobs that start at the same moment one stays: each publishes its lease and then reads the others. A job that sees no other
+lease has acquired the directory, and its first heartbeat says so: of any two, the one that published later sees the other. A job
+that sees an earlier name (number, run) gives way. A job that sees only later names waits until those have given way, or until one
+of them has acquired the directory.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+
+from mindresume.coordination.lease import (
+    BEAT,
+    ENDED,
+    PREFIX,
+    READER,
+    SAVING,
+    SUFFIX,
+    Lease,
+    LeaseHolder,
+    half_written,
+    holder_of_this_process,
+    is_alive,
+    is_job_lease,
+    iteration_record_names,
+    lease_holders,
+    lease_path,
+    leased_runs,
+    next_run,
+    past_runs,
+    read_leases,
+)
+from mindresume.errors import FolderInUseError
+from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
+from mindresume.model.manifest import FOLDER, run_sequence
+from mindresume.storage.filesystem import Storage
+from mindresume.storage.stale_files import remove_stale
+
+PATIENCE = 3                    # heartbeats that a holder on another machine is watched before it counts as dead
+LONGEST = 600.0                 # seconds that anybody is watched; whose beats are too rare for that is not taken for dead
+
+
+def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT, emit: Emit = ignore,
+            clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+            keep_run_marker: bool = False) -> Lease:
+    """Acquires ``root`` for a job that saves there, as a run later than all before. ``beat``: seconds between two heartbeats of
+    this job. ``emit``: receives LeaseWatched and StaleLeaseRemoved. ``keep_run_marker``: see ``Lease``.
+
+    Waits only if there is another lease whose holder is not known to be dead: ``PATIENCE`` heartbeats of that holder, at most
+    ``LONGEST`` seconds. Raises FolderInUseError if another job is alive, or if that cannot be found out.
+    """
+    folder = os.path.join(root, FOLDER)
+    storage.make_folder(folder)
+
+    def watch(*besides: str) -> list[LeaseHolder]:
+        return _watch(storage, root, holder, emit, clock, sleep, besides)
+    dead = watch()
+    names = storage.list(folder)
+    run = holder.run or next_run([*names, *iteration_record_names(storage, root)])
+    lease = Lease(storage, root, replace(holder, run=run, every=beat), keep_run_marker)
+    try:
+        dead = _publish_and_look(lease, dead, watch)
+        used = [other for other in past_runs(storage.list(folder)) if run_sequence(other) >= run_sequence(run) and other != run]
+        if not used:
+            lease.beat()
+    except BaseException:                           # an error is not an undo: it may be there
+        lease.withdraw()
+        raise
+    if used:                                        # names were listed late, or another job has come and gone meanwhile
+        lease.withdraw()
+        if holder.run:
+            raise FolderInUseError(_in_use(root, f"run {used[0]}", holder))
+        again = next_run([*names, *storage.list(folder), *iteration_record_names(storage, root)])
+        return acquire(storage, root, replace(holder, run=again), beat, emit, clock, sleep, keep_run_marker)
+    for other in dead:
+        emit(StaleLeaseRemoved(other.run, other.host, other.pid))
+    half = half_written(names)
+    over = [f"{PREFIX}{other.run}{SUFFIX}" for other in dead]
+    over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]              # ours tells the number now
+    over += [name for name, run in half if READER < run_sequence(run) < lease.holder.order[0]]
+    for name in over:
+        with suppress(OSError):                     # it stops no job, and is left to the next
+            storage.remove(os.path.join(folder, name))
+    # The number of a reader tells nothing.
+    remove_stale(storage, [os.path.join(folder, name) for name, run in half if not is_job_lease(run)],
+                 lease_path(root, lease.run))
+    return lease
+
+
+def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = time.monotonic,
+                      sleep: Callable[[float], None] = time.sleep) -> None:
+    """Waits as ``acquire`` does, and acquires nothing. Raises FolderInUseError if a job that saves into ``root`` is alive, or may
+    be. A job that failed in this process and left its lease does not count."""
+    me = holder_of_this_process(SAVING)
+    own = [holder.run for holder in lease_holders(storage, root)
+           if (holder.machine, holder.pid, holder.started) == (me.machine, me.pid, me.started)]
+    _watch(storage, root, me, emit, clock, sleep, own)
+
+
+def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[..., list[LeaseHolder]]) -> list[LeaseHolder]:
+    """Publishes ``lease``, and looks until no other job that saves has one, besides those of ``dead``. Returns all that were
+    found dead. Raises FolderInUseError if this job has to give way."""
+    while True:
+        failed: OSError | None = None
+        try:
+            lease.publish()                         # before each look: a listing is new where this host has changed the folder
+        except OSError as error:                    # a job that starts at the same moment may have removed it half-written
+            failed = error
+        known = [lease.run, *(holder.run for holder in dead)]
+        found, unreadable = read_leases(lease.storage, lease.root)
+        others = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
+        rivals = sorted((run_sequence(run), run) for run in others if is_job_lease(run) and run not in known)
+        if rivals and (failed is not None or rivals[0] < lease.holder.order):
+            raise FolderInUseError(_in_use(lease.root, others[rivals[0][1]], lease.holder)) from failed
+        if failed is not None:
+            raise failed
+        if not rivals:
+            return dead
+        dead = dead + watch(*known)
+
+
+def _in_use(root: str, other: str, me: LeaseHolder) -> str:
+    return f"{root} is in use: {other} is saving there. {_refused(me)}: wait for the other to end, or set another output_dir"
+
+
+def _not_known(root: str, path: str, why: str, me: LeaseHolder) -> str:
+    return (f"{root} may be in use: {why}, so whether that job still saves there cannot be told. {_refused(me)}. If the other "
+            f"has ended for certain, remove {path} and start again; or set another output_dir")
+
+
+def _refused(me: LeaseHolder) -> str:
+    return f"This job (host {me.host}, process {me.pid}, {me.world_size} rank(s)) does not start, or their checkpoints would mix"
+
+
+def _is_told_by_beats(holder: LeaseHolder) -> bool:
+    return 0 < holder.every * PATIENCE <= LONGEST
+
+
+def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Callable[[], float], sleep: Callable[[float], None],
+           besides: Collection[str] = ()) -> list[LeaseHolder]:
+    """Returns the holders of leases on ``root`` that are dead, without the runs ``besides``. For a holder on another machine
+    every heartbeat is a sign of life, and silence for ``PATIENCE`` of its own heartbeats means that it is dead. A process of this
+    machine may use this time to end, and a lease that cannot be read to become readable. Raises FolderInUseError if one is alive,
+    or may be."""
+    beats: dict[str, int] = {}                      # of each claim when it was first read
+    since: dict[tuple[str, bool], float] = {}       # when each was first read (True), or could first not be read (False)
+    said = False
+    while True:
+        now, (found, unreadable) = clock(), read_leases(storage, root)
+        owners = [holder for holder in found if holder.purpose == SAVING and holder.run not in besides]
+        unreadable = {run: why for run, why in unreadable.items() if is_job_lease(run) and run not in besides}
+        states = {holder.run: is_alive(holder) for holder in owners}
+        beating = [holder for holder in owners if states[holder.run] is None and
+                   beats.setdefault(holder.run, holder.beat) != holder.beat]
+        if beating:
+            raise FolderInUseError(_in_use(root, str(beating[0]), me))
+        alive = [holder for holder in owners if states[holder.run] is not False]
+        waits = {run: PATIENCE * BEAT - (now - since.setdefault((run, False), now)) for run in unreadable}
+        waits |= {holder.run: PATIENCE * (holder.every if _is_told_by_beats(holder) else BEAT) -
+                  (now - since.setdefault((holder.run, True), now)) for holder in alive}
+        left = max(waits.values(), default=0.0)
+        if left <= 0:
+            break
+        if not said:
+            run, host = (alive[0].run, alive[0].host) if alive else (next(iter(unreadable)), None)
+            emit(LeaseWatched(lease_path(root, run), run, host, left))
+            said = True
+        sleep(min(1.0, max(0.01, left)))
+    for holder in alive:
+        path = lease_path(root, holder.run)
+        if states[holder.run]:
+            raise FolderInUseError(_in_use(root, str(holder), me))
+        if not _is_told_by_beats(holder):
+            rare = f"only every {holder.every:g} s" if holder.every else "none"
+            raise FolderInUseError(_not_known(root, path, f"{holder} did not say that it ended, and of its signs of life "
+                                              f"(mindresume.heartbeat) there are {rare}", me))
+    for run, why in unreadable.items():
+        path = lease_path(root, run)
+        raise FolderInUseError(_not_known(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
+                                          f"({why})", me))
+    return owners

@@ -1,0 +1,141 @@
+"""Agrees on stopping early: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
+
+    SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ noted
+    at the same steps on all ranks, about every ``leave_check`` seconds ─▶ has any rank noted something?
+    all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0 after the file
+
+Ranks must agree on a step, and only an exchange can do that; at every step it would cost too much, so rank 0 says with each
+exchange at which step the next one is. A single process needs no exchange.
+
+A file that asked already before the training began has most likely ended the previous one, and would end each one after its first
+step. It counts again as soon as it is written again.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mindresume.bounded_json import parse_json
+from mindresume.coordination.collectives import Group, report
+from mindresume.storage.filesystem import PosixStorage
+
+STATUS = 128 + signal.SIGTERM           # of a process that left because of the signal
+BY_SIGNAL, BY_FILE = "SIGTERM", "graceful exit"
+FILE = "graceful_exit.json"             # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
+_KEY = "GracefulExit"                   # mindspore train/callback/_on_request_exit.py
+_FILE_CHECK = 1.0                       # seconds between two looks at the file
+_LIMIT = 1 << 16                        # bytes of the file
+
+
+class Version(NamedTuple):
+    """Tells apart the contents that a file had at different times."""
+    inode: int
+    changed: int
+    size: int
+
+
+class PreemptionHandler:
+    """``seconds``: about so often the ranks exchange what they noted; 0: never, so that nobody leaves. ``callbacks``: of the
+    training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves.
+    ``local_state()`` of all ranks goes along with each exchange, to ``on_peer_state``. ``before``: the ``requests`` from before
+    the minutes of compiling; a file that is not among them is looked at now."""
+
+    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
+                 local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
+                 before: Mapping[str, Version | None] | None = None):
+        self.group, self.seconds, self.local_state, self.on_peer_state = group, seconds, local_state, on_peer_state
+        self.clock = clock or (lambda: time.monotonic())
+        self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
+        self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
+                         FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
+        self.signalled = False
+        self._next, self._interval = 0, 1
+        self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
+        self._looked = -_FILE_CHECK
+        self._before: Any = None
+        asks = request(self.file) if self.file else None
+        self._stale = asks if asks == (before or {}).get(self.file, asks) else None
+        self._ignoring = [other for other in self.others if self._stale and other.remote_config_file == self.file]
+        for other in self._ignoring:
+            other.remote_config_file = None                     # MindSpore's callback would stop the training itself
+
+    @property
+    def ignored(self) -> str:
+        """Returns a sentence about a request that was there before the training began; empty if there is none."""
+        if self._stale is None:
+            return ""
+        return (f"{os.path.abspath(self.file)} asked to leave ({_KEY}: 1) before this training began, and most likely ended the "
+                f"one before: it is ignored until it is written again. Set {_KEY} to 0, or remove the file; a 1 after that ends "
+                f"this training")
+
+    def listen(self) -> None:
+        """Notes SIGTERM from here on, instead of ending the process at once. Only the main thread can."""
+        if self.seconds and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def close(self) -> None:
+        """Gives SIGTERM back its former handler."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _note(self, *_: Any) -> None:
+        self.signalled = True
+
+    def noted(self) -> str:
+        """Returns what this rank has noted: BY_SIGNAL, BY_FILE, or empty."""
+        if self.signalled or any(other.exit for other in self.others):
+            return BY_SIGNAL
+        if self.file and self.clock() - self._looked >= _FILE_CHECK:
+            self._looked = self.clock()
+            asks = request(self.file)
+            if asks != self._stale:
+                self._stale = None
+                while self._ignoring:
+                    self._ignoring.pop().remote_config_file = self.file
+                return BY_FILE if asks else ""
+        return ""
+
+    def at(self, step: int) -> str:
+        """Returns why to stop at the end of ``step``, the same on all ranks; empty: go on."""
+        if not self.seconds:
+            return ""
+        if self.group.size == 1:
+            return self.noted()
+        if step < self._next:
+            return ""
+        rows = report(self.group, lambda: [self.noted(), self._propose(step), self.local_state()])
+        self.on_peer_state([row[2] for row in rows])
+        self._interval = rows[0][1]
+        self._next, self._asked = step + self._interval, (step, self.clock())
+        return next((row[0] for row in rows if row[0]), "")
+
+    def _propose(self, step: int) -> int:
+        """Returns the steps until the next exchange: as many as fit into ``seconds``, at most twice as many as the last time."""
+        if self._asked is None:
+            return 1
+        before, then = self._asked
+        each = max(self.clock() - then, 1e-6) / max(step - before, 1)
+        return max(1, min(2 * self._interval, int(self.seconds / each)))
+
+
+def requests(config: Any) -> dict[str, Version | None]:
+    """Returns the version of every file that the configuration of a training may name, as far as it asks to stop."""
+    named = [callback.get("config_file") for callback in config.get("callbacks") or () if isinstance(callback, Mapping)]
+    return {str(path): request(str(path)) for path in (FILE, *named) if path}
+
+
+def request(path: str) -> Version | None:
+    """Returns the version of the file if it asks to stop. None: it does not, is not there, or is being written."""
+    try:
+        with PosixStorage().open(path) as file:
+            status, value = os.fstat(file.fileno()), parse_json(file.read(_LIMIT))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(value, dict) or value.get(_KEY) != 1:
+        return None
+    return Version(status.st_ino, status.st_mtime_ns, status.st_size)

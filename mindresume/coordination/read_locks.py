@@ -1,0 +1,132 @@
+"""Read locks: a checkpoint that is being read is not removed.
+
+    lock = acquire_read_lock(storage, root, attempt, commit_dir)       # None: the checkpoint is gone, choose again
+    read_locks(storage, root)                                          # {name of an attempt folder: who reads it}
+    announce_removal(storage, root, names)                             # by a removal, before it looks for read locks
+
+Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from mindresume.coordination.lease import (
+    BEAT,
+    LOADING,
+    READER,
+    REMOVING,
+    Lease,
+    LeaseHolder,
+    holder_of_this_process,
+    is_alive,
+    is_job_lease,
+    iteration_record_names,
+    lease_path,
+    read_leases,
+)
+from mindresume.model.manifest import FOLDER, attempts, run_name, untrashed
+from mindresume.storage.filesystem import Storage
+
+GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
+_LOOKS, _PAUSE = 20, 0.5        # of a reader while somebody is about to remove what it wants to hold: how often, seconds between
+
+
+def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str, beat: float = BEAT,
+                      sleep: Callable[[float], None] = time.sleep) -> Lease | None:
+    """Keeps ``attempt`` (the name of its folder of records) from being removed while it is read. ``commit_dir``: the folder whose
+    renaming would remove it. Returns None if it is gone: choose again.
+
+    Raises OSError if nothing can be written there.
+    """
+    lease = _lease_without_number(storage, root, LOADING, (attempt,), beat)
+    try:
+        for _ in range(_LOOKS):
+            if not _is_going(storage, root, attempt):
+                break
+            sleep(_PAUSE)                 # who removes it may have looked for holds before this one was there
+        there = storage.status(commit_dir) is not None
+    except BaseException:
+        lease.release()
+        raise
+    if not there:                         # it was faster
+        lease.release()
+        return None
+    return lease.start()
+
+
+def announce_removal(storage: Storage, root: str, names: Iterable[str]) -> Lease:
+    """Tells readers that the attempts ``names`` are about to be removed; the lease is released when they are. A removal announces
+    itself and then looks for read locks, and a reader publishes its lock and then looks for announcements, so one of the two sees
+    the other: nothing moves under a reader, not even for a moment. Raises OSError if it cannot be written."""
+    return _lease_without_number(storage, root, REMOVING, tuple(names), 0.0)
+
+
+def _lease_without_number(storage: Storage, root: str, purpose: str, names: tuple[str, ...], beat: float) -> Lease:
+    holder = replace(holder_of_this_process(purpose, holds=names), run=run_name(READER, secrets.token_hex(4)), every=beat)
+    lease = Lease(storage, root, holder)
+    try:
+        lease.publish()
+    except BaseException:                 # an error is not an undo: it may be there
+        lease.release()
+        raise
+    return lease
+
+
+def _is_going(storage: Storage, root: str, attempt: str) -> bool:
+    """Returns whether a removal of it is announced. A lease that cannot be read may be an announcement, and counts."""
+    found, unreadable = read_leases(storage, root)
+    return any(holder.purpose == REMOVING and attempt in holder.holds and is_alive(holder) is not False
+               for holder in found) or any(
+        not is_job_lease(run) for run in unreadable)
+
+
+class ReadLocks:
+    """Finds the read locks for a removal: {name of an attempt folder: who reads it}. Call it each time; it remembers the
+    heartbeats it saw, so that a reader on another machine that died does not lock its checkpoint for ever. A lease that cannot be
+    read may lock any of them, for as long."""
+
+    def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = time.monotonic):
+        self.storage, self.root, self.clock = storage, root, clock
+        self._seen: dict[str, tuple[int | None, float]] = {}
+
+    def __call__(self) -> Mapping[str, str]:
+        held: dict[str, str] = {}
+        found, unreadable = read_leases(self.storage, self.root)
+        for run, why in unreadable.items():
+            if not is_job_lease(run) and not self._silent(run, None, BEAT):
+                held.update({name: f"perhaps, by a reader: {lease_path(self.root, run)} cannot be read ({why})"
+                             for name in self._all_attempts()})
+        for holder in found:
+            if holder.holds and self._counts(holder) and holder.purpose != REMOVING:
+                held.update({name: f"{holder.purpose} by process {holder.pid} on host {holder.host}" for name in holder.holds})
+        return held
+
+    def _counts(self, holder: LeaseHolder) -> bool:
+        silent, state = self._silent(holder.run, holder.beat, max(holder.every, BEAT)), is_alive(holder)
+        if state is False or (state is None and silent):
+            with suppress(OSError):
+                self.storage.remove(lease_path(self.root, holder.run))
+            return False
+        return True
+
+    def _silent(self, run: str, beat: int | None, every: float) -> bool:
+        """Returns whether a lease had no heartbeat for long. ``beat``: None while it cannot be read."""
+        before, since = self._seen.get(run, (-1, 0.0))
+        if before != beat:
+            since = self.clock()
+            self._seen[run] = beat, since
+        return self.clock() - since > every * GIVEN_UP
+
+    def _all_attempts(self) -> set[str]:
+        names = [*self.storage.list(os.path.join(self.root, FOLDER)), *iteration_record_names(self.storage, self.root)]
+        return {name for name, _, _ in attempts(list(map(untrashed, names)))}
+
+
+def read_locks(storage: Storage, root: str) -> Mapping[str, str]:
+    """Returns the read locks of now, for a process that looks once."""
+    return ReadLocks(storage, root)()

@@ -1,0 +1,260 @@
+"""Complete, uncut weights: a folder of tensor files with or without an index, or one file.
+
+    part0.safetensors ... hyper_param.safetensors  param_name_map.json           MindSpore's unified_safetensors
+    model-00001-of-00003.safetensors ...           model.safetensors.index.json  HuggingFace
+
+What mindformers 1.9.0 needs to resume from such a folder (``resume_training: True``, no name; ``load_ckpt_format: safetensors``;
+if parallel ``auto_trans_ckpt: True``): no name in it that begins with ``rank_``, and ``hyper_param.safetensors`` with
+``loss_scale``, ``epoch_num``, ``step_num``, ``global_batch_size`` (``trainer/utils.py:373``; KeyError without one) and
+``global_step`` (without it the optimizer counts from 0). Parallel: ``param_name_map.json`` names the file of every tensor of the
+target's strategy; one that is not named, or not in its file, is skipped (mindspore ``transform_safetensors.py:1601``). In one
+process every ``*.safetensors`` in the folder is loaded, and the map is not read.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindresume.errors import ConfigError, DamagedFileError
+from mindresume.formats.iteration_naming import parse_weight_file
+from mindresume.formats.iteration_scan import is_iteration
+from mindresume.formats.rank_folder_naming import folder_rank
+from mindresume.formats.scalar_state import SCALARS, finite_scalar
+from mindresume.formats.scan import is_root
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
+from mindresume.model.file_record import FileRecord
+from mindresume.storage.filesystem import Storage, parallel
+from mindresume.tensor_files import FORMATS, Header
+from mindresume.tensor_files.header import MAX_HEADER, parse_object
+
+HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"
+MINDSPORE, HUGGINGFACE, FILES, FILE = "mindspore", "huggingface", "files", "file"
+_HF_INDEX = ".safetensors.index.json"
+_ACCUMULATED = "accu_grads"             # prefix of the sums of gradient accumulation
+
+
+@dataclass(frozen=True)
+class CompleteWeights:
+    """``root``: the folder, also of a single file. ``files``: names in it, sorted, HYPER last. ``tensors``: {name: file}.
+    ``headers`` by file. ``scalars``: those of SCALARS that are there. ``kind``: which index was read (MINDSPORE, HUGGINGFACE),
+    none (FILES), or one file was named (FILE). ``notes``: sentences about what was found and ignored, for the log."""
+    root: str
+    files: tuple[str, ...]
+    tensors: Mapping[str, str]
+    headers: Mapping[str, Header]
+    scalars: Mapping[str, int | float | str]
+    kind: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Index:
+    """``files``: {tensor: file}. ``flat``: without ``weight_map`` around it, as mindformers writes what it translated."""
+    path: str
+    files: Mapping[str, str]
+    flat: bool
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+def is_complete(storage: Storage, path: str) -> bool:
+    """Whether ``path`` is a folder with tensor files directly inside, or one tensor file; neither of ranks, which may be cut."""
+    status = storage.status(path)
+    if status is None or _part_of_ranks(storage, path, status.is_folder):
+        return False
+    return bool(_tensor_files(storage.list(path) if status.is_folder else [os.path.basename(path)]))
+
+
+def read_complete(storage: Storage, path: str) -> CompleteWeights:
+    """What lies there, from the index and the headers of the files; of the tensors only SCALARS are read, nothing is written.
+
+    ConfigError if it is no such folder or file, or does not say which of its files count. DamagedFileError, with file and
+    tensor, if a file is missing or not what it should be, if index and files contradict each other, or if a tensor is twice."""
+    status = storage.status(path)
+    if status is None:
+        raise ConfigError(f"{path}: no such file or folder; give a folder of complete weights, or one file")
+    if _part_of_ranks(storage, path, status.is_folder):
+        raise ConfigError(f"{path}: expected complete weights, found those of single ranks, which may be cut; give the folder "
+                          f"that holds the rank folders, to resume from it")
+    if not status.is_folder:
+        if not _tensor_files([os.path.basename(path)]):
+            raise ConfigError(f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}")
+        return _read(storage, os.path.dirname(path) or ".", [os.path.basename(path)], None, FILE, [])
+    names = storage.list(path)
+    index, kind, notes = _index_of(storage, path, names)
+    files = _tensor_files(names)
+    if index is not None:
+        named = {*index.files.values(), *({HYPER} & set(files))}
+        if ignored := [name for name in files if name not in named]:
+            notes.append(f"{path}: {listed(ignored, 1)} not named by {os.path.basename(index.path)}; ignored")
+        present = set(names)
+        for tensor, file in index.files.items():
+            if file not in present:
+                raise DamagedFileError(os.path.join(path, file), f"the file is missing; {os.path.basename(index.path)} says that "
+                                                                 f"it holds tensor {tensor}", tensor=tensor)
+        files = sorted(named)
+    if not files:
+        raise ConfigError(f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected complete weights")
+    return _read(storage, path, files, index, kind, notes)
+
+
+def _read(storage: Storage, root: str, files: list[str], index: _Index | None, kind: str, notes: list[str]) -> CompleteWeights:
+    formats = {os.path.splitext(file)[1]: file for file in reversed(files)}
+    if len(formats) > 1:
+        raise ConfigError(f"{root}: files of one format expected, found {' and '.join(sorted(formats.values()))}; move those of "
+                          f"one format to another folder")
+    files = sorted(files, key=lambda file: (file == HYPER, file))
+    records = [FileRecord(file, os.path.splitext(file)[1].removeprefix(".")) for file in files]
+    headers = dict(zip(files, parallel(storage, lambda record: header_of(storage, root, record), records), strict=True))
+    found: dict[str, str] = {}
+    for file, header in headers.items():
+        for tensor in header.tensors:
+            if tensor in found:
+                raise DamagedFileError(os.path.join(root, file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
+                                       f"file; are files of several steps or ranks in this folder?", tensor=tensor)
+            found[tensor] = file
+    if index is not None:
+        found, unlisted = _by_index(root, found, index)
+        if unlisted:
+            notes.append(f"{root}: {listed(unlisted, 1)} not named by {os.path.basename(index.path)}; ignored")
+    if not found:
+        raise ConfigError(f"{root}: no tensor in {listed(files, 1)}")
+    if cut := [tensor for tensor, file in found.items() if file == HYPER and tensor.startswith(_ACCUMULATED)]:
+        notes.append(f"{os.path.join(root, HYPER)}: {listed(cut, 1)} as MindSpore left them there: rank 0's part, not merged")
+    return CompleteWeights(root, tuple(files), found, headers, _scalars(storage, root, found, headers), kind, tuple(notes))
+
+
+def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[str, str], list[str]]:
+    """{tensor: file} in the order of the index, then those of HYPER, which MindSpore does not list; and the other tensors."""
+    for tensor, file in index.files.items():
+        if found.get(tensor) != file:
+            where = f"it is in {found[tensor]}" if tensor in found else "no file of the index holds it"
+            raise DamagedFileError(os.path.join(root, file), f"tensor {tensor} should be in it, says "
+                                                             f"{os.path.basename(index.path)}; {where}", tensor=tensor)
+    hyper = {tensor: file for tensor, file in found.items() if file == HYPER}
+    return {**index.files, **hyper}, [tensor for tensor in found if tensor not in index.files and tensor not in hyper]
+
+
+def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: Mapping[str, Header]
+             ) -> dict[str, int | float | str]:
+    there = [name for name in SCALARS if name in tensors]
+    values: dict[str, int | float | str] = {}
+    for file in sorted({tensors[name] for name in there}):
+        with storage.open(os.path.join(root, file)) as opened:
+            values.update((name, finite_scalar(opened, headers[file], name)) for name in there if tensors[name] == file)
+    return values
+
+
+# ---- the index -----------------------------------------------------------------------------------------------------
+
+def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | None, str, list[str]]:
+    """The index to go by, its kind, and notes."""
+    hubs = [name for name in names if name.endswith(_HF_INDEX) and not name.startswith(".")]
+    if len(hubs) > 1:
+        raise ConfigError(f"{root}: one index expected, found {' and '.join(hubs)}; move all but one to another folder")
+    ours = _read_index(storage, os.path.join(root, MAP), flat_too=True) if MAP in names else None
+    hub = _read_index(storage, os.path.join(root, hubs[0]), flat_too=False) if hubs else None
+    if ours is None or hub is None:
+        return ours or hub, MINDSPORE if ours else HUGGINGFACE if hub else FILES, []
+    for tensor, file in ours.files.items():
+        if hub.files.get(tensor, file) != file:
+            raise DamagedFileError(ours.path, f"it says that tensor {tensor} is in {file}, {hubs[0]} that it is in "
+                                              f"{hub.files[tensor]}; remove the one that is wrong", tensor=tensor)
+    if different := [tensor for tensor in (*ours.files, *hub.files) if tensor not in ours.files or tensor not in hub.files]:
+        # mindformers writes the map, with the names of its own network, into a folder from HuggingFace that it loads
+        # (utils/safetensors/convert_safetensors.py:_convert_index_json); the files keep their names.
+        if ours.flat and set(ours.files.values()) == set(hub.files.values()):
+            return hub, HUGGINGFACE, [f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those of the files"]
+        raise DamagedFileError(ours.path, f"it and {hubs[0]} do not name the same tensors: {different[0]} is in one only; remove "
+                                          f"the one that is wrong", tensor=different[0])
+    return ours, MINDSPORE, []
+
+
+def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
+    """DamagedFileError unless it maps tensors to names of tensor files in the same folder. ``flat_too``: without ``weight_map``
+    the document itself is the map, as MindSpore reads it."""
+    try:
+        with storage.open(path) as file:
+            data = file.read(MAX_HEADER + 1)
+    except OSError as error:
+        raise DamagedFileError(path, f"cannot be read: {error}") from error
+    if len(data) > MAX_HEADER:
+        raise DamagedFileError(path, f"an index has at most {MAX_HEADER} bytes, this one has more")
+    document = parse_object(data, path, "the index")
+    flat = flat_too and "weight_map" not in document
+    files: Any = document if flat else document.get("weight_map")
+    if not isinstance(files, dict):
+        raise DamagedFileError(path, f"weight_map should map tensors to files, found {files!r}"[:400])
+    for tensor, file in files.items():
+        if not isinstance(file, str) or "/" in file or "\0" in file or not _tensor_files([file]):
+            raise DamagedFileError(path, f"tensor {tensor} should be in a file of this folder with extension "
+                                         f"{' or '.join(FORMATS)}, found {file!r}"[:400], tensor=tensor)
+    return _Index(path, files, flat)
+
+
+def _part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
+    """Whether it is a folder of ranks, that of one rank, an iteration folder, or a file in one of these."""
+    here = os.path.abspath(path)
+    own = here if is_folder else os.path.dirname(here)
+    if folder_rank(os.path.basename(own)) is not None or is_folder and is_root(storage, path):
+        return True
+    return (is_folder or parse_weight_file(os.path.basename(here)) is not None) and is_iteration(storage, own)
+
+
+def _tensor_files(names: Iterable[str]) -> list[str]:
+    """Hidden ones are half-written, or of the file system."""
+    return [name for name in names if not name.startswith(".") and name.endswith(tuple(f".{fmt}" for fmt in FORMATS))]
+
+
+# ---- writing: names and contents -----------------------------------------------------------------------------------
+
+def split(sizes: Mapping[str, int], part_bytes: int) -> list[list[str]]:
+    """The tensors of each part, in the given order, as many as fit into ``part_bytes``; one that is larger has a part of its own.
+    ``sizes`` in bytes. MindSpore makes parts of about 3 GiB. ValueError unless ``part_bytes`` is positive."""
+    if part_bytes < 1:
+        raise ValueError(f"a part has at least 1 byte, found part_bytes {part_bytes}")
+    parts: list[list[str]] = []
+    room = -1                           # so that an empty tensor too begins the first part
+    for name, size in sizes.items():
+        if size > room:
+            parts.append([])
+            room = part_bytes
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def part_name(index: int, count: int, kind: str) -> str:
+    """Name of part ``index`` (from 0) of ``count``: ``part0.safetensors``, or ``model-00001-of-00003.safetensors`` and
+    ``model.safetensors`` if it is the only one. ValueError for another kind, or no such part."""
+    _checked(kind)
+    if not 0 <= index < count:
+        raise ValueError(f"part {index} of {count}: parts count from 0")
+    if kind == MINDSPORE:
+        return f"part{index}.safetensors"
+    return f"model-{index + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
+
+
+def index_document(kind: str, weight_map: Mapping[str, str], total_size: int) -> tuple[str, dict[str, Any]]:
+    """File name and JSON value of the index. ``weight_map``: {tensor: file}, without those of HYPER; ``total_size``: bytes of all
+    its tensors. MindSpore indents by 4; HuggingFace has no index if there is one file. ValueError for another kind."""
+    _checked(kind)
+    return MAP if kind == MINDSPORE else f"model{_HF_INDEX}", {"metadata": {"total_size": total_size},
+                                                               "weight_map": dict(weight_map)}
+
+
+def is_hyper(name: str, layout_known: bool, elements: int) -> bool:
+    """Whether a tensor belongs into HYPER: MindSpore puts there everything of rank 0's file that the source's strategy does not
+    name, and loads it uncut on every rank, after the parts and over them.
+
+    ``layout_known``: the strategy names it, or the source is of one rank, which has no strategy: its weights go into parts, else
+    no other layout could load them. A single number is never cut, so it may always lie there, and the counters must."""
+    return name in SCALARS or not layout_known or elements <= 1
+
+
+def _checked(kind: str) -> None:
+    if kind not in (MINDSPORE, HUGGINGFACE):
+        raise ValueError(f"kind {kind!r} is not one of {MINDSPORE}, {HUGGINGFACE}")

@@ -1,0 +1,170 @@
+"""Names and small files of Checkpoint 2.0: iteration folders, files of weights, ``common.json``, the tracker.
+
+    latest_checkpointed_iteration.txt               20
+    iteration_00000020/common.json
+    iteration_00000020/metadata.json                only with two ranks or more; see ``metadata``
+    iteration_00000020/qwen3-model-0000003-0000008.safetensors
+    iteration_00000020/qwen3-opt-0000003-0000008.safetensors
+
+Bytes to values and back; nothing is opened here.
+"""
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from mindresume.errors import DamagedFileError
+from mindresume.model.file_record import MAX_NAME
+from mindresume.model.training_state import is_count, is_number
+from mindresume.tensor_files.header import parse_object
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.json"
+METADATA = "metadata.json"
+MODEL = "model"
+OPTIMIZER = "opt"
+MAX_ITERATION = 10**18 - 1
+MAX_COMMON = 1 << 20                   # bytes; six numbers need 200
+_FOLDER = re.compile(r"iteration_([0-9]{1,18})")
+_WEIGHTS = re.compile(r"(?:(?P<prefix>[^/\n]*)-)?(?P<kind>model|opt)-(?P<index>[0-9]{7,18})-(?P<count>[0-9]{7,18})"
+                      r"\.safetensors")
+_FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+\.safetensors")
+_KEY = re.compile(r"\((?P<name>(?P<quote>['\"]).*(?P=quote)), \((?P<number>0|[1-9][0-9]{0,5}),\)\)", re.DOTALL)
+_MAX_KEY = 1 << 16                     # characters
+_STATUS = "ckpt_status"
+
+
+def iteration_name(step: int) -> str:
+    """Folder of ``step`` (mindformers checkpoint/utils.py:get_checkpoint_iter_dir). ValueError for one without a name."""
+    if not is_count(step, 0, MAX_ITERATION):
+        raise ValueError(f"a step is a whole number from 0 to {MAX_ITERATION}, found {step!r}")
+    return f"iteration_{step:08d}"
+
+
+def parse_iteration(name: str) -> int | None:
+    """Step of a folder, whatever its number of digits: documents show 7, mindformers writes 8. None for another name."""
+    found = _FOLDER.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+class WeightFile(NamedTuple):
+    """Parts of a file name. ``prefix``: None = none; ``kind``: MODEL or OPTIMIZER; ``index``: from 0 to ``count`` - 1, the rank
+    unless redundancy was removed."""
+    prefix: str | None
+    kind: str
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        head = "" if self.prefix is None else f"{self.prefix}-"
+        return f"{head}{self.kind}-{self.index:07d}-{self.count:07d}.safetensors"
+
+
+def parse_weight_file(name: str) -> WeightFile | None:
+    """None for a name that does not follow the rule (mindformers checkpoint/utils.py:get_checkpoint_name)."""
+    found = _WEIGHTS.fullmatch(name)
+    if not found:
+        return None
+    file = WeightFile(found["prefix"], found["kind"], int(found["index"]), int(found["count"]))
+    return file if file.index < file.count and str(file) == name else None
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether it can be that of a file of tensors beside the one that names it: no folders, no control characters, UTF-8."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None and len(name.encode()) <= MAX_NAME
+
+
+def slice_key(name: str, ordinal: int) -> str:
+    """Key of ``storage_data`` in metadata.json (mindformers checkpoint/utils.py:get_sharded_tensor_shard_id)."""
+    return str((name, (ordinal,)))
+
+
+def parse_slice_key(key: str) -> tuple[str, int] | None:
+    """(name, ordinal) of a key that ``slice_key`` gave, whatever quotes and commas the name has; None for another text."""
+    found = _KEY.fullmatch(key) if len(key) <= _MAX_KEY else None
+    if not found:
+        return None
+    name = found["name"][1:-1]
+    if "\\" in name:
+        try:
+            name = ast.literal_eval(found["name"])
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    # Python writes a text in one way, so that a slice has one key only.
+    return (name, int(found["number"])) if isinstance(name, str) and repr(name) == found["name"] else None
+
+
+@dataclass(frozen=True)
+class Common:
+    """Content of ``common.json``, in the order of mindformers (checkpoint/checkpoint.py:CommonInfo); None = not known.
+
+    ``step_num``: the absolute step. ``global_step``: the optimizer's own counter. ``ckpt_status``: 0 healthy, 1 not.
+    mindformers divides by ``global_batch_size`` and computes with ``epoch_num`` when it resumes: write both.
+    """
+    epoch_num: int | None = None
+    step_num: int | None = None
+    global_step: int | None = None
+    loss_scale: float | None = None
+    global_batch_size: int | None = None
+    ckpt_status: int | None = None
+
+
+def read_common(data: bytes, path: str) -> Common:
+    """Unknown keys are ignored (2.1.0 has more), absent ones are None (1.8.0 has no ckpt_status), but ``step_num`` is needed.
+    DamagedFileError if it is empty, torn, no object, or a value is not of its kind."""
+    if not data:
+        raise DamagedFileError(path, "it is empty, expected the JSON object that mindformers writes: the save did not finish")
+    if len(data) > MAX_COMMON:
+        raise DamagedFileError(path, f"it has {len(data)} bytes, expected a JSON object of at most {MAX_COMMON}")
+    found = parse_object(data, path, COMMON)
+    if found.get("step_num") is None:
+        raise DamagedFileError(path, "step_num is missing, expected the number of the step: it cannot be resumed from")
+    return Common(**{name: _checked(path, name, found.get(name)) for name in Common.__dataclass_fields__})
+
+
+def _checked(path: str, name: str, value: Any) -> Any:
+    if name == "loss_scale":
+        right, expected = is_number(value), "a finite number or null"
+    else:
+        least = 1 if name == "global_batch_size" else 0
+        right, expected = is_count(value, least), f"a whole number of at least {least} or null"
+    if value is not None and not right:
+        raise DamagedFileError(path, f"{name} is {value!r}"[:200] + f", expected {expected}")
+    return value
+
+
+def encode_common(common: Common, *, with_status: bool = True) -> bytes:
+    """As mindformers 1.9.0 writes it: these six keys and no other, as its reader takes no key it does not know.
+    ``with_status`` False leaves ``ckpt_status`` away: 1.8.0 does not know it, and later ones read an absent one as null.
+    ValueError if that would lose a status, or for values that could not be read back."""
+    row = asdict(common)
+    if not with_status and row.pop(_STATUS) is not None:
+        raise ValueError(f"{_STATUS} is {common.ckpt_status}, and would not be written")
+    data = json.dumps(row, ensure_ascii=False, indent=4).encode()
+    try:
+        read_common(data, COMMON)
+    except DamagedFileError as error:
+        raise ValueError(f"these values are no {COMMON}: {error.reason}") from error
+    return data
+
+
+def read_tracker(data: bytes) -> int | str:
+    """The step in the tracker, white space around it allowed as the file may be edited by hand; or a sentence why there is
+    none."""
+    try:
+        text = data.decode().strip()
+    except UnicodeDecodeError:
+        return "it is not text, expected the number of a step"
+    if not text:
+        return "it is empty, expected the number of a step"
+    if re.fullmatch(r"-[0-9]+", text):
+        return f"{text[:40]!r} is negative, expected the number of a step"
+    if not re.fullmatch(r"[0-9]+", text):
+        return f"{text[:40]!r} is no whole number, expected that of a step"
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(MAX_ITERATION)):
+        return f"a number of {len(digits)} digits, expected that of a step, at most {MAX_ITERATION}"
+    return int(digits)

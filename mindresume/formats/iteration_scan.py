@@ -1,0 +1,236 @@
+"""Checkpoint 2.0: one folder a step, the weights of all ranks in it, and a tracker that names the last one.
+
+    {root}/iteration_{step}/{prefix}-model-{i}-{n}.safetensors, {prefix}-opt-..., metadata.json, common.json
+    {root}/iteration_{step}/.mindresume/step-...-run-.../    records and manifest of what mindresume wrote
+    {root}/latest_checkpointed_iteration.txt                 "20"
+    {root}/.mindresume/step-...-run-.../                     an iteration folder in the making
+    {root}/.mindresume/tracker-{step}                        there while the tracker is being changed to that step
+
+The tracker is documented to be edited by hand, so it decides where to begin: what is newer than the step it names comes last.
+Two things are newer without anybody's wish: a folder whose writer died before it could change the tracker (its ``tracker-``
+file is still there), and one that all ranks have finished but rank 0 has not committed.
+"""
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import replace
+from itertools import islice
+
+from mindresume.errors import DamagedFileError
+from mindresume.formats import FIRST, MINDFORMERS, Candidate, unseen
+from mindresume.formats.iteration_naming import (
+    COMMON,
+    MAX_COMMON,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    TRACKER,
+    Common,
+    WeightFile,
+    parse_iteration,
+    parse_weight_file,
+    read_common,
+    read_tracker,
+)
+from mindresume.formats.metadata import MAX_METADATA, TensorMetadata, read_metadata
+from mindresume.formats.scalar_state import state_from_scalars
+from mindresume.formats.weight_files import status_of
+from mindresume.formatting import listed
+from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FOLDER, attempts
+from mindresume.model.training_state import TrainingState
+from mindresume.storage.filesystem import Storage
+
+_TRACKER_LIMIT = 1 << 10            # bytes
+_INTENT = re.compile(r"tracker-([0-9]{10,18})")
+
+
+def intent_name(step: int) -> str:
+    return f"tracker-{step:010d}"
+
+
+def is_iteration(storage: Storage, path: str) -> bool:
+    """Whether ``path`` is one iteration folder, under whatever name. One that only mindformers knows is told by its files."""
+    if parse_iteration(os.path.basename(os.path.abspath(path))) is not None:
+        status = storage.status(path)
+        return status is not None and status.is_folder
+    names = storage.list(path)
+    return (COMMON in names or FOLDER in names) and any(map(parse_weight_file, names))
+
+
+# ---- scanning ------------------------------------------------------------------------------------------------------
+
+def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate]
+                  ) -> tuple[list[Candidate], list[str]]:
+    """Every iteration folder, in the order in which a resume tries them, and notes. ``top``: what lies in ``root``;
+    ``attempted``: what lies in its folder of records; ``ours``: candidates with records. Of a folder without records its names
+    and its ``common.json`` are read."""
+    known = {candidate.base for candidate in ours}
+    folders = [name for name in top if parse_iteration(name) is not None and name not in known]
+    tracked = TRACKER in top
+    foreign = [candidate for name in folders if (candidate := foreign_candidate(storage, root, name, tracked))]
+    candidates = [_place(storage, root, candidate, ours) for candidate in foreign] + ours
+    by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
+    if not tracked:
+        return by_age, [f"{TRACKER} is not there; the newest one that is whole is taken"] if any(c.maybe_completed
+                                                                                                 for c in ours) else []
+    named = read_tracker(_head(storage, os.path.join(root, TRACKER)))
+    if isinstance(named, str):
+        return by_age, [f"{TRACKER}: {named}; the newest one that is whole is taken"]
+    return _from_tracker(by_age, named, intents(attempted))
+
+
+def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tuple[list[Candidate], list[str]]:
+    """``named``: the step in the tracker. First it, then older steps, then the others."""
+    notes = []
+    visible = [c for c in by_age if parse_iteration(c.base) is not None]
+    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.unseen)), None)
+    # A save comes to the tracker only behind its intent: what was committed since, and has neither intent nor name, says nothing
+    # of why the tracker names another step.
+    last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.base) is not None)), None)
+    if last is not None and last.step in intended and last.step != named:
+        notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
+        named, newest = last.step or named, last
+    elif not any(c.step == named for c in visible):
+        notes.append(f"{TRACKER} names step {named}, which is not there")
+    # All ranks have finished it, nobody committed it: the newest of all, unless the tracker was set back.
+    ready = []
+    if newest is None or newest.step == named:
+        ready = [c for c in by_age if c not in visible and c.maybe_completed and c.problem is None and
+                 (newest is None or c.order > newest.order)]
+    upto = sorted((c for c in by_age if c not in ready and (c.step or 0) <= named), key=lambda c: (c.step or 0, c.order),
+                  reverse=True)
+    newer = [c for c in by_age if c not in ready and (c.step or 0) > named]
+    steps = [c.step for c in newer if c.maybe_completed]
+    if steps:
+        notes.append(f"newer than step {named}, which {TRACKER} names, and only taken if no other can be: step {listed(steps)}")
+    return ready + upto + newer, notes
+
+
+def intents(attempted: list[str]) -> set[int]:
+    """Steps to which somebody was about to point the tracker. ``attempted``: what lies in the folder of records."""
+    return {int(found[1]) for found in map(_INTENT.fullmatch, attempted) if found}
+
+
+def tracked(storage: Storage, root: str) -> int | None:
+    """The step that the tracker names; None without one, or where it says none."""
+    found = read_tracker(_head(storage, os.path.join(root, TRACKER)))
+    return None if isinstance(found, str) else found
+
+
+def _head(storage: Storage, path: str) -> bytes:
+    try:
+        with storage.open(path) as file:
+            return file.read(_TRACKER_LIMIT)
+    except OSError:
+        return b""
+
+
+def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candidate]) -> Candidate:
+    """In one line of steps with the last of our runs that had come as far: mindformers gives its runs no number, and times get
+    lost. Where that is wrong, the tracker knows better."""
+    if candidate.unseen:
+        return replace(candidate, order=(*FIRST, candidate.step or 0))
+    status = status_of(storage, root, candidate.every_file[0]) if candidate.every_file else None
+    step = candidate.step or 0
+    number = max((c.order[0] for c in ours if c.maybe_completed and (c.step or 0) <= step), default=0.0)
+    return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
+
+
+# ---- folders without records ---------------------------------------------------------------------------------------
+
+def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = True) -> Candidate | None:
+    """What mindformers wrote into ``name``, a folder in ``root``; None if that is no folder. ``tracked``: whether there is a
+    tracker, without which no save of mindformers has ever completed."""
+    step, place = parse_iteration(name), name
+    try:
+        names = storage.list(os.path.join(root, name))          # before its status, which of a link to itself is that of nothing
+        status = storage.status(os.path.join(root, name))
+        if FOLDER in names:                                     # no records are known: because there are none?
+            place = f"{name}/{FOLDER}"
+            if any(attempts(storage.list(os.path.join(root, place)))):
+                raise OSError(errno.EAGAIN, "it holds records, and a moment ago it could not be")
+    except OSError as error:
+        return unseen(error, place, step=step, base=name)
+    if status is None or not status.is_folder:
+        return None
+    found = sorted(filter(None, map(parse_weight_file, names)), key=lambda file: (file.index, file.kind != MODEL))
+    files: dict[int, tuple[FileRecord, ...]] = {}
+    for file in found:
+        files[file.index] = (*files.get(file.index, ()), FileRecord(f"{name}/{file}", "safetensors"))
+    world = max((file.count for file in found), default=0)
+    candidate = Candidate(step, MINDFORMERS, "safetensors", files, world, (0.0,), base=name)
+    missing = _missing(name, found, names)
+    if missing:
+        return replace(candidate, maybe_completed=tracked, problem=candidate.refuse(*missing))
+    try:
+        common = common_of(storage, root, name)
+    except DamagedFileError as error:
+        return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
+    if step not in (None, common.step_num):
+        return replace(candidate, problem=candidate.refuse(
+            f"{COMMON} is of step {common.step_num}, the folder of step {step}: one of them is from elsewhere",
+            f"{name}/{COMMON}"))
+    return replace(candidate, step=common.step_num, state=state_of(common), epoch=common.epoch_num)
+
+
+def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str, str] | None:
+    """(what is wrong, file): files that belong together and are not all there."""
+    if not found:
+        return "the folder holds no weights: the save did not finish, or its files were removed", name
+    for kind in (MODEL, OPTIMIZER):
+        files = [file for file in found if file.kind == kind]
+        if not files and kind == MODEL:
+            return f"no {{prefix}}-{MODEL}-... file: the weights of the network are missing", name
+        for other in files:
+            if (other.prefix, other.count) != (files[0].prefix, files[0].count):
+                return f"{other} and {files[0]} lie side by side: files of two saves are mixed", f"{name}/{other}"
+        if files and len(files) < files[0].count:
+            # The count is what a name claims, so what is missing is not counted one by one.
+            there, count = {file.index for file in files}, files[0].count
+            absent = list(islice((index for index in range(count) if index not in there), 8))
+            more = count - len(there) - len(absent)
+            return (f"{len(files)} of {count} {kind} files are there, missing: {listed(absent)}"
+                    + (f" and {more} more" if more else "")), f"{name}/{files[0]._replace(index=absent[0])}"
+    if METADATA not in names and max(file.count for file in found) > 1:
+        return f"{METADATA} is missing: how the tensors of {max(file.count for file in found)} files are cut is not known", \
+            f"{name}/{METADATA}"
+    return (f"{COMMON} is missing", f"{name}/{COMMON}") if COMMON not in names else None
+
+
+def common_of(storage: Storage, root: str, name: str) -> Common:
+    """DamagedFileError if it is missing, or not as mindformers writes it."""
+    path = os.path.join(root, name, COMMON)
+    try:
+        with storage.open(path) as file:
+            return read_common(file.read(MAX_COMMON + 1), path)
+    except OSError as error:
+        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
+
+
+def metadata_of(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
+    """DamagedFileError if there is none, or it is damaged."""
+    return read_metadata(metadata_bytes(storage, folder), os.path.join(folder, METADATA))
+
+
+def metadata_bytes(storage: Storage, folder: str) -> bytes:
+    """DamagedFileError if it cannot be read. No more than can be right are read."""
+    path = os.path.join(folder, METADATA)
+    try:
+        with storage.open(path) as file:
+            return file.read(MAX_METADATA + 1)
+    except OSError as error:
+        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
+
+
+def state_of(common: Common) -> TrainingState:
+    state = state_from_scalars(common.step_num or 0, common.epoch_num, common.global_step, common.global_batch_size,
+                              common.loss_scale)
+    return replace(state, health=common.ckpt_status)
+
+
+def common_from(state: TrainingState) -> Common:
+    """What mindformers resumes from."""
+    return Common(state.epoch, state.step, state.global_step, state.loss_scale, state.global_batch_size, state.health)

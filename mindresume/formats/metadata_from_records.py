@@ -1,0 +1,112 @@
+"""What records say of the tensors of a checkpoint, as ``metadata.json`` says it: how each is cut, and which files hold what.
+
+    tensors = described(files, deduplicated, details_of)     # files of all ranks; details_of(rank) reads the long part of a
+    record
+    uncovered(files, deduplicated, details_of)               # where ranks are missing: what is on none of the others
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from mindresume.errors import RecordError
+from mindresume.formats.metadata import StoredSlice, TensorMetadata
+from mindresume.formats.slices import ordinals
+from mindresume.model.layout import TensorLayout, is_scalar
+from mindresume.model.record_details import Details, TensorRecord
+
+
+def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]
+                          ) -> list[TensorMetadata]:
+    """Describes every tensor that has a layout; the others are counters, which mindformers does not list either.
+
+    All ranks of a stage hold the same tensors, so the details of one rank are read; those of all ranks where redundancy was
+    removed. A tensor of several stages (a shared embedding) takes the layout of the first one. ``files``: names of the files of
+    each rank; a rank without files wrote nothing. RecordError if the stages differ in size, or no rank of a stage wrote
+    anything."""
+    anchor = next((rank for rank, names in enumerate(files) if names), 0)
+    known = details_of(anchor)
+    size = stage_size(known.tensors.values(), len(files))
+    found: dict[str, TensorMetadata] = {}
+    for first in range(0, len(files), size):
+        ranks = [rank for rank in range(first, first + size) if files[rank]]
+        if not ranks:
+            raise RecordError(f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing")
+        rows = {rank: known.tensors if rank == anchor else details_of(rank).tensors
+                for rank in (ranks if deduplicated else ranks[:1])}
+        for name in dict.fromkeys(name for table in rows.values() for name in table):
+            writers = [rank for rank, table in rows.items() if name in table]
+            row = rows[writers[0]][name]
+            if row.layout is None or row.global_shape is None:
+                continue
+            if name in found:
+                found[name] = _shared(found[name], files, rows, name, row, writers if deduplicated else ranks, first)
+                continue
+            if row.layout.stage_size != size:
+                raise RecordError(f"{name} is cut over {row.layout.stage_size} ranks, other tensors over {size}")
+            found[name] = TensorMetadata(name, row.dtype, row.global_shape, row.layout, first,
+                                    _stored(files, rows, name, row, writers if deduplicated else ranks, first))
+    return list(found.values())
+
+
+def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
+    """Says what is lost of a checkpoint that only some ranks wrote; empty if they wrote every slice of every tensor. A tensor of
+    more than one element needs a layout: else what the other ranks held is unknown. Arguments as of
+    ``metadata_from_records``."""
+    try:
+        rows = metadata_from_records(files, deduplicated, details_of)
+    except RecordError as error:
+        return str(error)
+    for row in rows:
+        for number in range(max(_ordinals(row.layout, row.shape)) + 1):
+            if number not in row.stored:
+                ranks = _groups(row.layout, row.shape, row.first)[number]
+                return f"a part of {row.name} was held by rank {', '.join(map(str, ranks))} alone"
+    there = next(rank for rank, names in enumerate(files) if names)
+    named = {row.name for row in rows}
+    return next((f"{name} {row.shape} has no layout" for name, row in details_of(there).tensors.items()
+                 if name not in named and not is_scalar(row.shape)), "")
+
+
+def _shared(known: TensorMetadata, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
+            row: TensorRecord, writers: Iterable[int], first: int) -> TensorMetadata:
+    """With the copies of a further stage, if it cuts the tensor alike."""
+    if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
+        return known
+    more = _stored(files, rows, name, row, writers, first)
+    return replace(known, stored={number: (*copies, *more.get(number, ())) for number, copies in known.stored.items()})
+
+
+def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
+    size = next((row.layout.stage_size for row in rows if row.layout), world_size)
+    if world_size % size:
+        raise RecordError(f"tensors are cut over {size} ranks, of {world_size}")
+    return size
+
+
+def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
+            writers: Iterable[int], first: int) -> dict[int, tuple[StoredSlice, ...]]:
+    held = _ordinals(row.layout, row.global_shape)
+    groups = _groups(row.layout, row.global_shape, first)
+    found: dict[int, tuple[StoredSlice, ...]] = {}
+    for rank in writers:
+        file = files[rank][rows[rank][name].file if rank in rows else row.file]
+        number = held[rank - first]
+        before = found.get(number, ())
+        found[number] = (*before, StoredSlice(file, rank, () if before else groups[number]))     # once is enough to be found
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return ordinals(layout, shape)
+
+
+@lru_cache(maxsize=1 << 12)
+def _groups(layout: TensorLayout, shape: tuple[int, ...], first: int) -> dict[int, tuple[int, ...]]:
+    """{slice: the ranks that hold it}."""
+    found: dict[int, list[int]] = {}
+    for local, number in enumerate(_ordinals(layout, shape)):
+        found.setdefault(number, []).append(first + local)
+    return {number: tuple(ranks) for number, ranks in found.items()}

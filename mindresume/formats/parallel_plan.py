@@ -1,0 +1,178 @@
+"""A parallel configuration in one line, and the strategy of a model under it: how a checkpoint is to be cut.
+
+    plan = ParallelPlan.parse("dp=2,tp=4,pp=2,opt=2")
+    strategy = strategy_of(plan, {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), (0, 3)), ...}, stages=4)
+
+A plan says how many ranks, not what they cut: which dimension tensor parallelism cuts is taken from the layouts the checkpoint
+has now. Who needs anything else gives a strategy file.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindresume.errors import ConfigError
+from mindresume.formats.strategy import Strategy
+from mindresume.model.layout import MAX_RANKS, TensorLayout
+
+# Global shape; layout in the source, None if not known; the pipeline stages that hold it there, ascending, none if not known.
+TensorSpec = tuple[tuple[int, ...], TensorLayout | None, tuple[int, ...]]
+
+_KEYS = {"dp": "dp", "tp": "tp", "mp": "tp", "pp": "pp", "opt": "opt"}
+_PLAN = re.compile(rf"\s*(?:{'|'.join(_KEYS)})\s*=[^/\\]*|\w+=-?\d+(?:,\w+=-?\d+)*")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|layer)\.(\d{1,9})(?:\.|$)", re.ASCII)
+_BEHIND = re.compile(r"(?:^|\.)mtp\.")   # prediction of several tokens: mindformers puts all of it into the last stage
+_FIRST = ("embed", "wte")               # tok_embeddings, word_embeddings, embed_tokens, wte: inputs of the first layer
+_GIVE = "give a strategy file instead of a plan"
+
+
+def is_plan(text: str) -> bool:
+    """Whether ``text`` is meant as a plan, right or wrong, and not as a path."""
+    return _PLAN.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """``dp`` x ``tp`` ranks in each of ``pp`` pipeline stages. ``opt``: pieces of the optimizer shard; 0 = none, -1 = as many as
+    a tensor has replicas. ConfigError for impossible numbers."""
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    opt: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.tp, self.pp) < 1 or self.opt < -1:
+            raise ConfigError(f"plan {self}: dp, tp and pp are whole numbers >= 1, opt besides 'all'")
+        if self.world_size > MAX_RANKS:
+            raise ConfigError(f"plan {self}: {self.world_size} ranks; a job has at most {MAX_RANKS}")
+
+    def __str__(self) -> str:
+        opt = {0: "", -1: ",opt=all"}.get(self.opt, f",opt={self.opt}")
+        return f"dp={self.dp},tp={self.tp},pp={self.pp}{opt}"
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelPlan:
+        """``"dp=2,tp=4,pp=2,opt=2"``; what is absent is 1, or no optimizer shard; mp is another word for tp. ConfigError."""
+        found: dict[str, int] = {}
+        for part in text.split(","):
+            key, equals, value = map(str.strip, part.partition("="))
+            name = _KEYS.get(key)
+            if name is None or not equals:
+                raise ConfigError(f"plan {text!r}: {part!r} is not dp=, tp= (or mp=), pp= or opt= and a number, as in "
+                                  f"dp=2,tp=4,pp=2,opt=2")
+            if name in found:
+                raise ConfigError(f"plan {text!r}: {key}={value} gives {name} a second time"
+                                  + (" (mp is another word for tp)" if name == "tp" else ""))
+            everything = name == "opt" and value in ("all", "-1")
+            if not everything and not re.fullmatch(r"0*[1-9]\d{0,8}", value, re.ASCII):
+                raise ConfigError(f"plan {text!r}: {key} is {value!r}, expected a whole number >= 1"
+                                  + (", or all for as many pieces as there are replicas" if name == "opt" else ""))
+            found[name] = -1 if everything else int(value)
+        return cls(**found)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.tp * self.pp
+
+
+def strategy_of(plan: ParallelPlan, tensors: Mapping[str, TensorSpec], stages: int = 1) -> Strategy:
+    """The layouts and stages of these tensors under a plan. ``stages``: how many the source has. ConfigError where the plan does
+    not fit, or the source says too little.
+
+    Layouts are over the device matrix [dp, tp]. A tensor without a layout is not cut by tensor parallelism. Layers are spread
+    evenly: layer i of L is in stage i * pp // L. A tensor that several stages of the source hold, such as an embedding that is
+    the head too, is in several stages of the target.
+    """
+    if not tensors:
+        raise ConfigError(f"plan {plan}: there are no tensors to cut")
+    cuts = {name: _cut(plan, name, shape, layout) for name, (shape, layout, _) in tensors.items()}
+    if plan.tp > 1 and all(cut is None for cut in cuts.values()):
+        raise ConfigError(f"plan {plan}: no tensor of the source is cut, so it does not say which dimension tensor parallelism "
+                          f"cuts; {_GIVE}")
+    places = _stages(plan, tensors, stages)
+    found: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
+    for name, (shape, _, _) in tensors.items():
+        layout = _layout(plan, name, shape, cuts[name])
+        for stage in places[name]:
+            found[stage][name] = layout
+    if not all(found):
+        raise ConfigError(f"plan {plan}: pipeline stage {found.index({})} would hold no tensor; take a smaller pp, or {_GIVE}")
+    return Strategy(tuple(found), str(plan))
+
+
+def _cut(plan: ParallelPlan, name: str, shape: tuple[int, ...], layout: TensorLayout | None) -> int | None:
+    """The dimension that tensor parallelism cuts."""
+    if layout is None or plan.tp == 1:
+        return None
+    if len(layout.tensor_map) != len(shape):
+        raise ConfigError(f"plan {plan}: {name} has the shape {shape}, its layout in the source is for "
+                          f"{len(layout.tensor_map)} dimensions: {layout}")
+    cut = [dim for dim, axes in enumerate(layout.axes()) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
+    if len(cut) > 1:
+        raise ConfigError(f"plan {plan}: the source cuts {name} of shape {shape} along dimensions {' and '.join(map(str, cut))}, "
+                          f"a plan can cut along one; {_GIVE}")
+    return cut[0] if cut else None
+
+
+def _layout(plan: ParallelPlan, name: str, shape: tuple[int, ...], cut: int | None) -> TensorLayout:
+    """As mindformers: no optimizer shard where the pieces do not divide dimension 0 behind the cut, or the replicas."""
+    if cut is not None and shape[cut] % plan.tp:
+        raise ConfigError(f"plan {plan}: {name} of shape {shape} has {shape[cut]} elements in dimension {cut}, which tensor "
+                          f"parallelism cuts and tp={plan.tp} does not divide")
+    plain = TensorLayout((plan.dp, plan.tp), tuple(0 if dim == cut else -1 for dim in range(len(shape))))
+    pieces = plain.replicas if plan.opt == -1 else plan.opt
+    if not shape or pieces < 2 or plain.replicas % pieces or plain.local_shape(shape)[0] % pieces:
+        return plain
+    return TensorLayout(plain.device_matrix, plain.tensor_map, plan.opt)
+
+
+def _stages(plan: ParallelPlan, tensors: Mapping[str, TensorSpec], stages: int) -> dict[str, tuple[int, ...]]:
+    """{tensor: pipeline stages}. Outside the layers: where the source has it, the first or the last stage; else by its name, and
+    what is not known to come before the first layer comes behind the last. ``stages``: of the source."""
+    if plan.pp == 1:
+        return dict.fromkeys(tensors, (0,))
+    layers = {name: _layer(name) for name in tensors}
+    count = 1 + max((layer for layer in layers.values() if layer is not None), default=-1)
+    if plan.pp > count:
+        raise ConfigError(f"plan {plan}: {count} layers (names with layers.<i>, blocks.<i>, h.<i> or layer.<i>) do not fill "
+                          f"{plan.pp} pipeline stages; take a smaller pp, or {_GIVE}")
+    known = {stage for _, _, held in tensors.values() for stage in held}
+    first, last = (min(known), max(known)) if len(known) > 1 else (None, None)
+
+    def place(name: str) -> tuple[int, ...]:
+        held = tensors[name][2]
+        if len(held) > 1:
+            return _shared(plan, name, held, layers[name] is not None, stages)
+        if layers[name] is not None:
+            return (layers[name] * plan.pp // count,)
+        if held and held[0] in (first, last):
+            return (0,) if held[0] == first else (plan.pp - 1,)
+        return (0,) if _is_first(name) else (plan.pp - 1,)
+
+    return {name: place(name) for name in tensors}
+
+
+def _shared(plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool, stages: int) -> tuple[int, ...]:
+    """Of a tensor that several stages of the source hold. ConfigError where these do not say which ones of the target need it: of
+    two stages both can mean all, or the ends; the ends it is for what is an embedding by its name."""
+    if not in_layer:
+        ends, everywhere = held == (0, stages - 1), len(held) == stages
+        if ends and (stages > 2 or plan.pp == 2 or _is_first(name)):
+            return 0, plan.pp - 1
+        if everywhere and stages > 2:
+            return tuple(range(plan.pp))
+    raise ConfigError(f"plan {plan}: {name} is held by the pipeline stages {', '.join(map(str, held))} of {stages} in the "
+                      f"source, which does not say which of {plan.pp} stages need it; {_GIVE}")
+
+
+def _is_first(name: str) -> bool:
+    """Whether it comes before the first layer, by its name."""
+    return any(word in name for word in _FIRST) and not _BEHIND.search(name)
+
+
+def _layer(name: str) -> int | None:
+    """Number of the layer, None outside the stack."""
+    found = None if _BEHIND.search(name) else _LAYER.search(name)
+    return int(found[1]) if found else None

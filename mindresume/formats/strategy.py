@@ -1,0 +1,221 @@
+"""MindSpore's strategy files: how every parameter of a job is cut. Neither mindspore nor protobuf is imported.
+
+    strategy = read_strategy("output/strategy")                 # a folder, or one file: .ckpt (protobuf) or .json
+    strategy.of_rank(5)["embedding.weight"].slices(5 % strategy.stage_size, (8, 4))
+    write_strategy(strategy, "elsewhere")                       # what MindSpore reads
+
+MindSpore writes one file a rank, ``ckpt_strategy_rank_<R>.ckpt``: the parameters of the pipeline stage of that rank. A merged
+file (``mindspore.merge_pipeline_strategys``) holds all stages, its parameters are named ``<stage>-<name>``.
+"""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindresume.errors import StrategyError
+from mindresume.formats.strategy_codec import Layouts, decode_strategy, encode_strategy
+from mindresume.formatting import listed
+from mindresume.model.layout import MAX_RANKS, TensorLayout
+from mindresume.model.training_state import is_count
+from mindresume.storage.filesystem import PosixStorage, Storage, parallel, publish, read_bytes
+
+MAX_BYTES = 256 << 20                   # of a file; 2,000 parameters take 200 kB
+_RANK = re.compile(r"(?!merged|\.).*rank_(\d{1,9})(.*)\.(?:ckpt|json)", re.ASCII)
+_WHOLE = re.compile(r"(?!\.)(?:merged.*|.*strategy.*)\.(?:ckpt|json)")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """``stages[s]``: {parameter: layout} of pipeline stage s; ``source``: where it was read, for messages.
+
+    Every stage has a parameter, and all layouts have the same ``stage_size``: else StrategyError.
+    """
+    stages: tuple[Layouts, ...]
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.stages or not all(self.stages):
+            raise StrategyError(f"{self._where}{len(self.stages)} stages, {sum(map(bool, self.stages))} of them with parameters; "
+                                f"a strategy has at least one, and each has parameters")
+        one_form = {layout: layout.normalized() for stage in self.stages for layout in stage.values()}
+        stages = tuple({name: one_form[layout] for name, layout in stage.items()} for stage in self.stages)
+        object.__setattr__(self, "stages", stages)
+        if len({layout.stage_size for layout in one_form}) > 1:
+            sizes = {layout.stage_size: f"{layout.stage_size} ({name} of stage {number})"
+                     for number, stage in enumerate(self.stages) for name, layout in stage.items()}
+            raise StrategyError(f"{self._where}all layouts of a job are over the same number of ranks a stage, found "
+                                + listed(list(sizes.values()), 5))
+        if self.world_size > MAX_RANKS:
+            raise StrategyError(f"{self._where}{len(self.stages)} stages of {self.stage_size} ranks; a job has up to {MAX_RANKS}")
+
+    @property
+    def _where(self) -> str:
+        return f"{self.source}: " if self.source else ""
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of each pipeline stage."""
+        return next(iter(self.stages[0].values())).stage_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return len(self.stages) * self.stage_size
+
+    def of_rank(self, rank: int) -> Layouts:
+        """{parameter: layout} of what the rank holds; its number within the stage is ``rank % stage_size``."""
+        if not 0 <= rank < self.world_size:
+            raise StrategyError(f"{self._where}rank {rank} is not one of the {self.world_size} ranks of this strategy")
+        return self.stages[rank // self.stage_size]
+
+    def stage_of(self, name: str) -> int | None:
+        """The first stage that holds the parameter, None if no stage does."""
+        return next((number for number, stage in enumerate(self.stages) if name in stage), None)
+
+    def fitted(self, dimensions: Mapping[str, int]) -> Strategy:
+        """The same with the layouts of these parameters read for so many dimensions. A file says ``[1, 0]`` both for a matrix
+        and for a vector cut by two axes, and nothing about dimensions where a stage is one rank. StrategyError if a layout
+        does not fit."""
+        known: dict[tuple[TensorLayout, int], TensorLayout] = {}
+
+        def fit(name: str, layout: TensorLayout) -> TensorLayout:
+            count, cuts = dimensions.get(name, len(layout.tensor_map)), layout.tensor_map
+            if count == len(cuts):
+                return layout
+            if (layout, count) not in known:
+                if count == 1 and cuts and all(isinstance(axis, int) for axis in cuts):
+                    cuts = (cuts,)
+                elif not cuts and layout.stage_size == 1:
+                    cuts = (-1,) * count
+                else:
+                    raise StrategyError(f"{self._where}parameter {name} has {count} dimensions, the strategy cuts "
+                                        f"{len(cuts)}: {layout}; does it belong to this model?")
+                known[layout, count] = TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards).normalized()
+            return known[layout, count]
+
+        return Strategy(tuple({name: fit(name, layout) for name, layout in stage.items()} for stage in self.stages), self.source)
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for JSON that ``from_json`` takes back; each distinct layout is in it once."""
+        layouts: dict[TensorLayout, int] = {}
+        stages = [{name: layouts.setdefault(layout, len(layouts)) for name, layout in stage.items()} for stage in self.stages]
+        return {"source": self.source, "layouts": [layout.to_json() for layout in layouts], "stages": stages}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Strategy:
+        """StrategyError if it is not what ``to_json`` gives; unknown keys are ignored."""
+        try:
+            layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
+            if not all(is_count(index, 0, len(layouts) - 1) for stage in value["stages"] for index in stage.values()):
+                raise ValueError(f"an index is not one of the {len(layouts)} layouts")
+            return cls(tuple({name: layouts[index] for name, index in stage.items()} for stage in value["stages"]),
+                       str(value["source"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise StrategyError(f"not a strategy: {type(error).__name__}: {error}"[:400]) from error
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:          # noqa: B008  it has no state
+    """The strategy of a file, or of a folder of them; a merged file in a folder counts only where no rank's file is.
+
+    One file a stage is enough. What cannot be seen: that files of the last stages are missing, all of them. StrategyError for
+    damage, for files of different jobs side by side, for missing stages and for uneven cuts; OSError if reading fails.
+    """
+    found = storage.status(path)
+    if found is None:
+        raise StrategyError(f"{path}: there is no such strategy file or folder")
+    if not found.is_folder:
+        return _complete(decode_strategy(_content(storage, path), path), path)
+    names = storage.list(path)
+    ranked = [(int(found[1]), name) for name in names if (found := _rank_of(name))]
+    wholes = [name for name in names if _WHOLE.fullmatch(name) and not _rank_of(name)]
+    if ranked:
+        return _of_ranks(path, sorted(ranked), storage)
+    contents = {_content(storage, os.path.join(path, name)): name for name in reversed(wholes)}
+    if len(contents) != 1:
+        raise StrategyError(f"{path}: no file of a rank (ckpt_strategy_rank_<R>.ckpt or .json), "
+                            + (f"and {len(wholes)} others that differ: {listed(wholes, 5)}; name one of them" if wholes else
+                               f"nor a merged one; found {listed(names, 5) or 'nothing'}"))
+    (content, name), = contents.items()
+    return _complete(decode_strategy(content, os.path.join(path, name)), path)
+
+
+def _rank_of(name: str) -> re.Match[str] | None:
+    found = _RANK.fullmatch(name)
+    return found if found and (not found[2] or "strategy" in name) else None        # net_rank_0-1_10.ckpt holds weights
+
+
+def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> Strategy:
+    """``files``: (rank, name). Files with the same bytes are parsed once."""
+    contents: dict[bytes, bytes] = {}           # one copy of each, however many ranks have it
+    parsed: dict[int, dict[int, Layouts]] = {}
+
+    def load(name: str) -> bytes:
+        content = _content(storage, os.path.join(folder, name))
+        return contents.setdefault(content, content)
+
+    first: dict[int, tuple[str, Layouts]] = {}
+    held: dict[int, tuple[str, int]] = {}
+    for (rank, name), content in zip(files, parallel(storage, load, [name for _, name in files]), strict=True):
+        if id(content) not in parsed:
+            parsed[id(content)] = decode_strategy(content, os.path.join(folder, name))
+        if len(parsed[id(content)]) != 1:
+            raise StrategyError(f"{folder}: {name} is named like the file of rank {rank}, but holds {len(parsed[id(content)])} "
+                                f"stages; remove it, or give it alone")
+        (stage, layouts), = parsed[id(content)].items()
+        if rank in held:
+            raise StrategyError(f"{folder}: {held[rank][0]} and {name} are both the file of rank {rank}; keep those of one job")
+        held[rank] = name, stage
+        other, known = first.setdefault(stage, (name, layouts))
+        if known is not layouts and known != layouts:
+            differing = next(name for name in [*known, *layouts] if known.get(name) != layouts.get(name))
+            raise StrategyError(f"{folder}: {other} and {name} are both of stage {stage} and differ, in {differing}: "
+                                f"{known.get(differing, 'absent')} and {layouts.get(differing, 'absent')}; are files of "
+                                f"different jobs mixed? Keep those of one job")
+    strategy = _complete({stage: layouts for stage, (_, layouts) in first.items()}, folder)
+    for rank, (name, stage) in held.items():
+        if rank // strategy.stage_size != stage:
+            raise StrategyError(f"{folder}: {name} is of stage {stage}; with {strategy.stage_size} ranks a stage and "
+                                f"{len(strategy.stages)} stages, rank {rank} "
+                                + (f"is of stage {rank // strategy.stage_size}" if rank < strategy.world_size else
+                                   f"is one too many, there are {strategy.world_size}") + "; keep the files of one job")
+    return strategy
+
+
+def _complete(stages: Mapping[int, Layouts], source: str) -> Strategy:
+    missing = max(stages) + 1 - len(stages)
+    if missing:
+        gap = next(stage for stage in range(max(stages)) if stage not in stages)
+        raise StrategyError(f"{source}: the highest pipeline stage is {max(stages)}, and {missing} below it are missing, the "
+                            f"first is {gap}: give the folder with the files of all ranks, or a merged file")
+    return Strategy(tuple(stages[stage] for stage in range(len(stages))), source)
+
+
+def _content(storage: Storage, path: str) -> bytes:
+    found = storage.status(path)
+    if found is not None and found.size > MAX_BYTES:
+        raise StrategyError(f"{path}: {found.size} bytes; no strategy file has more than {MAX_BYTES}, is it one?")
+    return read_bytes(storage, path, MAX_BYTES)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+def write_strategy(strategy: Strategy, folder: str, fmt: str = "ckpt",
+                   storage: Storage = PosixStorage()) -> list[str]:                    # noqa: B008  it has no state
+    """Writes ``ckpt_strategy_rank_<R>.<fmt>`` of all ranks and returns the paths, in order of rank. Each file appears complete or
+    not at all; one that is there already with the same bytes stays. StrategyError as for ``encode_strategy``, before the first
+    byte, and if the folder holds another strategy; OSError if writing fails."""
+    stages = [encode_strategy({number: stage}, fmt) for number, stage in enumerate(strategy.stages)]
+    wanted = {f"ckpt_strategy_rank_{rank}.{fmt}": stages[rank // strategy.stage_size] for rank in range(strategy.world_size)}
+    present = [name for name in storage.list(folder) if _rank_of(name)]
+    for name in present:
+        if name not in wanted or _content(storage, os.path.join(folder, name)) != wanted[name]:
+            raise StrategyError(f"{folder}: {name} is there already and of another strategy; give an empty folder")
+    storage.make_folder(folder)
+    parallel(storage, lambda name: publish(storage, os.path.join(folder, name), [wanted[name]], "strategy"),
+             [name for name in wanted if name not in present])
+    return [os.path.join(folder, name) for name in wanted]

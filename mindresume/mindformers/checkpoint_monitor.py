@@ -1,0 +1,253 @@
+"""``CheckpointMonitor``: takes the place of mindformers' callback of that name, with the same 25 arguments.
+
+The protocol of saving is in ``mindresume.saving.checkpoint_manager``; here is what mindformers and MindSpore expect of the
+callback. What a save consists of: ``mindresume.mindformers.state_collector``.
+
+Both formats: rank folders, or with ``use_legacy_format: False`` iteration folders. Only what a shard consists of differs.
+
+A subclass of the built-in, because mindformers and MindSpore look for its class and reach into it: ``_append_dict``,
+``_append_step_num``, ``_last_triggered_step``, ``_prefix``, ``_save_ckpt`` (mindspore train/model.py, mindformers
+trainer/base_trainer.py). Encryption is left to the built-in.
+"""
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
+
+from mindresume.errors import SaveError
+from mindresume.events import Resumed
+from mindresume.formats.rank_folder_naming import stem
+from mindresume.formatting import ranks_count
+from mindresume.mindformers import adapter, training_context, upstream, upstream_check
+from mindresume.mindformers import network_state as live
+from mindresume.mindformers.monitor_arguments import checked
+from mindresume.mindformers.process_group import group_of_job
+from mindresume.mindformers.state_collector import StateCollector
+from mindresume.resume.health import add
+from mindresume.resume.remote_fetch import number_runs
+from mindresume.resume.resume_summary import random_state_row
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.retention import Policy, policy_of
+from mindresume.saving.save_request import SaveOptions, Saves, Step
+from mindresume.saving.save_session import SaveSession
+from mindresume.saving.shard_writer import Shard
+from mindresume.saving.sync_saver import Save
+from mindresume.settings import Settings
+from mindresume.storage.filesystem import PosixStorage, Storage
+
+_RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
+
+
+class CheckpointMonitor(BuiltIn):
+    """Saves the checkpoints of a training. Arguments: those of mindformers.core.CheckpointMonitor. ConfigError if one is wrong.
+
+    Raises SaveError out of a step if a save failed and ``mindresume.on_save_error`` is ``raise``, or after
+    ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._asked = checked(BuiltIn.__init__, args, kwargs)
+        super().__init__(**self._asked)
+        self._iterations = not self.use_legacy_format
+        self._ours = self._iterations or not self._asked["enc_key"]
+        self._checkpoints: CheckpointManager | None = None      # of the training that it is in
+        self._collector: StateCollector | None = None
+        self._context: training_context.TrainingContext | None = None
+        self._since = time.monotonic()
+
+    @property
+    def storage(self) -> Storage:
+        return PosixStorage()
+
+    # ---- callbacks -------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().on_train_begin(run_context)
+        self._start(training_context.current())
+        self._checkpoints.listen(run_context.original_args().list_callback or (), self._context.requests)
+        return None
+
+    def step_end(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().step_end(run_context)
+        if self._checkpoints is None:                       # it is in no training
+            training_context.current().resources.load_attempt.end()
+            return self._save_ckpt(run_context.original_args())
+        step, progress = _Step(self, run_context.original_args()), self._context.progress
+        progress.step = step.number
+        reason = self._checkpoints.step_end(step)
+        if reason:
+            progress.stop_reason = reason
+            run_context.request_stop()
+        return None
+
+    def settle(self) -> None:
+        """Finishes the save in flight after an error of the training, see ``CheckpointManager.settle``."""
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().on_train_step_begin(run_context)
+        load_attempt = training_context.current().resources.load_attempt.load_attempt
+        if load_attempt is not None and not load_attempt.begun:
+            adapter.when_compiled(run_context.original_args().train_network, self._checkpoints.begin_load_attempt)
+        return super(BuiltIn, self).on_train_step_begin(run_context)        # the built-in polls its own writer here
+
+    def on_train_end(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().on_train_end(run_context)
+        return super(BuiltIn, self).on_train_end(run_context)           # and here it would save by itself
+
+    def end(self, run_context: Any) -> None:
+        if not self._ours:
+            return super().end(run_context)
+        if self._checkpoints is not None:
+            self._checkpoints.end(_Step(self, run_context.original_args()), self._close)
+        return None
+
+    def _close(self) -> None:
+        self._context.monitor = None
+
+    def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
+        """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, of a monitor that is in no training (mindformers
+        trainer/base_trainer.py, ckpt_save_func); the one that is knows where and what to save."""
+        if _RESCUE in self._append_dict:
+            saving = training_context.current().monitor
+            if saving is None or not saving.rescue(cb_params):
+                return super()._save_ckpt(cb_params, force_to_save)
+            self._append_dict.pop(_RESCUE)
+            return None
+        if not self._saves:
+            return super()._save_ckpt(cb_params, force_to_save)
+        step = _Step(self, cb_params)
+        if not self._checkpoints.wants(step.number, force_to_save):
+            return None
+        if self._need_flush_from_cache:
+            self._flush_from_cache(cb_params)
+        self._last_triggered_step = cb_params.cur_step_num
+        return self._checkpoints.write(step)
+
+    @property
+    def _saves(self) -> bool:
+        """Returns whether this monitor saves in a training; else the built-in does."""
+        return self._checkpoints is not None and self._checkpoints.saving
+
+    def save_checkpoint(self, cb_params: Any) -> None:
+        """Saves all that a resume needs: network, optimizer, counters; and the weights for inference that were asked for."""
+        if not self._saves or _RESCUE in self._append_dict:
+            return super().save_checkpoint(cb_params)
+        return self._checkpoints.hand_over(_Step(self, cb_params))
+
+    def rescue(self, cb_params: Any) -> bool:
+        """Saves after ranks were lost, see ``CheckpointManager.rescue``. False: the built-in may try."""
+        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.rescue(_Step(self, cb_params))
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    def _start(self, context: training_context.TrainingContext) -> None:
+        """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
+        resources, plan = context.resources, context.plan
+        self._context, resources.group = context, group_of_job()
+        policy = self._policy(context.settings)             # on every rank: keys that contradict each other stop all of them
+        asked = self._asked
+        options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
+                              asked["async_save"], self._iterations, self._directory)
+        self._checkpoints = manager = CheckpointManager(self.storage, resources.group, context.settings, options, policy,
+                                                        context.emit, resources.load_attempt, self._since)
+        resumed, origin = (plan.choice, plan.selected or plan.choice) if plan.resumes else (None, None)
+        home = manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
+        resources.release()                                 # every rank has loaded before it comes here
+        if not self._iterations:
+            self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
+        self._collector = self._make_collector(home, context)
+        manager.begin(self._append_step_num, resumed, resources.remote)
+        context.monitor = self
+        manager.meet()
+        if plan.resumes:
+            self._restore_random(context)
+
+    def _restore_random(self, context: training_context.TrainingContext) -> None:
+        """Restores the random state, the last part of a resume, and emits the summary of all of it."""
+        details = context.shard.details if context.shard else None
+        restored = live.restore_random(details.random) if details and details.random else []
+        saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
+        other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
+        rows = (*context.progress.summary, random_state_row(restored, other))
+        context.emit(Resumed(self._append_step_num, tuple(tuple(row) for row in rows), context.progress.load_seconds,
+                             lost and lost.steps, lost and lost.seconds(time.time())))
+
+    def _root(self) -> str:
+        if not self._iterations:
+            return os.path.dirname(self._directory)
+        return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
+
+    def _make_collector(self, home: SaveSession, context: training_context.TrainingContext) -> StateCollector:
+        inference = [(self.save_trainable_params, self.trainable_directory, "trainable_params"),
+                     (self.save_network_params, self.network_directory, "network")]
+        if self._iterations:                            # mindformers ignores them there (callback.py, step_end)
+            inference.clear()
+        return StateCollector(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
+                        self.global_batch_size, self.save_optimizer, context.progress, context.emit,
+                        tuple((folder, kind) for wanted, folder, kind in inference if wanted),
+                        self._asked["keep_checkpoint_max"] or 0,
+                        self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
+
+    def _policy(self, settings: Settings) -> Policy:
+        return policy_of(self._asked["keep_checkpoint_max"], self._asked["keep_checkpoint_per_n_minutes"],
+                         settings.keep_every_steps, settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
+
+    # ---- what ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, cb_params: Any) -> Save:
+        """Collects a save, on all ranks, because it can be an exchange."""
+        state = self._collector.state(cb_params)
+        return Save(self._collector.shard(cb_params, state), tuple(self._collector.extras(cb_params, state)))
+
+    def _collect_rescue(self, cb_params: Any) -> Shard:
+        """Collects all that this rank holds, when others are lost."""
+        state = self._collector.state(cb_params, rescue=True)
+        return self._collector.shard(cb_params, state, rescue=True)
+
+    def _record_health(self, health: int, name: str) -> None:
+        if self._checkpoints.place.rank != 0:
+            return
+        try:
+            add(self.storage, self.health_ckpts_record_dir, name, health, self._checkpoints.place.run)
+        except (OSError, ValueError) as error:
+            raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
+
+
+class _Step(Step):
+    """Gives a save what it needs of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
+
+    def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
+        super().__init__(monitor._append_step_num + cb_params.cur_step_num)
+        self.monitor, self.cb_params = monitor, cb_params
+
+    def save(self, manager: Saves, force: bool) -> None:
+        self.monitor._save_ckpt(self.cb_params, force)
+
+    def collect(self) -> Save:
+        return self.monitor._collect(self.cb_params)
+
+    def record(self, save: Save, name: str) -> None:
+        health = save.shard.state.health
+        if health is not None and not self.monitor._iterations:
+            self.monitor._record_health(health, name)
+
+    def taken(self, save: Save, name: str) -> None:
+        monitor = self.monitor
+        monitor._latest_ckpt_file_name = os.path.join(
+            monitor._checkpoints.place.root if monitor._iterations else monitor._directory, name)
+
+    def rescue(self) -> Shard:
+        return self.monitor._collect_rescue(self.cb_params)
+
+    def exchanges(self) -> bool:
+        return adapter.collecting_exchanges(self.cb_params.train_network, bool(self.monitor._config.integrated_save))

@@ -1,0 +1,46 @@
+"""Installs mindresume into mindformers: all or nothing, as the table of upstream symbols says. Nothing is patched on disk."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from mindresume.events import warning
+from mindresume.mindformers import adapter, patches, training_context, upstream_check
+from mindresume.mindformers.modelarts import require_moxing
+from mindresume.mindformers.upstream import Kind, Symbol
+
+
+def install() -> None:
+    """Checks the table of upstream symbols, then registers the CheckpointMonitor and wraps what the table says. Idempotent.
+
+    Raises ConfigError that lists all symbols that are absent or have another signature; then nothing is patched."""
+    require_moxing()
+    profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
+    off, notices = upstream_check.require(profile)
+    for text in filter(None, [notice, *notices]):
+        training_context.current().emit(warning(text))
+    upstream_check.switch_off(off)
+    from mindresume.mindformers.checkpoint_monitor import (
+        CheckpointMonitor,  # here: its base class is mindformers', which must be there
+    )
+    adapter.register_monitor(CheckpointMonitor)
+    for symbol in profile.symbols:
+        if symbol.kind in (Kind.WRAPPED, Kind.REPLACED) and symbol.feature not in off:
+            replace(symbol, patches.WRAPPERS[symbol.name])
+
+
+def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:
+    """Replaces a symbol by ``make(original)``, a static or class method as such. Twice is once."""
+    found = upstream_check.resolve(symbol)
+    bound = isinstance(found, (classmethod, staticmethod))
+    original = found.__func__ if bound else found
+    if getattr(original, "_mindresume", False):
+        return
+    replacement = make(original)
+    replacement._mindresume = True
+    *parents, last = symbol.name.split(".")
+    holder: Any = import_module(symbol.module)
+    for parent in parents:
+        holder = getattr(holder, parent)
+    setattr(holder, last, type(found)(replacement) if bound else replacement)

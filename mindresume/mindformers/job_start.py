@@ -1,0 +1,71 @@
+"""Prepares the start of a job: fingerprint of its data set; the selected checkpoint, written into its configuration."""
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from mindresume.coordination.collectives import Waiting, decide
+from mindresume.errors import AgreementError, ConfigError
+from mindresume.events import Notice, warning
+from mindresume.mindformers import load_iteration, selection, weights_only
+from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
+from mindresume.mindformers.training_context import TRAIN, LoadRequest, TrainingContext
+from mindresume.resume.dataset_fingerprint import dataset_identity
+from mindresume.resume.job_selection import caching_storage
+from mindresume.storage.filesystem import PosixStorage
+
+
+def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:
+    """Returns the fingerprint of the data set as rank 0 sees it, before mindformers takes its configuration apart."""
+    try:
+        return decide(context.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
+                      Waiting("looking at the data set"))
+    except AgreementError as error:
+        context.emit(warning(f"a change of the data set cannot be noticed: {error}"))
+        return {}
+
+
+def select_checkpoint(config: Any, context: TrainingContext) -> None:
+    """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config``, and the plan of ``context``, to what
+    was selected by all ranks.
+
+    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
+    """
+    storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
+    if load_iteration.applies(config):
+        return load_iteration.select(config, context, storage)
+    if not config.resume_training:
+        return weights_only.select(config, TRAIN, context, storage)
+    if not config.load_checkpoint:
+        return None
+    path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
+    plan = selection.select(config, path, named, context, storage, converts=bool(config.auto_trans_ckpt),
+                            healthy=bool(config.get("use_checkpoint_health_monitor")))
+    if plan is None:
+        config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
+        return None
+    choice = plan.choice
+    if not os.path.isfile(path):
+        config.load_checkpoint = choice.root
+    if config.get("load_ckpt_format", "ckpt") != choice.chosen.format:
+        context.emit(Notice(f"load_ckpt_format is set to {choice.chosen.format}, the format of the selected files"))
+        config.load_ckpt_format = choice.chosen.format
+    config.resume_training = True
+    context.plan = replace(plan, request=LoadRequest(config.load_checkpoint))
+    if plan.open_source is not None:
+        config.auto_trans_ckpt = False                      # mindformers has nothing left to do, to require, or to clear
+    return None
+
+
+def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
+    """Protects sources: with auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies
+    in one of them, also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing
+    slash)."""
+    cleared = [os.path.realpath(os.path.join(output, name)) for name in
+               (STRATEGY, TRANSFORMED if load_ckpt_format == "ckpt" else UNIFIED)]
+    for source in filter(None, sources):
+        for folder in cleared:
+            if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
+                raise ConfigError(f"{source} lies in {folder}, which mindformers empties at the start of a conversion "
+                                  f"(auto_trans_ckpt). Move it, or give another output_dir")

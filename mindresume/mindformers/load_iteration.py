@@ -1,0 +1,239 @@
+"""Loading in Checkpoint 2.0 (``use_legacy_format: False``, or a ``checkpoint:`` section): any checkpoint into the layout of this
+job, while it is loaded; nothing is converted on disk.
+
+    at the start   both dialects of the keys -> LoadRequest ─▶ the choice, agreed by all ranks ─▶ both dialects are set to it
+    the counters   mindformers computes them from common.json: it is given numbers that come out as ours
+    at the load    network compiled ─▶ layouts of this job ─▶ regions of this rank ─▶ byte ranges ─▶ read, verified, loaded
+
+Sources are iteration folders and, so that a job can go over to Checkpoint 2.0 in the middle, rank folders and complete weights.
+"""
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mindresume.coordination.collectives import agreed, decide, report
+from mindresume.errors import ConfigError, LoadError
+from mindresume.events import Notice, warning
+from mindresume.formats.consolidated import is_complete
+from mindresume.formats.huggingface import ARCHITECTURES
+from mindresume.formats.iteration_naming import COMMON
+from mindresume.formatting import listed
+from mindresume.mindformers import adapter, selection, state_restorer
+from mindresume.mindformers.auto_transform import OPENING
+from mindresume.mindformers.load_progress import traffic_of_load
+from mindresume.mindformers.network_state import job_layouts
+from mindresume.mindformers.process_group import TensorBroadcaster
+from mindresume.mindformers.training_context import LoadRequest, ResumePlan, TrainingContext
+from mindresume.model.training_state import is_transient
+from mindresume.reshard.broadcast_load import Exchange, exchange_pieces
+from mindresume.reshard.broadcast_load import plan_reads as plan_broadcasts
+from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.reshard.geometry import Region
+from mindresume.reshard.huggingface import CONFIG, read_network
+from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
+from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.tensor_files.header import DTYPES
+
+
+def applies(config: Any) -> bool:
+    """Returns whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config)."""
+    return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
+
+
+def load_request(config: Any) -> LoadRequest:
+    """Returns what both dialects ask for: what one does not say, the other does. ConfigError that names both if they contradict
+    each other: to pass over one of them silently, as mindformers does, would load other weights than were asked for."""
+    section, asked = config.get("checkpoint") or {}, config.get("resume_training")
+    path, old = str(section.get("load_path") or ""), str(config.get("load_checkpoint") or "")
+    if path and old and os.path.realpath(path) != os.path.realpath(old):
+        raise ConfigError(f"checkpoint.load_path is {path}, load_checkpoint is {old}, and both mean the same thing: "
+                          f"remove one of them")
+    path = path or old
+    without = section.get("no_load_optim")
+    if asked and without is True:
+        raise ConfigError("resume_training is set, and checkpoint.no_load_optim: True, which loads weights alone and starts at "
+                          "step 0; remove one of them")
+    # Without any of the keys in a configuration made in Python, mindformers resumes.
+    resume = bool(asked) or without is False or (without is None and "resume_training" not in config and bool(path))
+    if isinstance(asked, str):
+        raise ConfigError(f"The resume_training must be a boolean value in Checkpoint 2.0, found {asked!r}. To resume from a "
+                          f"certain iteration give its folder as load_checkpoint (checkpoint.load_path), or its number in the "
+                          f"tracker")
+    balanced = section.get("load_balanced")
+    workers = section.get("reshard_worker_num") or config.get("reshard_worker_num") or 0
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ConfigError(f"reshard_worker_num is {workers!r}; expected a whole number of at least 1")
+    return LoadRequest(path, resume, True, bool(config.get("balanced_load") if balanced is None else balanced), workers)
+
+
+def select(config: Any, context: TrainingContext, storage: Storage) -> None:
+    """Sets the keys of both dialects, and the plan of ``context``, to what was selected by all ranks, or to a fresh start. Errors
+    as of ``choosing.select``; ConfigError for keys that contradict each other."""
+    asked = load_request(config)
+    for callback in config.get("callbacks") or []:
+        if callback.get("type") == adapter.ALIAS and callback.get("checkpoint_format", "ckpt") == "ckpt":
+            callback["checkpoint_format"] = "safetensors"           # document 004: converted by itself
+    pretrained = str(config.get("pretrained_model_dir") or "")
+    if not asked.path and not pretrained:
+        return
+    plan, resume = None, False
+    if asked.path and not decide(context.group, lambda: is_pretrained(storage, asked.path)):
+        plan = selection.select(config, asked.path, None, context, storage, converts=True, resume=asked.resume,
+                                healthy=asked.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
+                                "are initialised at random")
+        resume = asked.resume and plan is not None
+        folder = _shown(plan.choice.root, plan.choice.chosen.base) if plan else pretrained
+    elif asked.resume and asked.path:
+        raise ConfigError(f"{asked.path} holds weights of Hugging Face, from which no training can be resumed: they have no "
+                          f"optimizer state and no step. To begin with them set resume_training: False (no_load_optim: True), or "
+                          f"give them as pretrained_model_dir and the folder of checkpoints as load_checkpoint")
+    else:
+        folder = asked.path or pretrained
+    if plan is None and folder:
+        context.emit(Notice(f"the training begins with Hugging Face weights: {folder}"))
+    if folder:
+        context.plan = replace(plan or ResumePlan(), request=replace(asked, path=folder, resume=resume, pretrained=plan is None))
+    config.load_checkpoint, config.resume_training, config.load_ckpt_format = folder, resume, "safetensors"
+    if config.get("checkpoint"):
+        config.checkpoint.load_path, config.checkpoint.no_load_optim = folder, not resume
+    config.auto_trans_ckpt = False                                  # there is nothing left to be converted, or cleared
+
+
+def _shown(root: str, base: str) -> str:
+    """Returns the folder that mindformers is given. It reads ``common.json`` there: without one, a temporary folder that has
+    it."""
+    folder = os.path.abspath(os.path.join(root, base))
+    if os.path.isfile(os.path.join(folder, COMMON)):
+        return folder
+    folder = tempfile.mkdtemp(prefix="mindresume-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with open(os.path.join(folder, COMMON), "w") as file:
+        file.write("{}")
+    return folder
+
+
+def is_pretrained(storage: Storage, path: str) -> bool:
+    """Returns whether ``path`` is a Hugging Face folder: complete weights, and the configuration of the model beside them."""
+    return storage.status(os.path.join(path, CONFIG)) is not None and is_complete(storage, path)
+
+
+def _health_matters(config: Any) -> bool:
+    monitor = config.get("monitor_config") or {}
+    return bool((monitor.get("health_checkpoint") or {}).get("embedding_local_norm_threshold"))
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+def common_for(config: Any, dataset_size: int, context: TrainingContext) -> dict[str, Any]:
+    """Returns numbers of ``common.json`` with which the formulas of mindformers (trainer/base_trainer.py, training_process) give
+    the progress of this run: at its own global batch size nothing is scaled any more. ProgressError: see
+    ``loading.progress_for``."""
+    progress, scale = state_restorer.progress_for(config, dataset_size, context)
+    runner, epoch = config.runner_config, progress.initial_epoch
+    if not runner.sink_mode:                                        # it subtracts one within an epoch
+        epoch += progress.initial_step % dataset_size != 0
+    if scale is None:                                               # it would be set to that
+        scale = state_restorer.runner_scale(config)
+        scale = getattr(scale, "loss_scale_value", scale)
+    return {"epoch_num": epoch, "step_num": progress.initial_step, "global_step": progress.global_step, "loss_scale": scale,
+            "global_batch_size": runner.global_batch_size}
+
+
+# ---- at the load -----------------------------------------------------------------------------------------------------
+
+def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
+    """Loads what was selected: all parameters of the train network, or without resume those of ``network``. AgreementError on all
+    ranks for whatever fails on one."""
+    plan, train = context.plan, context.objects.model._train_network
+    if plan.request.pretrained:
+        load_pretrained(train, network, plan.request.path, context)
+        return
+    source = agreed(context.group, plan.open_source, OPENING)
+    shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
+    of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
+    names = set(shapes) if plan.request.resume else of_model & set(shapes)
+    optional = _optional(context, names - of_model - of_optimizer)
+    arrays, read_bytes = _arrays(train, source, {name: shapes[name] for name in names}, of_model, context, optional)
+    state_restorer.restore_parameters(train, arrays, False, context, lambda name: name not in names or optional(name), read_bytes,
+                                      source.what)
+
+
+def load_pretrained(train: Any, network: Any, folder: str, context: TrainingContext) -> None:
+    """Loads weights of Hugging Face, this rank's slices only. ``train``: what was compiled, with ``network`` in it."""
+    core, emit = adapter.core_network(network), context.emit
+    template = getattr(core, "template", None)
+    if template is None:
+        raise ConfigError(f"{folder}: {type(core).__name__} has no conversion of Hugging Face weights in mindformers; there is "
+                          f"one for {', '.join(ARCHITECTURES)}. Convert the weights first, and load them as load_checkpoint")
+    names = set(network.parameters_dict())
+    wanted = {name: row for name, row in adapter.wanted_of(train).items() if name in names and not is_transient(name)}
+    layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, context.group.size,
+                          lambda text: emit(warning(text)))
+    traffic, waiting = traffic_of_load(
+        sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()), emit)
+    arrays = agreed(context.group, lambda: read_network(
+        PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
+        tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), waiting)
+    loaded = set(arrays)
+    state_restorer.restore_parameters(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
+
+
+def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
+            context: TrainingContext, optional: Callable[[str], bool]) -> tuple[dict[str, Any], int]:
+    """Returns ({name: array} of the parameters ``shapes`` of this rank of a compiled network, bytes read from files)."""
+    emit, group, request = context.emit, context.group, context.plan.request
+    layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
+                          lambda text: emit(warning(text)))
+    regions = agreed(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
+    initialised = [name for name in shapes if name not in regions and not is_transient(name)]
+    if initialised and group.rank == 0:
+        emit(warning(f"not in {source.what}, and left as they are initialised: {listed(initialised)}"))
+    mine, exchanges = _shared(source.weights, regions, layouts, context) if request.balanced else (regions, [])
+    traffic, waiting = traffic_of_load(bytes_of(source.weights, mine), emit)
+    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), waiting)
+    if exchanges:
+        broadcaster = TensorBroadcaster()
+        dtypes = {name: source.weights.tensors[name].dtype for name in regions}
+        received = exchange_pieces(arrays, exchanges, regions, dtypes, group.rank, broadcaster)
+        broadcaster.close()
+        emit(Notice(f"balanced load of rank {group.rank}: {traffic.read / 2**20:.1f} MiB read, {received / 2**20:.1f} MiB from "
+                    f"other ranks"))
+    return arrays, traffic.read
+
+
+def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Mapping[str, Any], context: TrainingContext
+            ) -> tuple[Mapping[str, Region], list[Exchange]]:
+    """Returns, for a balanced load, what this rank reads and what the ranks broadcast to each other."""
+    mine, exchanges = plan_broadcasts(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
+                           context.group.rank)
+    if not any(report(context.group, lambda: bool(exchanges))):
+        context.emit(Notice("load_balanced (balanced_load) has no effect: no two ranks of this job hold the same part of a "
+                            "tensor"))
+    return mine, exchanges
+
+
+def _regions(weights: CheckpointView, shapes: Mapping[str, tuple[tuple[int, ...], str]], layouts: Mapping[str, Any],
+             of_model: Collection[str], rank: int, optional: Callable[[str], bool]) -> dict[str, Region]:
+    absent = [name for name in shapes if name not in weights.tensors and not optional(name)]
+    weights_alone = all(name in of_model or tensor.is_counter for name, tensor in weights.tensors.items())
+    if absent and weights_alone and not any(name in of_model for name in absent):
+        raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim (save_optimizer: False). To "
+                        f"take the weights alone and start at step 0, set no_load_optim: True (resume_training: False)")
+    return wanted_regions(weights, shapes, layouts, rank, optional, allow=True)
+
+
+def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[str], bool]:
+    """Returns which parameters a checkpoint need not have: those that live within a step, those that the user allows, the
+    optimizer's counter of steps, which is set anyway, and ``of_step``, those of the train step, which mindformers never saves."""
+    def optional(name: str) -> bool:
+        return is_transient(name) or name == "global_step" or name in of_step or context.settings.allows(name)
+    return optional

@@ -1,0 +1,230 @@
+"""Reads the live MindSpore network: its parameters as numpy arrays, their layouts, random states. Imports mindspore late."""
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mindresume.errors import LoadError, SaveError
+from mindresume.model.layout import TensorLayout, is_scalar, same_shape
+from mindresume.model.training_state import is_transient
+from mindresume.saving.shard_assignment import shares
+from mindresume.settings import allow_text
+from mindresume.tensor_files.header import DTYPES
+
+
+def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns {name: array} of MindSpore tensors or parameters, or plain numbers, bfloat16 as ml_dtypes.bfloat16.
+
+    On CPU an array may share memory with the parameter: write it before the next step. SaveError for parameters that are
+    no tensors (MapParameter).
+    """
+    return {name: to_numpy(name, value) for name, value in parameters}
+
+
+def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the same as ``snapshot``, but copies a tensor from its device only when its bytes are asked for: a whole model
+    never lies in host memory beside the copy that is being made of it. The values have dtype, shape and nbytes, and numpy takes
+    them."""
+    return {name: DeviceTensor.of(name, value) for name, value in parameters}
+
+
+class DeviceTensor:
+    """Stands for ``to_numpy(name, value)``."""
+    __slots__ = ("name", "value", "dtype", "shape", "nbytes")
+
+    def __init__(self, name: str, value: Any, dtype: np.dtype):
+        self.name, self.value, self.dtype, self.shape = name, value, dtype, tuple(value.shape)
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> Any:
+        """Returns a ``DeviceTensor``; the array itself for what is no tensor, has a dtype numpy does not know, or is not
+        initialised yet."""
+        dtype = DTYPES.get(str(getattr(value, "dtype", "")).lower())
+        if dtype is None or not hasattr(value, "asnumpy") or getattr(value, "has_init", False):
+            return to_numpy(name, value)
+        return cls(name, value, dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(to_numpy(self.name, self.value), dtype)
+
+
+def to_numpy(name: str, value: Any) -> np.ndarray:
+    """Returns the value as mindspore.save_checkpoint would store it: int becomes int64, float float32, both 0-d."""
+    if isinstance(value, str):
+        return np.array(value)
+    if isinstance(value, (bool, np.bool_)):
+        return np.array(value, np.bool_)
+    if isinstance(value, (int, np.integer)):
+        return np.array(value, np.int64)
+    if isinstance(value, (float, np.floating)):
+        return np.array(value, np.float32)
+    if isinstance(value, np.ndarray):
+        return value
+    if not hasattr(value, "asnumpy"):
+        raise SaveError(f"parameter {name} is a {type(value).__name__}; only tensors can be saved")
+    if hasattr(value, "init_data") and getattr(value, "has_init", False):
+        value.init_data()
+    array = value.asnumpy()
+    if "bfloat16" in str(value.dtype).lower() and array.dtype != ml_dtypes.bfloat16:
+        array = array.view(ml_dtypes.bfloat16) if array.dtype.itemsize == 2 else array.astype(ml_dtypes.bfloat16)
+    return array
+
+
+def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]],
+            warn: Callable[[str], None]) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
+
+    Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split, optimizer group, full shape,
+    ...). Of a graph out of MindSpore's compile cache they have no full shape; it follows from the slice. The number of optimizer
+    shards follows from the sizes: full shape / cuts / what this rank holds. A row that does not fit is left out
+    with a warning: such a tensor can still be saved and loaded, not re-cut.
+    """
+    found = {}
+    for name, row in (table or {}).items():
+        if name not in shapes:
+            continue
+        matrix, tensor_map = tuple(row[0]), tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1])
+        held = math.prod(shapes[name])
+        try:
+            plain = TensorLayout(matrix, tensor_map)
+            full = tuple(row[6]) or plain.global_shape(row[2])
+            cuts = math.prod(matrix) // plain.replicas
+            pieces = math.prod(full) // cuts // held if held else 1
+            if row[5] and row[2] and not row[6] and held and pieces < 2:
+                raise ValueError(f"the optimizer cuts it over the group {row[5]}, and nothing says into how many pieces")
+            layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
+            expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
+        except (ValueError, ZeroDivisionError) as error:
+            warn(f"{name}: its layout is not recorded: {error}")
+            continue
+        if expected != shapes[name]:
+            warn(f"{name}: its layout is not recorded: it says {expected}, the parameter is {shapes[name]}")
+            continue
+        found[name] = (layout, full)
+    return found
+
+
+def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None]
+                     ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """Returns the same as ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name:
+    [Layout, dtype, global shape]}. The optimizer shard is in the tensor map there."""
+    found = {}
+    for name, (layout, _, full) in (table or {}).items():
+        if name not in shapes:
+            continue
+        row, full = layout.to_dict(), tuple(full)
+        try:
+            if row.get("interleaved_parallel"):
+                raise ValueError("interleaved_parallel: which rank holds which part is not known")
+            cuts = tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row["tensor_map"])
+            known = TensorLayout(tuple(row["device_matrix"]), cuts).normalized()
+            held = known.local_shape(full)
+        except ValueError as error:
+            warn(f"{name}: its layout is not recorded: {error}")
+            continue
+        if held != shapes[name]:
+            warn(f"{name}: its layout is not recorded: it says {held}, the parameter is {shapes[name]}")
+            continue
+        found[name] = (known, full)
+    return found
+
+
+def is_parallel() -> bool:
+    """Returns whether MindSpore's front end cuts parameters (semi-auto, auto or hybrid parallel)."""
+    from mindspore import context
+    return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+
+
+def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
+                ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """Returns {name: (layout, global shape)} of the parameters of this rank, by what MindSpore says of a compiled network: its
+    strategy metadata, and where that is silent its ``parameter_layout_dict``. In a job that cuts nothing (data parallel) every
+    parameter of more than one element is whole on every rank."""
+    if world_size == 1:
+        return {}
+    if not is_parallel():
+        return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
+                if not is_scalar(shape)}
+    rest = layouts(getattr(network, "parameter_layout_dict", None), shapes, warn)
+    return {**rest, **strategy_layouts(_strategy_metadata(network), shapes, warn)}
+
+
+def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
+    """Returns the strategy metadata of this rank. None where this MindSpore has none, or the network was not compiled with
+    ``enable_save_strategy_online``."""
+    try:
+        from mindspore.parallel.strategy import get_current_strategy_metadata
+        found = get_current_strategy_metadata(network)
+    except (ImportError, AttributeError, ValueError, RuntimeError):
+        return None
+    return next(iter(found.values()), None) if found else None
+
+
+def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int
+              ) -> frozenset[str]:
+    """Returns which of the tensors that have a layout this rank writes, with redundancy removal."""
+    if not tables:
+        return frozenset()
+    size = next(iter(tables.values()))[0].stage_size
+    held = {name: (layout, full, tensors[name].dtype.itemsize) for name, (layout, full) in tables.items()}
+    return shares(held, size)[rank % size]
+
+
+def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
+              may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> None:
+    """Raises LoadError that names every tensor of the network that the checkpoint lacks or holds in another shape or dtype.
+
+    ``wanted``: {name: (shape, dtype)} of the network; transient parameters may be missing. ``allow``: the error says how to go on
+    without those that are.
+    """
+    problems, missing = [], []
+    for name, (shape, dtype) in wanted.items():
+        if name not in arrays:
+            if not may_miss(name):
+                problems.append(f"{name} is not in the checkpoint")
+                missing.append(name)
+        elif not same_shape(arrays[name].shape, shape):
+            problems.append(f"{name} is {tuple(arrays[name].shape)} in the checkpoint, {shape} in the network")
+        elif str(arrays[name].dtype) != dtype:
+            problems.append(f"{name} is {arrays[name].dtype} in the checkpoint, {dtype} in the network")
+    if problems:
+        raise LoadError(f"the checkpoint does not fit the network ({len(problems)} tensors): "
+                        + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
+                        + ". Was the model configuration or the parallel strategy changed? For another strategy set "
+                          "auto_trans_ckpt: True" + ("." + allow_text(missing) if allow and missing else ""))
+
+
+def capture_random() -> dict[str, Any]:
+    """Returns the state of Python's, numpy's and MindSpore's generators of this process."""
+    import mindspore as ms
+
+    from mindresume.resume import random_state
+    state = random_state.capture()
+    seed = ms.get_seed()
+    state["mindspore"] = {"seed": None if seed is None else int(seed),
+                          "state": base64.b64encode(ms.get_rng_state().asnumpy().tobytes()).decode()}
+    return state
+
+
+def restore_random(state: Mapping[str, Any]) -> list[str]:
+    """Sets the generators back; returns the names of those that were. The counters that some MindSpore kernels keep for
+    themselves (DropoutGenMask and the like in a compiled graph) are out of reach: those draw anew from their seeds.
+    LoadError if the state is none."""
+    import mindspore as ms
+
+    from mindresume.resume import random_state
+    try:
+        restored = random_state.restore(state)
+        saved = state.get("mindspore")
+        if saved:
+            ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
+            restored.append("MindSpore's default generator")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        raise LoadError(f"the random state in the record cannot be restored: {type(error).__name__}: {error}") from error
+    return restored

@@ -1,0 +1,102 @@
+"""Implements ``mindresume.coordination.collectives.Group`` for the running job, on the communication that mindformers
+initialised."""
+from __future__ import annotations
+
+import numpy as np
+
+from mindresume.coordination.collectives import Group, Solo
+
+
+def group_of_job() -> Group:
+    """Returns the group of the job; of one process without communication."""
+    from mindspore.communication import GlobalComm, get_group_size, get_rank
+    if not GlobalComm.INITED or get_group_size() == 1:
+        return Solo()
+    return MindSporeGroup(get_rank(), get_group_size())
+
+
+class MindSporeGroup:
+    """Passes bytes through ``Broadcast`` and ``AllGather`` of int32, the type that every back end's library supports.
+
+    A lost rank ends these calls with the time limit of the back end's collectives, as it does any step of the training.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def broadcast(self, message: bytes) -> bytes:
+        length = int(self._broadcast(np.array([len(message)], np.int32))[0])
+        payload = message if self.rank == 0 else b""
+        return _bytes(self._broadcast(_words(payload, length)), length)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        lengths = self._gather(np.array([len(message)], np.int32)).tolist()
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size
+        rows = self._gather(_words(message, longest)).reshape(self.size, -1)
+        return [_bytes(row, length) for row, length in zip(rows, lengths, strict=True)]
+
+    @staticmethod
+    def _broadcast(array: np.ndarray) -> np.ndarray:
+        from mindspore import Tensor, ops
+        return ops.Broadcast(0)((Tensor(array),))[0].asnumpy()
+
+    @staticmethod
+    def _gather(array: np.ndarray) -> np.ndarray:
+        from mindspore import Tensor, ops
+        return ops.AllGather()(Tensor(array)).asnumpy()
+
+
+def _words(message: bytes, length: int) -> np.ndarray:
+    """Returns ``message`` filled up with zeros to ``length`` bytes, as whole int32 words, at least one."""
+    padded = message.ljust(max(4, (length + 3) // 4 * 4), b"\0")
+    return np.frombuffer(padded, np.int32).copy()
+
+
+def _bytes(words: np.ndarray, length: int) -> bytes:
+    return np.ascontiguousarray(words).tobytes()[:length]
+
+
+class TensorBroadcaster:
+    """Implements ``reshard.broadcast_load.Broadcast`` on communication groups of the job, made when they are first needed.
+    ``close`` when all ranks are done. Every rank of a group makes the same calls in the same order.
+
+    Bits travel as int32 through ``Broadcast``. MindSpore's library on CPU has no broadcast within a part of the ranks and adds up
+    float32 only: there every 16 bits travel as one whole number below 65,536, added to zeros, which is exact."""
+
+    def __init__(self) -> None:
+        from mindspore import get_context
+        self._groups: dict[tuple[int, ...], str] = {}
+        self._on_cpu = get_context("device_target") == "CPU"
+
+    def __call__(self, ranks: tuple[int, ...], owner: int, data: np.ndarray | None, count: int) -> np.ndarray:
+        from mindspore import Tensor, ops
+        if self._on_cpu:
+            words = np.zeros(-(-count // 2), np.float32) if data is None else _filled(data, np.uint16).astype(np.float32)
+            found = ops.AllReduce(ops.ReduceOp.SUM, self._group(ranks))(Tensor(words)).asnumpy().astype(np.uint16)
+        else:
+            words = np.zeros(-(-count // 4), np.int32) if data is None else _filled(data, np.int32)
+            found = ops.Broadcast(owner, self._group(ranks))((Tensor(words),))[0].asnumpy()
+        return np.ascontiguousarray(found).view(np.uint8)[:count]
+
+    def _group(self, ranks: tuple[int, ...]) -> str:
+        from mindspore.communication import GlobalComm, create_group, get_group_size
+        if len(ranks) == get_group_size():
+            return GlobalComm.WORLD_COMM_GROUP
+        if ranks not in self._groups:
+            self._groups[ranks] = "mindresume_" + "_".join(map(str, ranks))
+            create_group(self._groups[ranks], list(ranks))
+        return self._groups[ranks]
+
+    def close(self) -> None:
+        from mindspore.communication import destroy_group
+        for name in () if self._on_cpu else self._groups.values():      # that library cannot, and says so as an error
+            destroy_group(name)
+        self._groups.clear()
+
+
+def _filled(data: np.ndarray, dtype: type) -> np.ndarray:
+    """Returns bytes as words, filled up with zeros."""
+    width = np.dtype(dtype).itemsize
+    return np.pad(data, (0, -len(data) % width)).view(dtype)

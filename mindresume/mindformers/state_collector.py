@@ -1,0 +1,172 @@
+"""Collects what a save consists of: network, optimizer and counters as a shard of this rank; and the weights for inference.
+
+    collector = StateCollector(...)                     # at the start of a training, by the CheckpointMonitor
+    state = collector.state(cb_params)                  # where the training is
+    collector.shard(cb_params, state)                   # all that a resume needs
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindresume.events import Emit, warning
+from mindresume.formats.rank_folder_naming import FileName, stem
+from mindresume.mindformers import adapter
+from mindresume.mindformers import network_state as live
+from mindresume.mindformers.training_context import RunProgress
+from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
+from mindresume.saving.sync_saver import Extra
+
+
+@dataclass
+class StateCollector:
+    """Collects the state of one training. ``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the names.
+    ``done``: steps before this process began. ``append``: what mindformers appends to each file, kept up to date. ``batch``:
+    global batch size. ``inference``: (folder, kind) of the weights alone that are asked for, of which ``keep`` stay. ``run``:
+    counters of the training. ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored."""
+    config: Any
+    place: SaveTarget
+    prefix: str | None
+    suffix: int
+    done: int
+    append: dict[str, Any]
+    batch: int | None
+    save_optimizer: bool
+    run: RunProgress
+    emit: Emit
+    inference: tuple[tuple[str, str], ...] = ()
+    keep: int = 0
+    health: Callable[[Any], int] | None = None
+    _share: frozenset[str] | None = None            # with redundancy removal: what this rank writes of what has a layout
+    _warned: set[str] = field(default_factory=set)
+
+    def shard(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
+        """Returns all that a resume needs. Tensors are copied from the device when their bytes are asked for. ``rescue``: other
+        ranks are lost; nothing is left to them, and the device may hang."""
+        return (self._iteration if self.place.iterations else self._rank_file)(cb_params, state, rescue)
+
+    def state(self, cb_params: Any, rescue: bool = False) -> TrainingState:
+        """Returns where the training is after this step. ``rescue``: other ranks are not asked for anything."""
+        optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
+        outputs, scale = cb_params.net_outputs, self.append.get("loss_scale")
+        if "loss_scale" in self.append and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
+            scale = outputs[2]
+        step = self.done + cb_params.cur_step_num
+        run, health = self.run, None
+        if self.health is not None and not rescue:
+            health = int(self.health(cb_params) != 0)
+        return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.batch,
+                             None if scale is None else _number(scale, float), run.sink_size, run.dataset_size,
+                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **run.metrics}.items()), health,
+                             *run.data_at(step, self.batch))
+
+    def _file(self, state: TrainingState) -> FileName:
+        return FileName(self.prefix, self.place.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)
+
+    def _rank_file(self, cb_params: Any, state: TrainingState, rescue: bool) -> Shard:
+        net = self.config.saved_network if self.config.saved_network is not None else cb_params.train_network
+        if rescue:
+            tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
+        else:
+            tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net)))
+        tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
+        tensors.update(live.snapshot(self._counters(cb_params, state)))
+        return rank_shard(self._file(state), state, tensors, tables, live.capture_random(),
+                          {**self._metadata(), **({"remove_redundancy": "False"} if rescue else {})})
+
+    def _iteration(self, cb_params: Any, state: TrainingState, rescue: bool) -> Shard:
+        """Returns two files: what the network has, and what only the optimizer and the train step have; without save_optimizer
+        the first."""
+        net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
+        save_optimizer, deduplicates = self.save_optimizer or rescue, self._deduplicates() and not rescue
+
+        def wanted_here(name: str) -> bool:
+            return _lasting(name) and (save_optimizer or name in model)
+        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if rescue else
+                                                adapter.parameters_to_save(net, False, wanted_here))
+        tables = live.job_layouts(net, _shapes(tensors), self.place.world_size, self._warn_once)
+        if deduplicates:
+            if self._share is None:
+                self._share = live.own_share(tensors, tables, self.place.rank)
+            tensors = {name: array for name, array in tensors.items() if name not in tables or name in self._share}
+        parts = [{name: array for name, array in tensors.items() if (name in model) is wanted} for wanted in (True, False)]
+        return iteration_shard(self.prefix, self.place, state, parts[0], parts[1] if save_optimizer else None,
+                               tables, live.capture_random(), deduplicates)
+
+    @staticmethod
+    def _model(cb_params: Any) -> Any:
+        """Returns the network without optimizer and train step."""
+        net = cb_params.network
+        return net.network if getattr(net, "optimizer", None) is not None else net
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.emit(warning(text))
+
+    def _chooser(self, net: Any) -> Any:
+        if self._deduplicates():
+            mine = adapter.own_share(net, self.place.rank, self.place.world_size)
+            return lambda name: mine(name) and _lasting(name)
+        return _lasting
+
+    def _deduplicates(self) -> bool:
+        return bool(self.config.remove_redundancy) and self.place.world_size > 1
+
+    def _metadata(self) -> dict[str, str]:
+        return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
+
+    def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
+        """Returns the counters that mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
+        append = dict(self.append)
+        optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
+        append.update(epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step)
+        if "loss_scale" in append and state.loss_scale is not None:
+            append["loss_scale"] = state.loss_scale
+        if self.batch is not None:
+            append["global_batch_size"] = self.batch
+        self.append.update({key: append[key] for key in ("epoch_num", "step_num")})
+        return list(append.items())
+
+    def extras(self, cb_params: Any, state: TrainingState) -> list[Extra]:
+        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
+        if not self.inference:
+            return []
+        net = self._model(cb_params)
+        rows = adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(cb_params.train_network))
+        trainable = {parameter.name for parameter in net.trainable_params()}
+        found = []
+        for folder, kind in self.inference:
+            chosen = [row for row in rows if kind == "network" or row[0] in trainable]
+            name = (f"{stem(self.prefix, self.place.rank, self.suffix)}-{kind}-{state.epoch}_{state.step_in_epoch}."
+                    f"{self.config.format}")
+            found.append(Extra(folder, name, kind, self.config.format, live.deferred(chosen), self._metadata(), self.keep))
+        return found
+
+
+def _lasting(name: str) -> bool:
+    return not is_transient(name)
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in tensors.items()}
+
+
+def _number(value: Any, kind: type) -> Any:
+    """Returns a Python number for a number, a tensor or a parameter of one element."""
+    return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
+
+
+def _loss(outputs: Any) -> dict[str, float]:
+    """Returns the loss of a step out of the outputs of the network, as mindformers' loss monitor finds it; empty if there is none
+    or it is not finite."""
+    loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)
+    if values.dtype.kind in "OSUb" or not values.size:
+        return {}
+    mean = float(np.mean(values.astype(np.float64)))            # numpy has no mean of bfloat16
+    return {"loss": mean} if np.isfinite(mean) else {}

@@ -1,0 +1,173 @@
+"""Restores a training: counters into the configuration, tensors into the network."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mindresume.coordination.collectives import agreed
+from mindresume.errors import LoadError
+from mindresume.events import ProgressRestored, WeightsLoaded, warning
+from mindresume.events.progress import ProgressReporter
+from mindresume.mindformers import adapter, auto_transform, hf_streaming
+from mindresume.mindformers.load_progress import waiting
+from mindresume.mindformers.network_state import check_fit
+from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
+from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, data_wish, fresh_position, resume_progress
+from mindresume.resume.resume_summary import resume_warnings, summary_rows
+from mindresume.resume.selector import Choice
+from mindresume.resume.verifier import VerifiedShard
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files import read_header, read_tensor
+from mindresume.tensor_files.checksum import array_checksum
+
+
+def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tuple[ResumeProgress, float | None]:
+    """Returns the counters of the run and the loss scale, from the state of the selected checkpoint; tells mindformers where its
+    data continues. ProgressError: see ``progress``."""
+    state, setting, run = state_of(context.plan.choice), _setting(config, dataset_size, context.progress), context.progress
+    progress = resume_progress(state, setting)
+    run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
+    run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
+    for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
+        context.emit(warning(sentence))
+    config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
+    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale, setting.batch,
+                                  state.loss_scale))
+    return progress, state.loss_scale
+
+
+def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
+    """Returns where a run begins that does not resume. mindformers skips data at its beginning, too, if it is told to; that whole
+    passes cannot be skipped, and that in sink mode less is left then, it does not know."""
+    runner, setting = config.runner_config, _setting(config, config.data_size, context.progress)
+    sentence = check_skip(setting)
+    if sentence:
+        context.emit(warning(sentence))
+    position, skip, runner.initial_epoch = fresh_position(setting)
+    hf_streaming.refuse_skip(dataset, skip)
+    if setting.wish.skip and not setting.wish.ignore and skip != setting.wish.skip:
+        dataset.set_init_step(skip)
+    return RunOrigin(0, position)
+
+
+def _setting(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
+    runner = config.runner_config
+    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, wish, _epochs(runner))
+
+
+def _epochs(runner: Any) -> int | None:
+    """Returns the epochs of the configuration: in sink mode mindformers counts sinks in ``epochs`` later on."""
+    return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
+
+
+def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
+    """Sets initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
+    progress, scale = progress_for(config, dataset_size, context)
+    runner = config.runner_config
+    runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
+    runner.initial_epoch = progress.initial_epoch
+    if scale is not None and runner_scale(config) is not None:
+        if hasattr(config.runner_wrapper.scale_sense, "loss_scale_value"):
+            config.runner_wrapper.scale_sense.loss_scale_value = scale
+        else:
+            config.runner_wrapper.scale_sense = scale
+
+
+def runner_scale(config: Any) -> Any:
+    wrapper = config.get("runner_wrapper")
+    return None if wrapper is None else wrapper.get("scale_sense")
+
+
+def state_of(choice: Choice) -> TrainingState:
+    """Returns the state of the selected checkpoint, from its records or its files."""
+    if choice.chosen.state is not None:
+        return choice.chosen.state
+    scalars = dict(choice.shards[0].scalars)
+    step = scalars.get("step_num", choice.chosen.step)
+    return TrainingState(step, 1, int(scalars.get("global_step", step)), scalars.get("global_batch_size"),
+                         scalars.get("loss_scale"))
+
+
+def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext, storage: Storage) -> None:
+    """Compiles where parameters are cut, then loads what was selected into the training network, its optimizer included."""
+    early, reporter, plan = None, ProgressReporter("loading", context.emit), context.plan
+    if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
+        early = ThreadPoolExecutor(1).submit(read_shard, storage, plan.choice.root, context.shard, reporter)
+    if config.use_parallel and adapter.is_parallel():
+        adapter.compile_for_load(config, model, dataset)
+    network = model._train_network
+    with context.progress.timed_load():
+        if plan.open_source is not None:
+            found = auto_transform.arrays_for(config, network, context, storage)
+            if isinstance(found, tuple):
+                arrays, read_bytes, source = found
+                return restore_parameters(network, arrays, False, context, is_transient, read_bytes, source)
+            context.plan = replace(plan, choice=found)
+        return load_shard(network, context, storage, early, reporter)
+
+
+def load_shard(network: Any, context: TrainingContext, storage: Storage, early: Future | None = None,
+               reporter: ProgressReporter | None = None) -> None:
+    """Loads what this rank verified into ``network``. ``early``: reads it already, and ``reporter`` counts it. AgreementError on
+    all ranks if it does not fit on one."""
+    choice, group, shard = context.plan.choice, context.group, context.shard
+    reporter = reporter or ProgressReporter("loading", context.emit)
+    read = early.result if early else partial(read_shard, storage, choice.root, shard, reporter)
+    arrays, deduplicated = agreed(group, read, waiting(reporter))
+    files = choice.chosen.files.get(group.rank)
+    own = files[0].path if files else "the file of a rank that was lost"
+    replicas = [source.file.path for source in shard.sources]
+    if any(path != own for path in replicas):
+        context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, proven by records or layouts:"
+                             f" {', '.join(replicas)}"))
+    agreed(group, lambda: check_fit(arrays, adapter.wanted_of(network, arrays),
+                                    (lambda name: True) if deduplicated else is_transient))
+    restore_parameters(network, arrays, deduplicated, context)
+
+
+def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
+        may_miss: Callable[[str], bool] = is_transient, read_bytes: int | None = None, source: str = "") -> None:
+    """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. ``read_bytes``: from files;
+    ``source``: of the weights, for people. LoadError if something is left that may not."""
+    if "global_step" in arrays:
+        array = arrays["global_step"]
+        arrays["global_step"] = np.full(array.shape, context.progress.global_step, array.dtype)
+    wanted = adapter.wanted_of(network, arrays)
+    for name in set(wanted) & set(arrays):
+        arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
+    count, size = len(arrays), sum(array.nbytes for array in arrays.values())
+    left = [name for name in adapter.load_into(network, arrays, deduplicated) if not may_miss(name)]
+    if left:
+        raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
+    context.emit(WeightsLoaded(context.group.rank, count, size, read_bytes, source))
+
+
+def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: ProgressReporter | None = None
+               ) -> tuple[dict[str, np.ndarray], bool]:
+    """Returns {name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is
+    hashed again while it is in memory: what was verified is what is loaded. LoadError if it changed in between."""
+    arrays, deduplicated, reporter = {}, False, reporter or ProgressReporter.silent()
+    reporter.expect(sum(source.file.size or 0 for source in shard.sources))
+    for source in shard.sources:
+        path = os.path.join(root, source.file.path)
+        with storage.open(path) as file:
+            header = read_header(file, path)
+            deduplicated = deduplicated or header.metadata.get("remove_redundancy") == "True"
+            for name in source.names or header.tensors:
+                if header.tensors[name].dtype == "str":
+                    continue
+                arrays[name] = read_tensor(file, header.tensors[name])
+                row = shard.details.tensors.get(name) if shard.details else None
+                if row is not None and array_checksum(arrays[name]) != row.checksum:
+                    raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
+                reporter.advance(arrays[name].nbytes)
+    return arrays, deduplicated

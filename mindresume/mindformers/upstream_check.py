@@ -1,0 +1,163 @@
+"""Compares the table of upstream symbols with what is installed, before anything is patched.
+
+    profile, notice = profile_for(installed_versions())
+    off, notices = require(profile)                 # ConfigError lists every symbol without which mindresume cannot work
+    switch_off(off)
+"""
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from mindresume.errors import ConfigError
+from mindresume.mindformers.upstream import PROFILES, Feature, Kind, Profile, Symbol
+
+_off: set[Feature] = set()                              # of this process, since the installation
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Describes a symbol that is not as expected. ``found``: its signature, None: it is absent."""
+    symbol: Symbol
+    found: str | None
+    compatible: bool = False                            # only optional parameters or other defaults: calls go on as before
+
+    def __str__(self) -> str:
+        expected = "" if self.symbol.signature is None else f"expected ({self.symbol.signature}), "
+        found = "it is absent" if self.found is None else f"found ({self.found})"
+        return f"{self.symbol.path}: {expected}{found}; {self.symbol.kind.value}, needed by: {self.symbol.feature.name}"
+
+
+def installed_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("mindformers", "mindspore")}
+
+
+def profile_for(versions: Mapping[str, str]) -> tuple[Profile, str]:
+    """Returns the profile of the installed versions and a notice, empty if they are tested together. Untested ones get the last
+    profile, whose rows then decide whether the installation is possible."""
+    for profile in PROFILES:
+        if all((versions[name] + ".").startswith(wanted + ".") for name, wanted in profile.versions.items()):
+            return profile, ""
+    profile = PROFILES[-1]
+    untested = [f"{name} {versions[name]} is installed; mindresume is tested with {name} {wanted}"
+                for name, wanted in profile.versions.items() if not (versions[name] + ".").startswith(wanted + ".")]
+    return profile, "; ".join(untested)
+
+
+def resolve(symbol: Symbol) -> Any:
+    """Returns the object: a descriptor of a class as it is; None for an attribute that the methods of the class set.
+
+    Raises AttributeError or ImportError if it is absent."""
+    found: Any = import_module(symbol.module)
+    for part in symbol.name.split("."):
+        if not isinstance(found, type):
+            found = getattr(found, part)
+        elif symbol.kind is Kind.REPLACED:
+            try:
+                found = found.__dict__[part]            # an inherited method would be replaced for this class alone
+            except KeyError as error:
+                raise AttributeError(f"{found.__name__} does not define {part}") from error
+        else:
+            found = None if part in _assigned(found) and not hasattr(found, part) else inspect.getattr_static(found, part)
+    return found
+
+
+def check(symbols: Iterable[Symbol]) -> list[Finding]:
+    """Returns every symbol that is absent or has another signature than expected."""
+    findings = []
+    for symbol in symbols:
+        try:
+            found = resolve(symbol)
+        except (ImportError, AttributeError):
+            findings.append(Finding(symbol, None))
+            continue
+        if symbol.signature is not None and (text := signature_text(found)) != symbol.signature:
+            findings.append(Finding(symbol, text, _compatible(symbol.signature, text)))
+    return findings
+
+
+def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
+    """Compares all rows of ``profile`` with what is installed. Returns the features to be switched off and the notices of them.
+
+    Raises ConfigError that lists every symbol without which mindresume cannot work."""
+    findings = check(profile.symbols)
+    serious = [finding for finding in findings if not finding.compatible]
+    refused = [finding for finding in serious if not finding.symbol.feature.without]
+    if refused:
+        installed = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+        wanted = " and ".join(f"{name} {version}" for name, version in profile.versions.items())
+        raise ConfigError(f"mindresume cannot be used with {installed}: {len(refused)} of {len(profile.symbols)} places differ "
+                          f"from {profile.name}:" + "".join(f"\n  {finding}" for finding in refused) +
+                          f"\nInstall {wanted}, or train without mindresume")
+    off = frozenset(finding.symbol.feature for finding in serious)
+    notices = [f"{feature.name} is switched off: {feature.without}. " + "; ".join(
+        str(finding) for finding in serious if finding.symbol.feature == feature)
+        for feature in sorted(off, key=lambda feature: feature.name)]
+    changed = [str(finding) for finding in findings if finding.compatible]
+    if changed:
+        notices.append("these places differ from " + profile.name + " without an effect on mindresume: " + "; ".join(changed))
+    return off, notices
+
+
+def switch_off(features: Iterable[Feature]) -> None:
+    """Sets the features that this process does without."""
+    _off.clear()
+    _off.update(features)
+
+
+def is_off(feature: Feature) -> bool:
+    return feature in _off
+
+
+def signature_text(function: Any) -> str:
+    """Returns the parameters without annotations: ``self, a, b=None, *args, **kwargs``. ``...``: no constant default."""
+    try:
+        signature = inspect.signature(function.__func__ if isinstance(function, (classmethod, staticmethod)) else function)
+    except (TypeError, ValueError):
+        return "unknown"
+    return ", ".join(map(_parameter_text, signature.parameters.values()))
+
+
+def _parameter_text(parameter: inspect.Parameter) -> str:
+    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    default = parameter.default
+    if default is inspect.Parameter.empty:
+        return star + parameter.name
+    return f"{parameter.name}={default!r}" if default is None or isinstance(default, (bool, int, float, str, tuple)) else \
+        f"{parameter.name}=..."
+
+
+def _compatible(expected: str, found: str) -> bool:
+    """Returns whether every call that fits ``expected`` fits ``found`` and means the same parameters. Optional ones may be taken
+    as ``*args, **kwargs``, as by the wrapper of somebody else."""
+    wanted, there = _parameters(expected), _parameters(found)
+    takes_any = {"*args", "**kwargs"} <= there.keys()
+    if found == "unknown" or any(name.startswith("*") and name not in there for name in wanted):
+        return False
+    rows = [row for row in wanted.items() if not row[0].startswith("*")]
+    named = [row for row in there.items() if not row[0].startswith("*")]
+    head, extra = named[:len(rows)], named[len(rows):]
+    swallowed = rows[len(head):]
+    same = all(name == expected_name and (has_default or not expected_default)
+               for (name, has_default), (expected_name, expected_default) in zip(head, rows, strict=False))
+    return same and all(has_default for _, has_default in extra) and (
+        not swallowed or takes_any and all(has_default for _, has_default in swallowed))
+
+
+def _parameters(signature: str) -> dict[str, bool]:
+    """Returns whether each parameter has a default, in their order."""
+    return {name: bool(default) for name, default in re.findall(r"(?:^|, )(\*{0,2}\w+)(=?)", signature)}
+
+
+@functools.cache
+def _assigned(holder: type) -> frozenset[str]:
+    """Returns the attributes of their instance that the methods of a class set."""
+    methods = (inspect.unwrap(value) for base in holder.__mro__ for value in vars(base).values() if inspect.isfunction(value))
+    return frozenset(step.argval for method in methods if inspect.isfunction(method) for step in dis.get_instructions(method)
+                     if step.opname == "STORE_ATTR")

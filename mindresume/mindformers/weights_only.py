@@ -1,0 +1,247 @@
+"""Loads weights alone in Checkpoint 1.0, with which a fine-tuning, an evaluation or a prediction begins; no training is resumed.
+
+    at the start   the path, by whatever key it comes ─▶ the choice, proven and agreed by all ranks
+    at the load    the network, compiled where parameters are cut ─▶ its parameters in the checkpoint ─▶ byte ranges of this rank
+                   ─▶ read, verified, converted to the parameters' dtype, loaded; what is missing is an error by name
+
+What mindformers saved on as many ranks as the job has needs no layouts: each rank loads its own file. Names of Hugging Face that
+only mindformers can translate, and networks that take their weights apart themselves, are still loaded by its code.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mindresume.coordination.collectives import agreed, decide, report
+from mindresume.errors import LoadError
+from mindresume.events import Emit, Notice, warning
+from mindresume.events.progress import ProgressReporter
+from mindresume.formats.consolidated import is_complete
+from mindresume.formats.scan import is_root
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
+from mindresume.mindformers import adapter, load_iteration, selection, state_restorer
+from mindresume.mindformers.auto_transform import OPENING
+from mindresume.mindformers.load_progress import traffic_of_load, waiting
+from mindresume.mindformers.network_state import check_fit, job_layouts
+from mindresume.mindformers.training_context import PREDICT, TRAIN, LoadRequest, TrainingContext
+from mindresume.model.training_state import is_transient
+from mindresume.reshard.huggingface import is_huggingface
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
+from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
+from mindresume.resume.job_selection import islands_of, locate_checkpoints
+from mindresume.resume.verifier import ShardSource
+from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.tensor_files.header import DTYPES
+
+_FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")
+_ADAPTERS = ("lora", "mindpet_delta")           # in the names of what mindformers adds to a network for pet_config
+
+Wanted = Mapping[str, tuple[tuple[int, ...], str]]          # {parameter: (shape, dtype)}
+
+
+# ---- at the start ----------------------------------------------------------------------------------------------------
+
+def path_of(config: Any, task: str) -> str:
+    """Returns the path of the weights that are asked for; empty: none, or they are loaded by mindformers itself: for its
+    inference models, and with the adapters of slora, which lie elsewhere."""
+    if config.get("only_save_strategy") or adapter.pet_type(config) == "slora":
+        return ""
+    if task == PREDICT and not config.get("use_legacy") and config.get("run_mode") != "predict_with_train_model":
+        return ""
+    path = config.get("load_checkpoint") or (config.get("checkpoint") or {}).get("load_path")
+    if not path and (pretrained := config.get("pretrained_model_dir")) and is_complete(PosixStorage(), str(pretrained)):
+        path = pretrained                       # mindformers trainer.py:_try_use_pretrained_model_dir_as_ckpt
+    return str(path or "")
+
+
+def select(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
+    """Sets the keys of ``config``, and the plan of ``context``, to what was selected by all ranks. Errors as of
+    ``choosing.select``."""
+    path = path_of(config, task)
+    if not path:
+        return
+    group, asked = context.group, config.get("resume_training")
+    path = locate_checkpoints(storage, path, group, context.emit)
+    converts = bool(config.get("auto_trans_ckpt"))
+    apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
+        islands_of(storage, path, group, context.resources.topology, context.emit).is_split
+    plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
+                            resume=False, as_it_is=not converts)
+    choice, chosen = plan.choice, plan.choice.chosen
+    shown = path if os.path.isfile(path) else os.path.join(choice.root, chosen.base) if chosen.base else choice.root
+    context.plan = replace(plan, request=LoadRequest(shown, resume=False, trains=task == TRAIN, converts=converts))
+    config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
+    if config.get("checkpoint"):
+        config.checkpoint.load_path = shown
+    config.auto_trans_ckpt = False              # mindformers has nothing left to do, to require, or to clear
+
+
+# ---- at the load -----------------------------------------------------------------------------------------------------
+
+def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingContext, storage: Storage, do_eval: bool,
+         do_predict: bool) -> bool:
+    """Loads what was selected into the parameters of ``network``. False: mindformers has to do it, and nothing was done.
+    AgreementError on all ranks for whatever fails on one."""
+    request, group, open_source = context.plan.request, context.group, context.plan.open_source
+    path = config.checkpoint.load_path
+    if os.path.realpath(path) != os.path.realpath(request.path):                # mindformers has translated names into new files
+        open_source = partial(open_complete, storage, path)
+    source = agreed(group, open_source, OPENING) if open_source is not None else None
+    if not request.trains:
+        network.set_train(False)
+    known = decide(group, lambda: source is not None and source.candidate is None and
+                   is_huggingface(storage, source.weights.name))        # asked of one: what follows are exchanges
+    if reason := adapter.only_by_mindformers(network, source.weights.tensors if source else (), known):
+        context.emit(warning(f"{request.path}: {reason}; mindformers loads it, and its log says what got no value"))
+        config.auto_trans_ckpt = request.converts
+        return False
+    if config.use_parallel and adapter.is_parallel():
+        adapter.compile_for_load(config, model, dataset, do_eval, do_predict)
+    cell = model._train_network if request.trains else network
+    with context.progress.timed_load():
+        if source is None:
+            _load_own(config, cell, network, context, storage)
+        elif known and not set(network.parameters_dict()) & set(source.weights.tensors):
+            load_iteration.load_pretrained(cell, network, source.weights.name, context)
+        else:
+            _load(config, cell, network, source, context)
+    context.resources.release()
+    return True
+
+
+def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context: TrainingContext) -> None:
+    """Loads by regions, from any layout into that of the job."""
+    emit, group, tensors = context.emit, context.group, source.weights.tensors
+    wanted = agreed(group, lambda: _wanted(cell, network, tensors))
+    optional = _optional(config, context, tensors)
+    origin = agreed(group, lambda: names_in(wanted, tensors, source.what, optional, emit))
+    layouts = job_layouts(cell, {name: shape for name, (shape, _) in wanted.items()}, group.size,
+                          lambda text: emit(warning(text)))
+    stored = {origin.get(name, name): (shape, _read_as(tensors, origin.get(name, name), dtype))
+              for name, (shape, dtype) in wanted.items()}
+    backwards = {other: name for name, other in origin.items()}
+    regions = agreed(group, lambda: wanted_regions(
+        source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
+        lambda name: optional(backwards.get(name, name)), allow=True))
+    traffic, until_read = traffic_of_load(bytes_of(source.weights, regions), emit)
+    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
+    named = {backwards.get(name, name): array for name, array in arrays.items()}
+    del arrays
+    agreed(group, lambda: _convert(named, wanted, emit))
+    _put(network, named, False, wanted, optional, source.what, context, traffic.read)
+
+
+def _load_own(config: Any, cell: Any, network: Any, context: TrainingContext, storage: Storage) -> None:
+    """Loads the file of this rank, of a job of as many ranks that left no layouts."""
+    group, what = context.group, context.plan.request.path
+    held = agreed(group, lambda: _held(storage, context), OPENING)
+    there = {name for names in held.values() for name in names}
+    wanted = agreed(group, lambda: _wanted(cell, network, there))
+    optional = _optional(config, context, there)
+    reporter = ProgressReporter("loading", context.emit)
+
+    def read() -> tuple[dict[str, np.ndarray], bool]:
+        parts = {source: tuple(name for name in names if name in wanted) for source, names in held.items()}
+        if not any(parts.values()):
+            raise LoadError(_nothing(what, wanted, there))
+        shard = replace(context.shard, sources=tuple(replace(source, names=names) for source, names in parts.items() if names))
+        arrays, deduplicated = state_restorer.read_shard(storage, context.plan.choice.root, shard, reporter)
+        _convert(arrays, wanted, context.emit)
+        check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
+        return arrays, deduplicated
+    arrays, deduplicated = agreed(group, read, waiting(reporter))
+    _put(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, context)
+
+
+def _held(storage: Storage, context: TrainingContext) -> dict[ShardSource, tuple[str, ...]]:
+    """Returns {what this rank verified: its tensors}."""
+    return {source: source.names or tuple(header_of(storage, context.plan.choice.root, source.file).tensors)
+            for source in context.shard.sources}
+
+
+def _put(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: Wanted, optional: Callable[[str], bool], what: str,
+         context: TrainingContext, read_bytes: int | None = None) -> None:
+    absent = [name for name in wanted if name not in arrays and not is_transient(name)]
+    if absent and not deduplicated:
+        context.emit(warning(f"not in {what}, and left as they are initialised: {listed(absent)}"))
+    state_restorer.restore_parameters(cell, arrays, deduplicated, context, lambda name: name not in wanted or optional(name),
+                                      read_bytes, what)
+
+
+def _wanted(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
+    """Returns the parameters of the network that this rank holds. LoadError if there are none."""
+    of_model = set(network.parameters_dict())
+    wanted = {name: row for name, row in adapter.wanted_of(cell, offered).items() if name in of_model}
+    if not wanted:
+        raise LoadError(f"none of the {len(of_model)} parameters of the network lies on this rank after the compilation; nothing "
+                        f"can be loaded")
+    return wanted
+
+
+# ---- names, dtypes, what may be missing ------------------------------------------------------------------------------
+
+def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool],
+             emit: Emit) -> dict[str, str]:
+    """Returns {parameter: its name in the checkpoint} where that is another one, as MindSpore and mindformers read them: tk_delta
+    for mindpet_delta, and one prefix before all that are not found. LoadError if none of the parameters is there."""
+    old = {name.replace("tk_delta", "mindpet_delta"): name for name in tensors if "tk_delta" in name}
+    found = {name: old[name] for name in wanted if name not in tensors and name in old}
+    left = [name for name in wanted if name not in tensors and name not in found and not optional(name)]
+    if left:
+        ends = (name for name in tensors if name.endswith(f".{left[0]}"))
+        prefixes = [prefix for prefix in (name.removesuffix(left[0]) for name in ends)
+                    if all(prefix + name in tensors for name in left)]
+        if len(prefixes) == 1:
+            emit(warning(f"{what} calls {len(left)} parameters by another name, with {prefixes[0]} in front"))
+            found |= {name: prefixes[0] + name for name in left}
+    if not found and not any(name in tensors for name in wanted):
+        raise LoadError(_nothing(what, wanted, tensors))
+    return found
+
+
+def _nothing(what: str, wanted: Collection[str], there: Collection[str]) -> str:
+    return (f"{what} holds none of the {len(wanted)} parameters of the network, which are called like "
+            f"{listed(sorted(wanted), 3)}; it holds {listed(sorted(there), 3) or 'nothing'}. Are they weights of another "
+            f"model, or in the names of another framework? Convert them first, or give another load_checkpoint")
+
+
+def _optional(config: Any, context: TrainingContext, tensors: Collection[str]) -> Callable[[str], bool]:
+    """Returns which parameters may be missing: those that live within a step or a request, and those that the user allows. Where
+    a training begins with ``pet_config`` also what mindformers adds to the network for it, if the checkpoint, of the network
+    alone, has nothing of that kind."""
+    adapters = bool(adapter.pet_type(config)) and context.plan.request.trains and not any(map(_is_adapter, tensors))
+    return lambda name: is_transient(name) or context.settings.allows(name) or adapters and _is_adapter(name)
+
+
+def _is_adapter(name: str) -> bool:
+    return any(word in name for word in _ADAPTERS)
+
+
+def _read_as(tensors: Mapping[str, Any], name: str, dtype: str) -> str:
+    """Returns the dtype in which a tensor is read: its own, if mindformers would convert it (mindspore _type_convert)."""
+    stored = tensors[name].dtype if name in tensors else dtype
+    return stored if any({stored, dtype} <= set(kind) for kind in (_FLOATS, _INTS)) else dtype
+
+
+def _convert(arrays: dict[str, np.ndarray], wanted: Wanted, emit: Emit) -> None:
+    """Converts to the dtypes of the parameters. LoadError if a value would become infinite, or a whole number another one."""
+    kinds: dict[str, int] = {}
+    for name, array in arrays.items():
+        dtype = wanted[name][1] if name in wanted else array.dtype.name
+        if array.dtype.name == dtype or not any({array.dtype.name, dtype} <= set(kind) for kind in (_FLOATS, _INTS)):
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = array.astype(DTYPES[dtype])
+        if not np.array_equal(found, array) if dtype in _INTS else np.any(np.isinf(found) & ~np.isinf(array)):
+            raise LoadError(f"{name} is {array.dtype.name} in the checkpoint and has values that {dtype}, the parameter's dtype, "
+                            f"cannot hold; set param_init_type of the model to {array.dtype.name}")
+        kinds[f"{array.dtype.name} to {dtype}"] = kinds.get(f"{array.dtype.name} to {dtype}", 0) + 1
+        arrays[name] = found
+    for kind, count in kinds.items():
+        emit(Notice(f"{count} tensors were converted from {kind}, as the network has them"))

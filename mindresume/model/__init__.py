@@ -1,0 +1,1 @@
+"""What a checkpoint is: layouts, training state, position in the data, records and manifest. Pure Python and numpy."""

@@ -1,0 +1,167 @@
+"""Computes where the steps and the seconds of a training went, and its goodput. Arithmetic on run attempts, nothing else.
+
+    time      |startup|-----productive-----|~~lost~~|shutdown|  downtime  |startup|----productive----|shutdown|
+    attempt 1  ^ trainer is made           ^ checkpoint from which attempt 2 goes on ^ attempt 2
+
+A step is *lost* if a later attempt went on from a checkpoint before it: the training that there is now does not contain it.
+*Goodput* is the productive share of all seconds between the first start and the last end.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from mindresume.report.runs import NORMAL, RunAttempt
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A partition of the time between the first start and the last end.
+
+    ``productive``: steps that count, and the gaps between them. ``lost``: the same of steps that were lost. ``saving``: the
+    training stood still for a save. ``startup``: from the making of the trainer to the first step, its compilation included.
+    ``shutdown``: after the last step. ``downtime``: between a failure and the next start. ``idle``: between a normal end and the
+    next start. ``unknown``: of attempts that did steps, and whose log is missing.
+    """
+    productive: float = 0.0
+    lost: float = 0.0
+    saving: float = 0.0
+    startup: float = 0.0
+    shutdown: float = 0.0
+    downtime: float = 0.0
+    idle: float = 0.0
+    unknown: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return math.fsum(getattr(self, item.name) for item in fields(self))
+
+    @property
+    def goodput(self) -> float | None:
+        """The productive share, 0 to 1. None: no time passed, or of some of it the use is not known."""
+        return self.productive / self.total if self.total and not self.unknown else None
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the timeline. ``kind``: a field of Seconds, but not ``saving``. ``begin``, ``end``: seconds since 1970."""
+    kind: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class AttemptAccount:
+    """What became of one attempt. ``kept``: its last step that counts; later ones are lost. ``seconds``, ``timeline``: of the
+    attempt and of the time from its end to the next start."""
+    attempt: RunAttempt
+    kept: float
+    steps: int
+    steps_lost: int
+    seconds: Seconds
+    timeline: tuple[Span, ...]
+
+
+def accounts_of(attempts: Sequence[RunAttempt]) -> tuple[AttemptAccount, ...]:
+    """Returns one account for each attempt, in their order."""
+    starts = [*(attempt.started for attempt in attempts[1:]), None]
+    return tuple(_account(attempt, limit, next_start)
+                 for attempt, limit, next_start in zip(attempts, _limits(attempts), starts, strict=False))
+
+
+def _limits(attempts: Sequence[RunAttempt]) -> list[float]:
+    """Returns for each attempt the last of its steps that the training there is now contains: infinity if all, 0 if none.
+
+    From the last attempt back to the one that saved the checkpoint it went on from, and so on; attempts in between are lost."""
+    limits, limit = [0.0] * len(attempts), math.inf
+    last = len(attempts) - 1
+    index = next((index for index in range(last, -1, -1) if _is_link(attempts[index], index == last)), None)
+    while index is not None:
+        limits[index] = limit
+        index, limit = _parent(attempts, index)
+    return limits
+
+
+def _is_link(attempt: RunAttempt, is_last: bool) -> bool:
+    """Whether it did steps, or is about to."""
+    return attempt.first_step is not None or is_last and (attempt.is_fresh or attempt.resumed_from is not None)
+
+
+def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, float]:
+    """Returns the attempt that another one went on from, and the step in its count. None where neither run nor step tell."""
+    attempt, before = attempts[index], range(index - 1, -1, -1)
+    if attempt.resumed_from is None:
+        trained = next((other for other in before if attempts[other].first_step is not None), None)
+        is_another = trained is not None and attempts[trained].outcome in NORMAL
+        return (trained, math.inf) if is_another else (None, 0.0)       # after a normal end it is another training
+    for other in before:
+        if attempt.resumed_run_id is not None and attempts[other].run_id == attempt.resumed_run_id:
+            return other, attempt.resumed_from
+    for other in before:
+        candidate = attempts[other]
+        is_possible = candidate.run_id is None or attempt.resumed_run_id is None
+        if is_possible and candidate.first_step is not None and candidate.base_step < attempt.resumed_from <= candidate.last_step:
+            return other, attempt.resumed_from
+    return None, 0.0
+
+
+def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> AttemptAccount:
+    done = 0 if attempt.last_step is None else max(attempt.last_step - attempt.base_step, 0)
+    lost = 0 if attempt.last_step is None else int(max(attempt.last_step - max(limit, attempt.base_step), 0))
+    begin, kept, last = _edges(attempt, limit)
+    spans = [Span("startup", attempt.started, begin), Span("productive", begin, kept), Span("lost", kept, last),
+             Span("shutdown", last, attempt.ended)]
+    if attempt.last_step is not None and not len(attempt.losses):
+        spans = [Span("unknown", attempt.started, attempt.ended)]
+    if next_start is not None:
+        spans.append(Span("idle" if attempt.outcome in NORMAL else "downtime", attempt.ended, max(next_start, attempt.ended)))
+    seconds = {span.kind: max(span.end - span.begin, 0.0) for span in spans}
+    saving = 0.0
+    for save in attempt.saves:
+        kind = "unknown" if "unknown" in seconds else _kind_at(save.time, begin, kept, last)
+        stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
+        seconds[kind] -= stalled
+        saving += stalled
+    return AttemptAccount(attempt, min(limit, attempt.last_step or 0), done, lost, Seconds(**seconds, saving=saving),
+                          tuple(span for span in spans if span.end > span.begin))
+
+
+def _kind_at(at: float, begin: float, kept: float, last: float) -> str:
+    """Returns which span a save that is over at ``at`` lies in."""
+    return "lost" if kept < at <= last else "productive" if begin < at <= kept else "shutdown"
+
+
+def _edges(attempt: RunAttempt, limit: float) -> tuple[float, float, float]:
+    """Returns when the first step began, when the last one that counts and the last one of all were over. The first step is
+    taken to be as long as an ordinary one: what it took longer was the compilation."""
+    losses = attempt.losses
+    if not len(losses):
+        return attempt.ended, attempt.ended, attempt.ended
+    last = max(min(float(losses.times[-1]), attempt.ended), attempt.started)
+    count = min(max(int(losses.steps[0]) - attempt.base_step, 1), losses.interval)
+    begin = min(max(float(losses.times[0]) - count * losses.typical, attempt.started), last)
+    if attempt.is_cut:
+        begin = attempt.started
+    counting = int(np.searchsorted(losses.steps, limit, side="right"))
+    kept = begin if not counting else max(begin, min(float(losses.times[counting - 1]), last))
+    return begin, kept, last
+
+
+def total_of(accounts: Sequence[AttemptAccount]) -> Seconds:
+    """Returns the seconds of all attempts together."""
+    return sum((account.seconds for account in accounts), Seconds())
+
+
+def steps_at_risk(accounts: Sequence[AttemptAccount], newest: int | None) -> int | None:
+    """Returns how many steps the next start would do again, because they lie behind the newest checkpoint (``newest``: its step).
+    None if the last attempt ended normally."""
+    if not accounts or accounts[-1].attempt.outcome in NORMAL:
+        return None
+    reached = next((account.attempt.last_step for account in reversed(accounts) if account.attempt.last_step is not None), 0)
+    return max(reached - (newest or 0), 0)

@@ -1,0 +1,211 @@
+"""Builds the report: a folder -> what is known of its training -> one JSON document."""
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mindresume.events import FAILED
+from mindresume.report import accounting, event_log, log_discovery
+from mindresume.report.accounting import AttemptAccount, Seconds, accounts_of, total_of
+from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_state
+from mindresume.report.event_log import failures_in, find_event_logs, foreign_utc_offsets, read_events
+from mindresume.report.log_discovery import LogFile, find_logs
+from mindresume.report.log_parser import merged
+from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
+from mindresume.storage.filesystem import Storage
+
+
+@dataclass(frozen=True)
+class Report:
+    """``read``: the logs and event files that it is made from. ``rank``: whose log; None: there is none. ``loss_rank``: whose
+    loss, where it is that of another rank. ``notes``: what a reader has to know."""
+    output: str
+    folders: tuple[str, ...]
+    read: tuple[str, ...]
+    rank: int | None
+    loss_rank: int | None
+    accounts: tuple[AttemptAccount, ...]
+    disk: CheckpointState
+    notes: tuple[str, ...]
+
+    @property
+    def attempts(self) -> tuple[RunAttempt, ...]:
+        return tuple(row.attempt for row in self.accounts)
+
+    @property
+    def restarts(self) -> int:
+        """Starts after the first one."""
+        return max(len(self.accounts) - 1, 0)
+
+    @property
+    def failures(self) -> int:
+        return sum(attempt.outcome == FAILED for attempt in self.attempts)
+
+    @property
+    def steps_done(self) -> int:
+        return sum(row.steps for row in self.accounts)
+
+    @property
+    def steps_lost(self) -> int:
+        return sum(row.steps_lost for row in self.accounts)
+
+    @property
+    def reached(self) -> int | None:
+        """The last step of the training that there is now."""
+        return next((row.attempt.last_step for row in reversed(self.accounts) if row.attempt.last_step is not None), None)
+
+    @property
+    def steps_at_risk(self) -> int | None:
+        """Steps behind the newest checkpoint, if the last attempt did not end normally; None also where there is no directory."""
+        if not self.disk.exists:
+            return None
+        return accounting.steps_at_risk(self.accounts, self.disk.newest.step if self.disk.newest else None)
+
+    @property
+    def seconds(self) -> Seconds:
+        return total_of(self.accounts)
+
+
+def build_report(storage: Storage, output: str, root: str, more: Sequence[str] = ()) -> Report:
+    """Returns the report of one training.
+
+    Args:
+        storage: of the checkpoints.
+        output: folder below which the logs and the event files are.
+        root: the checkpoint directory.
+        more: other folders with logs or event files.
+    """
+    folders = (output, *more)
+    found, recorded, disk = find_logs(folders), find_event_logs(folders), read_checkpoint_state(storage, root)
+    rank = min((log.rank for log in found), default=None)
+    own, utc_offsets = [log for log in found if log.rank == rank], foreign_utc_offsets(recorded)
+    utc_offset = utc_offsets[0] if len(utc_offsets) == 1 else None
+    attempts = attempts_of((read_events(log) for log in recorded if log.rank == 0), merged(own, utc_offset),
+                           failures_in(recorded))
+    attempts, others = _with_true_losses(attempts, found, rank, utc_offset)
+    if attempts:
+        attempts = (*attempts[:-1], with_outcome(attempts[-1], disk.leases if disk.exists else None))
+    read = [piece for log in found if log in own or log.rank in others for piece in log.pieces] + [log.path for log in recorded]
+    return Report(output, folders, tuple(read), rank, max(others, default=None), accounts_of(attempts), disk,
+                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets)))
+
+
+def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile], rank: int | None, utc_offset: int | None
+                      ) -> tuple[tuple[RunAttempt, ...], list[int]]:
+    """Returns the attempts with the true loss, and the ranks it was read from. With pipeline stages the last rank has it; if the
+    number of ranks changed, another rank for each attempt."""
+    used: list[int] = []
+    by_rank = sorted({log.rank for log in found} - {rank}, reverse=True)
+    todo = {attempt.number for attempt in attempts if not attempt.has_true_loss and len(attempt.losses)}
+    for other in by_rank:
+        if not todo:
+            break
+        better = with_losses(attempts, merged((log for log in found if log.rank == other), utc_offset))
+        got = {new.number for old, new in zip(attempts, better, strict=True) if new is not old and new.number in todo}
+        if got:
+            attempts = tuple(new if new.number in got else old for old, new in zip(attempts, better, strict=True))
+            used.append(other)
+            todo -= got
+    return attempts, used
+
+
+def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[int]) -> Iterable[str]:
+    unrecorded = [attempt.number for attempt in attempts if not attempt.has_events]
+    if unrecorded:
+        yield (f"There is no event file of {_named(unrecorded)} (mindresume was not there, or did not write events yet). What "
+               f"is known is what mindformers logged: starts, losses and times. Run id, saves, refused checkpoints and the "
+               f"reason of a failure are not known, time of saves is counted as productive or lost, and the step that it resumed "
+               f"from is inferred from the first loss.")
+    unlogged = [attempt.number for attempt in attempts if attempt.last_step is not None and not len(attempt.losses)]
+    if unlogged:
+        yield (f"There is no log of {_named(unlogged)}: its losses are not known, nor how its time was used, so there is no "
+               f"goodput.")
+    if rank:
+        yield f"There is no log of rank 0: losses and step times are those of rank {rank}."
+    if any(not attempt.has_true_loss and len(attempt.losses) for attempt in attempts) and not others:
+        yield (f"The training has pipeline stages. The loss is that of rank {rank}, not the true one: there is no log of "
+               f"the last rank.")
+    if others:
+        yield f"The training has pipeline stages: the loss is that of rank {', '.join(map(str, sorted(others)))}, the last one."
+    if attempts and attempts[0].is_cut:
+        yield "The log begins in the middle of an attempt: older lines were rotated away, and what came before is not counted."
+    interval = max((attempt.losses.interval for attempt in attempts), default=1)
+    if interval > 1:
+        yield (f"The log has a loss every {interval} steps. An attempt that failed may have done up to {interval - 1} steps more "
+               f"than are counted.")
+    bad = sum(attempt.losses.not_finite for attempt in attempts)
+    if bad:
+        yield f"The loss is not finite (nan or inf) at {bad} steps; the curve has gaps there."
+    if any(attempt.step_scale != 1 for attempt in attempts):
+        yield ("The batch size changed, so steps were renumbered. Each attempt is drawn in its own count; lost steps are counted "
+               "in that of the attempt that lost them.")
+
+
+def _time_notes(utc_offsets: Sequence[int]) -> Iterable[str]:
+    if len(utc_offsets) > 1:
+        yield (f"The logs have local times {', '.join(f'{offset / 3600:+g} h' for offset in utc_offsets)} from UTC. They are "
+               f"read as times of this machine, so losses can be in the wrong attempt: make the report where the training runs.")
+
+
+def _named(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10])) + (" ..." if len(numbers) > 10 else "")
+    return f"attempt{'' if len(numbers) == 1 else 's'} {shown}"
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Returns one document. Its fields are those of Report, RunAttempt, Save, Seconds and StoredCheckpoint, and mean the same.
+    Times are seconds since 1970, spans are seconds, sizes are bytes, ``goodput`` is a share of 1. None: not known."""
+    seconds = report.seconds
+    return {
+        "output": report.output, "root": report.disk.root,
+        "sources": {"read": list(report.read), "looked_for": looked_for(report), "rank": report.rank,
+                    "loss_rank": report.loss_rank},
+        "restarts": report.restarts, "failures": report.failures,
+        "goodput": None if seconds.goodput is None else round(seconds.goodput, 6),
+        "steps": {"reached": report.reached, "done": report.steps_done, "lost": report.steps_lost,
+                  "at_risk": report.steps_at_risk},
+        "seconds": {**_rounded(asdict(seconds)), "total": round(seconds.total, 3)},
+        "attempts": [_attempt(row) for row in report.accounts],
+        "timeline": [{"attempt": row.attempt.number, "kind": span.kind, "begin": round(span.begin, 3), "end": round(span.end, 3)}
+                     for row in report.accounts for span in row.timeline],
+        "checkpoints": [asdict(row) for row in report.disk.checkpoints],
+        "notes": [*report.notes, *report.disk.notes],
+    }
+
+
+def looked_for(report: Report) -> list[str]:
+    """Returns the patterns of the files that were looked for."""
+    return [os.path.join(folder, pattern) for folder in report.folders
+            for pattern in (*log_discovery.LOOKED_FOR, event_log.LOOKED_FOR)]
+
+
+def _attempt(row: AttemptAccount) -> dict[str, Any]:
+    attempt = row.attempt
+    known = attempt.has_events
+    return {
+        "number": attempt.number, "run_id": attempt.run_id, "has_events": known, "world_size": attempt.world_size,
+        "started": attempt.started, "ended": attempt.ended, "outcome": attempt.outcome, "reason": attempt.reason,
+        "failed_rank": attempt.failed_rank, "is_fresh": attempt.is_fresh, "resumed_from": attempt.resumed_from,
+        "resumed_run_id": attempt.resumed_run_id, "is_inferred": attempt.is_inferred, "checkpoint": attempt.checkpoint,
+        "load_seconds": attempt.load_seconds, "first_step": attempt.first_step, "last_step": attempt.last_step,
+        "steps": row.steps, "steps_lost": row.steps_lost, "loss": _ends(attempt), "seconds": _rounded(asdict(row.seconds)),
+        "saves": [asdict(save) for save in attempt.saves] if known else None,
+        "skipped_saves": attempt.skipped_saves if known else None,
+        "refused": [asdict(refused) for refused in attempt.refused] if known else None,
+    }
+
+
+def _ends(attempt: RunAttempt) -> dict[str, float | None]:
+    losses = attempt.losses
+    first, last = ((float(value) if math.isfinite(value) else None) for value in losses.values[[0, -1]]) if len(losses) else (
+        None, None)
+    return {"first": first, "last": last}
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}

@@ -1,0 +1,125 @@
+"""Parses lines of the log that mindformers itself writes: the loss of each step, the start and the end of a training. What
+mindresume does stands in event files (``event_log``). Both formats of mindformers are understood, that of its files and that of
+its standard output:
+
+    [INFO] 2026-11-21 20:50:43,411 [mindformers/core/callback/callback.py:747] print_output_info: { Epoch:[  1/  4], step:[ ...
+    2026-11-21 20:50:43,411 - mindformers/home/output/log[mindformers/core/callback/callback.py:747] - INFO - { Epoch:[  1/ ...
+
+A line that is torn, or glued to the torn one of a process that was killed, is cut where a time begins; what is not whole is left
+out.
+"""
+from __future__ import annotations
+
+import calendar
+import heapq
+import re
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mindresume.report.lines import pieces_of
+from mindresume.report.log_discovery import LogFile
+from mindresume.storage.filesystem import open_regular
+
+LINE_LIMIT = 1 << 16            # bytes: what is longer is no line of a log, and is not kept in memory
+
+START, OVER, LAST_CARD, LOSS = "start", "over", "last card", "loss"
+
+
+class LogLine(NamedTuple):
+    """``kind``: START (the trainer is made), OVER (the training is over), LAST_CARD (the loss of the last rank is the true one)
+    or LOSS. ``time``: seconds since 1970. Of LOSS only: ``step``, from 1 on over all epochs; ``loss``; ``step_seconds``."""
+    time: float
+    kind: str
+    step: int = 0
+    loss: float = 0.0
+    step_seconds: float = 0.0
+
+
+_LOSS_MARK = "{ Epoch:["
+_MARKS = (b"{ Epoch:[", b".Init Config.", b".Training Over!", b"loss on the last card is valid")
+_WORDS = ((".Init Config.", START), (".Training Over!", OVER), ("loss on the last card is valid", LAST_CARD))
+_HEAD = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
+_INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("2026-11")       # begins with a fixed character
+# No more digits than what is counted, timed or computed with can have: int() refuses thousands, numpy more than 2^63.
+_FEW, _NUMBER = r"(\d{1,9})", r"(-?\d{1,40}(?:\.\d{1,40})?(?:e[-+]?\d{1,4})?|nan|-?inf)"
+_LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *{_FEW}/ *\d+\], step:\[ *{_FEW}/ *{_FEW}\], "
+                   rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d{{1,12}})ms, ")
+
+
+class Clock:
+    """Converts local times of a log to seconds since 1970. ``utc_offset``: of the log, in seconds east of UTC; None: the time
+    zone of this machine. Times of the same minute are not worked out again."""
+
+    def __init__(self, utc_offset: int | None = None) -> None:
+        self._utc_offset = utc_offset
+        self._minute, self._base = "", 0.0
+
+    def __call__(self, minute: str, second: str, milli: str) -> float | None:
+        if minute != self._minute:
+            try:
+                parsed = time.strptime(minute, "%Y-%m-%d %H:%M")
+                self._base = time.mktime(parsed) if self._utc_offset is None else calendar.timegm(parsed) - self._utc_offset
+            except (ValueError, OverflowError):
+                return None
+            self._minute = minute
+        return self._base + int(second) + int(milli) / 1000
+
+
+def parse(line: str, clock: Clock) -> list[LogLine]:
+    """Returns what a line without its end says: nothing or one; more if a process was killed within a line and the next one
+    wrote on there."""
+    heads, found = list(_heads(line)), []
+    for head, end in zip(heads, [*(later.start() for later in heads[1:]), len(line)], strict=False):
+        at = clock(*head.groups())
+        parsed = None if at is None else _parse(line[head.end():end], at)
+        if parsed is not None:
+            found.append(parsed)
+    return found
+
+
+def _heads(text: str) -> Iterator[re.Match[str]]:
+    """Yields every time in a text as a logger writes it."""
+    for match in _INSIDE.finditer(text):
+        head = _HEAD.match(text, match.start() - _BEFORE) if match.start() >= _BEFORE else None
+        if head is not None:
+            yield head
+
+
+def _parse(text: str, at: float) -> LogLine | None:
+    mark = text.find(_LOSS_MARK)
+    if mark < 0:
+        return next((LogLine(at, kind) for word, kind in _WORDS if word in text), None)
+    match = _LOSS.match(text, mark)
+    if match is None:
+        return None
+    epoch, step, size, one, _, other, milliseconds = match.groups()
+    before = max(int(epoch) - 1, 0) * int(size)
+    return LogLine(at, LOSS, before + int(step), float(one or other), max(int(milliseconds), 0) / 1000)
+
+
+def lines_of(log: LogFile, clock: Clock | None = None) -> Iterator[LogLine]:
+    """Yields the lines of a log in the order of its files. A file that vanishes meanwhile (the job rotates its logs) is left
+    out."""
+    clock = clock or Clock()
+    for path in log.pieces:
+        try:
+            file = open_regular(path)
+        except OSError:                     # is not one of the caller
+            continue
+        with file:
+            for piece in pieces_of(file, LINE_LIMIT):
+                if any(mark in piece for mark in _MARKS):
+                    yield from parse(piece.decode("utf-8", "replace").rstrip("\r\n\0"), clock)
+
+
+def merged(logs: Iterable[LogFile], utc_offset: int | None = None) -> Iterator[LogLine]:
+    """Yields the lines of several logs of one rank by time. What two of them have alike (a worker prints what it logs) is there
+    once."""
+    at, seen = 0.0, set()
+    for line in heapq.merge(*(lines_of(log, Clock(utc_offset)) for log in logs), key=lambda line: line.time):
+        if line.time != at:
+            at, seen = line.time, set()
+        if line not in seen:
+            seen.add(line)
+            yield line

@@ -1,0 +1,104 @@
+"""Balances a load: a piece that several ranks need is read from disk by one of them, which broadcasts it.
+
+    mine, exchanges = plan_reads(regions, layouts, itemsizes, rank)             # the same plan on all ranks, without a message
+    arrays = read_regions(weights, mine)
+    exchange_pieces(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
+
+Every rank of a pipeline stage knows the layouts of the whole stage. The reader of a piece is assigned as its writer is with
+redundancy removal (``saving.shard_assignment``): the bytes are spread evenly over the ranks that hold it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard.geometry import Region, elements, shape_of, slices_of
+from mindresume.saving.shard_assignment import shares
+from mindresume.tensor_files.header import DTYPES
+
+MAX_EXCHANGE_BYTES = 64 << 20             # bytes in one exchange
+
+# (ranks, owner, bytes on the owner and None on the others, number of bytes) -> bytes, on each of the ranks
+Broadcast = Callable[[tuple[int, ...], int, np.ndarray | None, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Says what ``owner`` has read and broadcasts to ``ranks`` (ascending, itself among them): ``parts`` (name, first byte, end)
+    of at most MAX_EXCHANGE_BYTES in all."""
+    ranks: tuple[int, ...]
+    owner: int
+    parts: tuple[tuple[str, int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
+
+
+def plan_reads(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
+         itemsizes: Mapping[str, int], rank: int) -> tuple[dict[str, Region], list[Exchange]]:
+    """Returns what this rank reads, and the exchanges it takes part in, in the order in which all ranks run them. ``layouts``:
+    {name: (layout, global shape)} of this job. Each rank reads a counter that is stored with another number of dimensions than
+    its layout has."""
+    held = {name: (*layouts[name], itemsizes[name]) for name, region in regions.items()
+            if name in layouts and layouts[name][0].copies > 1 and len(region) == len(layouts[name][1]) and elements(region)}
+    if not held:
+        return dict(regions), []
+    size = next(iter(held.values()))[0].stage_size
+    first, table = rank - rank % size, shares(held, size)
+    groups: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    mine = {name: region for name, region in regions.items() if name not in held}
+    for name in sorted(held):
+        layout, full, _ = held[name]
+        holders = layout.holders(slices_of(regions[name]), full)
+        owner = first + next(holder for holder in holders if name in table[holder])
+        groups.setdefault((tuple(first + holder for holder in holders), owner), []).append(name)
+        if owner == rank:
+            mine[name] = regions[name]
+    return mine, [exchange for (ranks, owner), names in sorted(groups.items())
+                  for exchange in _portions(ranks, owner, names, regions, itemsizes)]
+
+
+def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Mapping[str, Region],
+              itemsizes: Mapping[str, int]) -> Iterator[Exchange]:
+    parts: list[tuple[str, int, int]] = []
+    left = MAX_EXCHANGE_BYTES
+    for name in names:
+        start, end = 0, elements(regions[name]) * itemsizes[name]
+        while start < end:
+            stop = min(end, start + left)
+            parts.append((name, start, stop))
+            start, left = stop, left - (stop - start)
+            if not left:
+                yield Exchange(ranks, owner, tuple(parts))
+                parts, left = [], MAX_EXCHANGE_BYTES
+    if parts:
+        yield Exchange(ranks, owner, tuple(parts))
+
+
+def exchange_pieces(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
+            dtypes: Mapping[str, str], rank: int, broadcast: Broadcast) -> int:
+    """Adds to ``arrays`` what other ranks have read, and returns the bytes received. Collective: all ranks must call it, so they
+    must have agreed on earlier failures."""
+    received, flat = 0, {}
+    for exchange in exchanges:
+        own = exchange.owner == rank
+        for name, start, _ in exchange.parts:
+            if not start:
+                size = elements(regions[name]) * DTYPES[dtypes[name]].itemsize
+                flat[name] = arrays[name].reshape(-1).view(np.uint8) if own else np.empty(size, np.uint8)
+        views = [flat[name][start:stop] for name, start, stop in exchange.parts]
+        found = broadcast(exchange.ranks, exchange.owner, np.concatenate(views) if own else None, exchange.size)
+        if own:
+            continue
+        position = 0
+        for view in views:
+            view[:] = found[position:position + len(view)]
+            position += len(view)
+        received += position
+    for name in flat.keys() - arrays.keys():
+        arrays[name] = flat[name].view(DTYPES[dtypes[name]]).reshape(shape_of(regions[name]))
+    return received

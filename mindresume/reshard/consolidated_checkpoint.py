@@ -1,0 +1,121 @@
+"""Presents complete weights, a folder or a file, as a checkpoint to a job, ``ls``, ``which`` and ``verify``.
+
+    choice, source = choose_complete(storage, path, group, full=True, resume=True)
+    candidate, problem = look(storage, path)
+    candidate, problems = verify(storage, path)
+"""
+from __future__ import annotations
+
+import os
+
+from mindresume.coordination.collectives import Group, Waiting, report
+from mindresume.errors import DamagedFileError, MindResumeError, MissingCheckpointError
+from mindresume.events.progress import ProgressReporter
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formatting import listed
+from mindresume.model.file_record import FileRecord
+from mindresume.model.training_state import TrainingState
+from mindresume.reshard.conversion_manifest import ConversionManifest, conversion_manifest_of
+from mindresume.reshard.direct_engine import Traffic
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
+from mindresume.reshard.region_load import check_tensors
+from mindresume.resume.listing import CheckpointStatus
+from mindresume.resume.selector import Choice
+from mindresume.resume.verifier import OnBytesRead
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files import read_header
+from mindresume.tensor_files.checksum import damaged_tensors, file_checksum
+
+
+def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candidate:
+    """Returns complete weights as one saved step of one rank."""
+    files = source.made.files if source.made else tuple(
+        FileRecord(os.path.basename(path), header.format) for path, header in source.weights.headers.items())
+    step, epoch = (state.step, state.epoch) if state else (None, None)
+    return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, (0.0,), state, epoch=epoch)
+
+
+def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
+    """Complete weights as the choice. ``full``: every rank reads its share of the bytes, where checksums were recorded.
+    AgreementError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
+    training was."""
+    opened: list[OpenCheckpoint] = []
+    read = ProgressReporter.silent()
+
+    def check() -> object:
+        source = open_complete(storage, path)
+        opened.append(source)
+        if full and source.made:
+            check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
+                          traffic=Traffic(progress=read.advance))
+        return source.state.to_json() if source.state else None
+    told = report(group, check, Waiting(f"checking {path}", lambda: read.done))[0]
+    if told is None and resume:
+        raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
+                                     f"With resume_training: False they are loaded as weights only")
+    source = opened[0]
+    chosen = candidate_of(source, TrainingState.from_json(told) if told else None)
+    return Choice(chosen, (), source.notes, False, (), source.weights.name, full), source
+
+
+def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
+    """Names, index, headers and sizes; nothing is read of the tensors."""
+    try:
+        source = open_complete(storage, path)
+        return candidate_of(source, source.state), None
+    except (MindResumeError, OSError) as error:
+        problem = _refusal(path, error)
+        return _unreadable(path, problem), problem
+
+
+def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
+    """What ``mindresume.resume.listing.survey`` gives of folders with several steps."""
+    candidate, problem = look(storage, path)
+    return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
+
+
+def verify(storage: Storage, path: str, progress: OnBytesRead) -> tuple[Candidate, list[Refusal]]:
+    """Every byte of every file, where ``conversion.json`` has checksums; then what ``look`` looks at."""
+    candidate, problem = look(storage, path)
+    try:
+        made = conversion_manifest_of(storage, path)
+    except DamagedFileError:
+        made = None                                     # which is the problem
+    found = [bad for file in made.files if (bad := _file_problem(storage, _folder(path), made, file, progress))] if made else []
+    return candidate, found or ([problem] if problem else [])
+
+
+def _file_problem(storage: Storage, folder: str, made: ConversionManifest, file: FileRecord, progress: OnBytesRead
+                  ) -> Refusal | None:
+    path = os.path.join(folder, file.path)
+    try:
+        with storage.open(path) as opened:
+            checksum, size = file_checksum(opened, progress)
+            if (checksum, size) == (file.checksum, file.size):
+                return None
+            if size != file.size:
+                return Refusal(None, f"{file.path} has {size} bytes, {file.size} were written", file.path)
+            names = read_header(opened, path).tensors
+            wrong = damaged_tensors(opened, path, {name: made.tensors[name] for name in names if name in made.tensors})
+    except FileNotFoundError:
+        return Refusal(None, f"{file.path} is missing", file.path)
+    except (DamagedFileError, OSError) as error:
+        return Refusal(None, f"{file.path}: {error.reason if isinstance(error, DamagedFileError) else error}", file.path)
+    damaged = listed(wrong, 3) if wrong else "no tensor, but the header or its padding"
+    return Refusal(None, f"{file.path} is not what was written; damaged: {damaged} (checksum {checksum}, recorded "
+                         f"{file.checksum})", file.path, tensors=tuple(wrong))
+
+
+def _folder(path: str) -> str:
+    return os.path.dirname(path) or "." if os.path.isfile(path) else path
+
+
+def _refusal(path: str, error: Exception) -> Refusal:
+    if isinstance(error, DamagedFileError):
+        return Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)),
+                       tensors=(error.tensor,) if error.tensor else ())
+    return Refusal(None, str(error))
+
+
+def _unreadable(path: str, problem: Refusal) -> Candidate:
+    return Candidate(None, MINDFORMERS, "safetensors", {}, 1, (0.0,), problem=problem)

@@ -1,0 +1,85 @@
+"""Reads the manifest of a conversion, ``conversion.json`` in a folder that mindresume converted (docs/format.md)."""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindresume.errors import DamagedFileError, RecordError
+from mindresume.formatting import listed
+from mindresume.model.file_record import FileRecord
+from mindresume.model.record_codec import expect_checksum, unseal
+from mindresume.model.training_state import is_count
+from mindresume.storage.filesystem import Storage
+
+CONVERSION = "conversion.json"
+LIMIT = 256 << 20                   # bytes of it: checksums of all tensors
+
+
+@dataclass(frozen=True)
+class ConversionManifest:
+    """Describes the result of a conversion. ``fingerprint``: of everything that determined the bytes; ``what``: describes the
+    source; ``files``: with sizes and checksums, paths relative to the folder; ``tensors``: {name: checksum}, of complete weights
+    only."""
+    fingerprint: str
+    what: str
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, str]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ConversionManifest:
+        """Reads the JSON object. RecordError if a field is missing or impossible."""
+        rows, tensors = value.get("files"), value.get("tensors", {})
+        if not isinstance(value.get("fingerprint"), str) or not isinstance(value.get("what"), str) or not isinstance(rows, list):
+            raise RecordError("conversion: expected fingerprint, what and files")
+        if not isinstance(tensors, dict):
+            raise RecordError(f"conversion: tensors is {tensors!r}"[:200] + ", expected a checksum of each")
+        for name, checksum in tensors.items():
+            expect_checksum(checksum, f"conversion: tensor {name}")
+        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors)
+
+
+def _file(row: Any) -> FileRecord:
+    path, size, checksum = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
+    file = FileRecord.from_json([path, path.rpartition(".")[2] if isinstance(path, str) else "", size, checksum])
+    if not is_count(size):
+        raise RecordError(f"conversion: file {row!r}"[:200] + ", expected path, size and checksum")
+    expect_checksum(checksum, f"conversion: file {path}")
+    return file
+
+
+def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifest | None:
+    """Reads the manifest of a folder, None if mindresume did not convert it. DamagedFileError if it cannot be read: what the
+    files should be is unknown then."""
+    path = os.path.join(folder, CONVERSION)
+    try:
+        with storage.open(path) as file:
+            return ConversionManifest.from_json(unseal(file, "conversion", LIMIT)[0])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, RecordError) as error:
+        raise DamagedFileError(path, f"it cannot be read, and nothing else says what the files of this folder should be: "
+                                     f"{error}. To go by their headers and sizes alone, remove it") from error
+
+
+def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | None:
+    """Reads the manifest of complete weights, a folder or one file of it; None if mindresume did not write them. Errors as of
+    ``read_conversion_manifest``."""
+    status = storage.status(path)
+    if status is None or status.is_folder:
+        made = read_conversion_manifest(storage, path)
+        return made if made and made.tensors else None          # without: rank folders
+    folder, name = os.path.split(path)
+    made = read_conversion_manifest(storage, folder or ".")
+    files = tuple(file for file in made.files if file.path == name) if made and made.tensors else ()
+    return replace(made, files=files) if made and files else None
+
+
+def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
+    """Raises DamagedFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
+    gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
+    if gone or more:
+        differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"
+        raise DamagedFileError(os.path.join(folder, CONVERSION), f"it names {len(made.tensors)} tensors, the files and the index "
+                                                                 f"{len(tensors)}: {differing}", tensor=(gone or more)[0])

@@ -1,0 +1,280 @@
+"""Runs a conversion as one transaction: the target folder appears complete or not at all, and nothing else is touched.
+
+    prepare   is it there already? is the target free, is there room? ─▶ work folder beside the target, with a lock
+    write     group by group (a pipeline stage, a part of complete weights): files ─▶ flush ─▶ mark of the finished group
+    commit    records and manifest (rank folders) or index (complete weights) ─▶ rename of the work folder to the target
+
+The name of the work folder identifies everything that determines the bytes. So the same conversion, started again after a kill,
+continues with the missing groups, and a finished one is not repeated. An error or Ctrl-C removes the work folder.
+"""
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
+from mindresume.events import Emit, Event, Notice, ignore, warning
+from mindresume.events.log_lines import line_of
+from mindresume.formats.iteration_naming import iteration_name
+from mindresume.model.file_record import FileRecord
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import Record, record_name
+from mindresume.model.record_codec import seal, unseal
+from mindresume.model.record_details import Details, TensorRecord
+from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
+from mindresume.reshard.conversion_plan import ConversionPlan
+from mindresume.reshard.direct_engine import TargetFile
+from mindresume.reshard.geometry import shape_of
+from mindresume.saving.committer import Committer
+from mindresume.saving.lineage import continued
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.filesystem import TEMPORARY, Storage, publish, publish_json, remove_tree
+from mindresume.tensor_files.checksum import Checksums
+
+LOCK = ".lock"                      # suffix of the name of the work folder
+_SPARE = 1 << 20                    # bytes of room for records, manifest and index
+
+Writer = Callable[[CheckpointView, Storage, Sequence[TargetFile]], list[Checksums]]
+
+
+@dataclass
+class Conversion:
+    """Carries out ``plan`` into the folder ``target``, which must not exist or be empty; links in its path are followed."""
+    storage: Storage
+    plan: ConversionPlan
+    target: str
+    emit: Emit = ignore
+    clock: Callable[[], float] = time.time
+    _lock: int = field(default=-1, repr=False)
+    _mine: bool = field(default=False, repr=False)          # whether this object made the work folder and may remove it
+    _apart: str = field(default="", repr=False)             # makes its name unique
+
+    def __post_init__(self) -> None:
+        self.target = os.path.realpath(self.target)
+
+    @property
+    def work(self) -> str:
+        folder, name = os.path.split(self.target)
+        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{self._apart}{TEMPORARY}")
+
+    @property
+    def scratch(self) -> str:
+        """Folder for intermediate files, removed at the commit."""
+        return os.path.join(self.work, "scratch")
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Prepares, calls ``write``, which fills the work folder, and commits. Any error removes the work folder."""
+        try:
+            self.prepare()
+            write()
+            self.commit()
+        except BaseException:                       # Ctrl-C too
+            self.abandon()
+            raise
+
+    # ---- prepare ---------------------------------------------------------------------------------------------------
+
+    def finished(self) -> bool:
+        """Returns whether the target is the result of this very conversion. ConfigError if it holds anything else."""
+        if self.target in (os.getcwd(), os.path.dirname(self.target)):
+            raise ConfigError(f"{self.target} cannot be replaced by a new folder; give one that does not exist")
+        if not self.storage.list(self.target):
+            if self.storage.status(self.target) is not None and not self.storage.status(self.target).is_folder:
+                raise ConfigError(f"{self.target} is a file; give a folder that does not exist")
+            return False
+        try:
+            made = read_conversion_manifest(self.storage, self.target)
+        except DamagedFileError:
+            made = None
+        if made is None or made.fingerprint != self.plan.fingerprint:
+            raise ConfigError(f"{self.target} is not empty" + ("" if made is None else f": it was converted from {made.what}")
+                              + "; give a folder that does not exist. Nothing was changed")
+        for file in made.files:
+            found = self.storage.status(os.path.join(self.target, file.path))
+            if found is None or found.size != file.size:
+                state = "is gone" if found is None else f"has {found.size} bytes instead of {file.size}"
+                raise ConfigError(f"{self.target} was converted from {made.what}, but its file {file.path} {state}; remove the "
+                                  f"folder")
+        if self._lock < 0 and self.storage.status(self.work + LOCK) is not None:
+            with suppress(OSError):                 # left by a process that died right after the rename
+                self.storage.remove(self.work + LOCK)
+        return True
+
+    def prepare(self) -> str:
+        """Makes the work folder. Returns what other processes pass to ``join``. ConfigError for an impossible target;
+        NoRoomError; SaveError if the same conversion is running."""
+        root = os.path.realpath(self.plan.source.folder) if self.plan.source.folder else None
+        if root and os.path.commonpath([self.target, root]) == root:
+            raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
+        self.storage.make_folder(os.path.dirname(self.work))
+        self._take_lock()
+        if self.plan.base and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work, self.plan.base)):
+            remove_tree(self.storage, self.work)    # left by a process that died in its commit
+        self.storage.make_folder(self.work)
+        missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
+        needed = _SPARE + self.plan.size(missing)
+        room = self.storage.room(self.work)
+        if room < needed:
+            if len(missing) == len(self.plan.groups):
+                self.abandon()
+            self._release()                         # groups that a killed process finished stay
+            raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
+                              f"was written")
+        return self._apart
+
+    def join(self, prepared: str) -> None:
+        """Takes part in a conversion that another process prepared, and commits or abandons."""
+        self._apart = prepared
+
+    def _take_lock(self) -> None:
+        path = self.work + LOCK
+        self._lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alive = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
+        except BlockingIOError:
+            alive = False
+        except OSError as error:                    # a file system without locks: the name must be unique
+            self.emit(warning(f"{self.work} cannot be locked: {error}"))
+            with suppress(OSError):
+                self.storage.remove(path)
+            alive, self._apart = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
+        if not alive:                               # or it finished between our open and our flock
+            self._release()
+            raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "
+                            f"this one again")
+        self._mine = True
+        if self.finished():
+            self.abandon()
+            raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
+
+    # ---- write -----------------------------------------------------------------------------------------------------
+
+    def done(self, number: int) -> list[Checksums] | None:
+        """Returns the checksums of a finished group; None if it has to be written."""
+        try:
+            with self.storage.open(self._mark(number)) as file:
+                rows = unseal(file, "group", LIMIT)[0]["files"]
+        except (FileNotFoundError, RecordError):
+            return None
+        if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
+            return None                             # of other groups
+        found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
+        for i, sums in zip(self.plan.groups[number], found, strict=True):
+            status = self.storage.status(os.path.join(self.work, self.plan.files[i].path))
+            if status is None or status.size != sums.size:
+                return None
+        return found
+
+    def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
+        """Writes the groups ``numbers`` (default all) that are not finished. Raises any error of ``writer``."""
+        for number in range(len(self.plan.groups)) if numbers is None else numbers:
+            if self.done(number) is not None:
+                self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
+                continue
+            files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path))
+                     for i in self.plan.groups[number]]
+            folders = {os.path.dirname(file.path) for file in files}
+            for folder in folders:
+                self.storage.make_folder(folder)
+            for file in files:
+                self.storage.remove(file.path)      # left by a killed process
+            found = writer(self.plan.source.weights, self.storage, files)
+            for folder in folders:
+                self.storage.sync(folder)
+            self.storage.make_folder(os.path.dirname(self._mark(number)))
+            publish(self.storage, self._mark(number), [seal(
+                {"version": 1, "kind": "group", "files": [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in
+                                                          zip(self.plan.groups[number], found, strict=True)]}, LIMIT)],
+                    self.plan.run)
+
+    def _mark(self, number: int) -> str:
+        return os.path.join(self.work, "done", f"{number}.json")
+
+    # ---- commit ----------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Publishes the target, complete and durable. SaveError if a group is missing."""
+        sums: dict[int, Checksums] = {}
+        for number, group in enumerate(self.plan.groups):
+            found = self.done(number)
+            if found is None:
+                raise SaveError(f"{self.work}: part {number + 1} of {len(self.plan.groups)} was not written")
+            sums.update(zip(group, found, strict=True))
+        if self.plan.shards and self.plan.source.state is not None:
+            self._record(sums)
+        if self.plan.index is not None:
+            publish_json(self.storage, os.path.join(self.work, self.plan.index[0]), self.plan.index[1], self.plan.run)
+        rows = [[self.plan.path(i), sums[i].size, sums[i].file] for i in range(len(self.plan.files))]
+        value = {"version": 1, "kind": "conversion", "fingerprint": self.plan.fingerprint, "what": self.plan.source.what,
+                 "files": rows}
+        if not self.plan.shards:
+            value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
+        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, LIMIT)], self.plan.run)
+        remove_tree(self.storage, os.path.join(self.work, "done"))
+        if self.storage.status(self.scratch) is not None:
+            remove_tree(self.storage, self.scratch)
+        self.storage.sync(self.work)
+        self.storage.rename(self.work, self.target)
+        self._release()
+        self.storage.sync(os.path.dirname(self.target))
+
+    def _record(self, sums: Mapping[int, Checksums]) -> None:
+        plan, state = self.plan, self.plan.source.state
+        place = SaveTarget(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.base))
+        attempt = place.attempt(state.step)
+        self.storage.make_folder(attempt)
+        for rank, numbers in enumerate(plan.shards):
+            layouts, rows, records = self._layouts(rank), {}, []
+            for index, number in enumerate(numbers):
+                file = plan.files[number]
+                for name, region in file.holds.items():
+                    tensor, layout = plan.source.weights.tensors[name], layouts.get(name)
+                    rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[number].tensors[name], layout,
+                                              tensor.shape if layout else None, index)
+                path = file.path.removeprefix(f"{plan.base}/") if plan.base else file.path
+                records.append(FileRecord(path, file.format, sums[number].size, sums[number].file))
+            record = Record(plan.run, rank, len(plan.shards), state, self.clock(), tuple(records),
+                            lineage=continued(plan.source.candidate, "", same_folder=False))
+            publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], plan.run)
+        left = Committer(place, emit=self._note).try_commit(state.step)
+        if left:
+            raise SaveError(f"{self.work}: no record of rank {left}")
+        if plan.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
+            raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
+
+    def _note(self, event: Event) -> None:
+        """Passes an event of the commit on as a sentence: it is not a save of the training that converts."""
+        level, text = line_of(event)
+        if text:
+            self.emit(Notice(text, level))
+
+    def _layouts(self, rank: int) -> Mapping[str, TensorLayout]:
+        if self.plan.strategy is None:
+            return {}
+        return self.plan.strategy.of_rank(rank)
+
+    def abandon(self) -> None:
+        """Removes the work folder if this object made it, and the lock. Raises nothing."""
+        if self._mine:
+            # renamed first: the same conversion may begin anew at once
+            gone = f"{self.work}-{secrets.token_hex(4)}"
+            with suppress(OSError):
+                self.storage.rename(self.work, gone)
+                remove_tree(self.storage, gone)
+        self._release()
+
+    def _release(self) -> None:
+        if self._mine:                              # while it is held, so that no other process locks a removed file
+            with suppress(OSError):
+                self.storage.remove(self.work + LOCK)
+        self._mine = False
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

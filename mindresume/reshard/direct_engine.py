@@ -1,0 +1,315 @@
+"""Converts with the direct engine: reads every source byte once and writes every target byte once, in the order of the files.
+
+    tensors in the order of the target files ─▶ tiles: blocks of one large tensor, or many small ones, of bounded size
+    a worker per tile: gather it from the source files ─▶ in turn: hash what was read, hash what will be written ─▶ write it
+
+All target files keep their tensors in one order, and blocks follow each other in every layout (``geometry.blocks``). So the bytes
+of each source tensor and of each target file pass in order, and their checksums come along without reading anything twice.
+Memory: three buffers of ``TILE`` bytes a worker, whatever the size of the model.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128
+
+from mindresume.errors import DamagedFileError, SaveError
+from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
+from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, whole, within
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.storage.filesystem import NewFile, Storage
+from mindresume.tensor_files import Blueprint, Spec, blueprint
+from mindresume.tensor_files.checksum import Checksums
+from mindresume.tensor_files.header import DTYPES
+
+TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
+MAX_BLOCKS_IN_TILE = 512          # small tensors
+BUFFERS = 3                 # of TILE bytes, a worker
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """Describes a file to write. ``holds``: {tensor: region}; ``metadata``: of the file."""
+    path: str
+    format: str
+    holds: Mapping[str, Region]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def blueprint(self, tensors: Mapping[str, Tensor]) -> Blueprint:
+        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
+        specs = {}
+        for name in in_order(self.holds, tensors):
+            shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
+            specs[name] = Spec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
+        return blueprint(self.format, specs, self.metadata)
+
+
+def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a safetensors file."""
+    return sorted(names, key=lambda name: (-DTYPES[tensors[name].dtype].itemsize, name))
+
+
+def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, Region]]]:
+    """Yields tiles: blocks of all tensors in order, together at most ``size`` bytes (one element may have more)."""
+    tile: list[tuple[Tensor, Region]] = []
+    used = 0
+    for tensor in tensors:
+        itemsize = DTYPES[tensor.dtype].itemsize
+        for region in blocks(tensor.shape, max(size // itemsize, 1)):
+            count = elements(region) * itemsize
+            if tile and (used + count > size or len(tile) >= MAX_BLOCKS_IN_TILE):
+                yield tile
+                tile, used = [], 0
+            tile.append((tensor, region))
+            used += count + -count % 8              # every block begins aligned
+    if tile:
+        yield tile
+
+
+@dataclass
+class Traffic:
+    """Counts bytes of tensors: read from the sources, of these compared with a recorded checksum, and written. Any thread calls
+    ``progress(bytes)`` with the bytes written since the last call."""
+    read: int = 0
+    verified: int = 0
+    written: int = 0
+    progress: Callable[[int], None] = lambda count: None
+
+
+def transform(weights: CheckpointView, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
+              traffic: Traffic | None = None) -> list[Checksums]:
+    """Writes all ``targets`` (their folders are there, their names are not). Returns size and checksums of each, durable.
+
+    ``traffic`` is added to. On any error nothing of them is left: DamagedFileError if a
+    source is cut short or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
+    """
+    names = in_order({name for target in targets for name in target.holds}, weights.tensors)
+    outs: list[_OutputFile] = []
+    files = OpenFiles(weights.storage)
+    try:
+        for target in targets:
+            outs.append(_OutputFile(storage, target, target.blueprint(weights.tensors)))
+            outs[-1].begin()
+        takers: dict[str, dict[Region, list[_OutputFile]]] = {}
+        for out in outs:
+            for name, region in out.target.holds.items():
+                takers.setdefault(name, {}).setdefault(region, []).append(out)
+        traffic = traffic or Traffic()
+        job = _Transfer(weights, files, takers, tiles([weights.tensors[name] for name in names], tile), tile, traffic)
+        job.run(workers)
+        traffic.read += files.bytes_read
+        traffic.verified += job.sources.verified
+        for out in outs:
+            out.finish()
+        return [out.sums for out in outs]
+    except BaseException:                           # Ctrl-C too: no partial file stays
+        for out in outs:
+            out.file.abandon()
+            with suppress(OSError):                 # it was finished before another one failed
+                storage.remove(out.target.path)
+        raise
+    finally:
+        files.close()
+
+
+class _OutputFile:
+    """Writes one target file; hashes its bytes, which pass in order."""
+
+    def __init__(self, storage: Storage, target: TargetFile, plan: Blueprint):
+        self.target, self.plan = target, plan
+        self.where = plan.tensors
+        self.sums = Checksums(size=plan.size)
+        self.file: NewFile = storage.create(target.path, plan.size)
+        self._whole, self._literals = xxh3_128(), [part for part in plan.parts if part.name is None]
+        self._tensor: tuple[str, Any] | None = None
+        self._passed = 0
+
+    def begin(self) -> None:
+        for part in self._literals:
+            if part.data:
+                self.file.write_at(part.offset, memoryview(part.data))
+
+    def pieces(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yields (position in the file, bytes) of a tensor from its byte ``start`` on."""
+        for position, first, count in self.where[name]:
+            low, high = max(start, first), min(start + len(data), first + count)
+            if low < high:
+                yield position + low - first, data[low - start:high - start]
+
+    def hash(self, name: str, position: int, data: memoryview) -> None:
+        self._hash_literals(position)
+        if position != self._passed:
+            raise SaveError(f"{self.target.path}: {name} is written at byte {position}, expected {self._passed}")
+        if self._tensor is None or self._tensor[0] != name:
+            self._close_tensor()
+            self._tensor = name, xxh3_128()
+        self._tensor[1].update(data)
+        self._whole.update(data)
+        self._passed += len(data)
+
+    def finish(self) -> None:
+        """Flushes and renames the file. SaveError if not every byte was written."""
+        self._hash_literals(self.plan.size)
+        self._close_tensor()
+        if self._passed != self.plan.size:
+            raise SaveError(f"{self.target.path}: {self._passed} bytes were written, expected {self.plan.size}")
+        for name, rows in self.where.items():
+            if not sum(count for _, _, count in rows):
+                self.sums.tensors[name] = xxh3_128().hexdigest()
+        self.sums.file = self._whole.hexdigest()
+        self.file.finish()
+
+    def _hash_literals(self, position: int) -> None:
+        while self._literals and self._passed < position and self._literals[0].offset == self._passed:
+            part = self._literals.pop(0)
+            self._whole.update(part.data)
+            self._passed += len(part.data)
+
+    def _close_tensor(self) -> None:
+        if self._tensor is not None:
+            self.sums.tensors[self._tensor[0]] = self._tensor[1].hexdigest()
+            self._tensor = None
+
+
+class SourceChecksums:
+    """Compares checksums of source tensors as their bytes pass; not of tensors that do not pass completely and in order."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], tuple[Any, int]] = {}
+        self.verified = 0
+
+    def hash(self, name: str, place: PieceLocation, start: int, data: memoryview) -> None:
+        if place.checksum is None:
+            return
+        key = name, place.rank
+        found, passed = self._sums.get(key) or (xxh3_128(), 0)
+        if start != passed:
+            return
+        found.update(data)
+        passed += len(data)
+        self._sums[key] = found, passed
+        if passed == place.entry.nbytes:
+            del self._sums[key]
+            if found.hexdigest() != place.checksum:
+                raise DamagedFileError(place.path, f"{name} of rank {place.rank} is not what was written: checksum "
+                                                   f"{found.hexdigest()}, recorded {place.checksum}", tensor=name)
+            self.verified += passed
+
+
+class _Transfer:
+    """Runs workers that take one tile after the other. ``_turn``: tiles are hashed in order."""
+
+    def __init__(self, weights: CheckpointView, files: OpenFiles, takers: Mapping[str, Mapping[Region, list[_OutputFile]]],
+                 work: Iterator[list[tuple[Tensor, Region]]], tile: int, traffic: Traffic):
+        self.weights, self.files, self.takers, self.tile, self.traffic = weights, files, takers, tile, traffic
+        self.sources = SourceChecksums()
+        self._work = enumerate(work)
+        self._taking, self._turn, self._done, self._ended = threading.Lock(), threading.Condition(), 0, 0
+        self._error: BaseException | None = None
+
+    def run(self, workers: int) -> None:
+        begun = 0
+        try:
+            for _ in range(workers - 1):
+                threading.Thread(target=self._help, daemon=True).start()
+                begun += 1
+            self._serve()
+        except BaseException as error:              # Ctrl-C reaches this thread only, here or below
+            self._fail(error)
+        while self._ended < begun:                  # no join: an interrupted one takes a thread for ended that is not
+            try:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._ended == begun)
+            except BaseException as error:
+                self._fail(error)
+        if self._error is not None:
+            raise self._error
+
+    def _help(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._fail(error)
+        with self._turn:
+            self._ended += 1
+            self._turn.notify_all()
+
+    def _serve(self) -> None:
+        largest = max(self.tile, 8)
+        tile, staged, packed = (np.empty(largest + 8 * MAX_BLOCKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
+        while self._error is None:
+            with self._taking:
+                number, blocks_ = next(self._work, (None, None))
+            if blocks_ is None:
+                return
+            try:
+                self._do(number, blocks_, tile, staged, packed)
+            except BaseException as error:          # whatever it is: the others are waiting for this tile
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._turn:
+            self._error = self._error or error
+            self._turn.notify_all()
+
+    def _do(self, number: int, work: list[tuple[Tensor, Region]], tile: np.ndarray, staged: np.ndarray,
+            packed: np.ndarray) -> None:
+        read: list[tuple[str, PieceLocation, int, memoryview]] = []
+        filled: list[tuple[Tensor, Region, np.ndarray]] = []
+        used = 0
+        for tensor, region in work:
+            dtype = bits_dtype(tensor.dtype)
+            count = elements(region) * dtype.itemsize
+            out = tile[used:used + count].view(dtype).reshape(shape_of(region))
+            gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count],
+                   lambda *row: read.append(row))
+            filled.append((tensor, region, out))
+            used += count + -count % 8
+        written = list(self._packed(filled, packed))
+        with self._turn:
+            self._turn.wait_for(lambda: self._done == number or self._error is not None)
+            if self._error is not None:
+                return
+            for row in read:
+                self.sources.hash(*row)
+            for out, name, position, data in written:
+                out.hash(name, position, data)
+            self._done += 1
+            self._turn.notify_all()
+        for out, _, position, data in written:
+            out.file.write_at(position, data)
+        count = sum(len(data) for _, _, _, data in written)
+        with self._taking:
+            self.traffic.written += count
+        self.traffic.progress(count)
+
+    def _packed(self, filled: list[tuple[Tensor, Region, np.ndarray]], packed: np.ndarray
+                ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
+        """Yields (file, tensor, position, contiguous bytes) of what each target file takes."""
+        used = 0
+        for tensor, region, block in filled:
+            for wanted, outs in self.takers[tensor.name].items():
+                part = overlap(wanted, region) if region else ()
+                if part is None:
+                    continue
+                found = view(block, within(part, region))
+                if not found.flags.c_contiguous:
+                    room = packed[used:used + found.nbytes]         # too small only for a great many tiny parts
+                    flat = room.view(found.dtype) if room.nbytes == found.nbytes else np.empty(found.size, found.dtype)
+                    np.copyto(flat.reshape(found.shape), found)
+                    used += found.nbytes + -found.nbytes % 8
+                    found = flat
+                data = memoryview(found.reshape(-1).view(np.uint8))
+                start = offset(within(part, wanted), shape_of(wanted)) * block.itemsize
+                for out in outs:
+                    for position, piece in out.pieces(tensor.name, start, data):
+                        yield out, tensor.name, position, piece
+
+
+def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
+    return {name: whole(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,125 @@
+"""Views an iteration folder: layouts and files by ``metadata.json``, or by the records where that is damaged or still missing.
+
+    weights = view_of_iteration(storage, root, candidate)
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+
+import xxhash
+
+from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.formats import Candidate
+from mindresume.formats.iteration_naming import METADATA
+from mindresume.formats.iteration_scan import metadata_bytes, metadata_of
+from mindresume.formats.metadata import TensorMetadata, read_metadata
+from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
+from mindresume.model.layout import is_scalar
+from mindresume.model.record_details import Details
+from mindresume.model.training_state import is_transient
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.resume.verifier import record_of
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files import Header
+
+
+def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> CheckpointView:
+    """Views an iteration folder. DamagedFileError if ``metadata.json`` is damaged, or a file that it names is missing and no
+    other holds the piece; StrategyError for tensors that it does not name, except counters and those of one rank."""
+    folder = os.path.join(root, candidate.base)
+    records = _Records(storage, candidate)
+    named = _described(storage, root, candidate, records)
+    where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
+             for name, row in named.items()}
+    tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
+                            other_stages=_other_stages(row, where[name])) for name, row in named.items()}
+    headers: dict[str, Header | None] = {}
+    for name, rank, path, tensor in _others(storage, root, candidate, named, headers):
+        tensors[name], where[name] = tensor, {rank: path}
+    paths = {rank: tuple(os.path.join(root, file.path) for file in files) for rank, files in candidate.files.items()}
+    size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
+    return CheckpointView(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
+                   world_size=candidate.world_size if candidate.attempt else size, headers=headers,
+                   paths=lambda rank: paths.get(rank, ()))
+
+
+def _other_stages(row: TensorMetadata, where: Mapping[int, str]) -> tuple[int, ...]:
+    """Returns the first ranks of further stages that stored the tensor."""
+    if row.layout is None:
+        return ()
+    size = row.layout.stage_size
+    return tuple(sorted({rank - rank % size for rank in where} - {row.first}))
+
+
+class _Records:
+    """Reads the records of a checkpoint, each once."""
+
+    def __init__(self, storage: Storage, candidate: Candidate):
+        self.storage, self.candidate = storage, candidate
+        self._details: dict[int, Details] = {}
+        self._lock = threading.Lock()
+
+    def details(self, rank: int) -> Details:
+        with self._lock:
+            if rank not in self._details:
+                self._details[rank] = record_of(self.storage, self.candidate, rank)[1]
+            return self._details[rank]
+
+    def checksum(self, rank: int, name: str) -> str | None:
+        if self.candidate.attempt is None or rank not in self.candidate.files:
+            return None
+        row = self.details(rank).tensors.get(name)
+        return row.checksum if row else None
+
+    def tensor_metadata(self) -> dict[str, TensorMetadata]:
+        files = [[os.path.basename(file.path) for file in self.candidate.files.get(rank, ())]
+                 for rank in range(self.candidate.world_size)]
+        return {row.name: row for row in metadata_from_records(files, self.candidate.deduplicated, self.details)}
+
+
+def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, TensorMetadata]:
+    """Returns {tensor: description}, from the records, which say the same as ``metadata.json``. With redundancy removal the
+    records of all ranks would be needed, so that file is read instead, if its checksum is the recorded one."""
+    folder = os.path.join(root, candidate.base)
+    if candidate.attempt is None:
+        return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
+    if candidate.world_size == 1:
+        return {}
+    written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
+    if candidate.deduplicated and written is not None:
+        with suppress(DamagedFileError):                        # the records decide then
+            data = metadata_bytes(storage, folder)
+            if xxhash.xxh3_128_hexdigest(data) == written.checksum:
+                return read_metadata(data, os.path.join(folder, METADATA))
+    return records.tensor_metadata()
+
+
+def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],
+            headers: dict[str, Header | None]) -> list[tuple[str, int, str, Tensor]]:
+    """Returns (name, rank, path, tensor) of the tensors of the first rank that the metadata does not name: mindformers leaves out
+    what the strategy does not name, the counters of the optimizer."""
+    if not candidate.files:
+        return []
+    rank, found, lost = min(candidate.files), [], []
+    for file in candidate.files[rank]:
+        path = os.path.join(root, file.path)
+        if storage.status(path) is None and named:
+            continue
+        header = headers[path] = header_of(storage, root, file)
+        for name, entry in header.tensors.items():
+            if name in named or is_transient(name) and candidate.world_size > 1:
+                continue
+            if entry.dtype == "str":
+                raise LoadError(f"{path}: {name} is a text, not a tensor; it can be part of no other layout")
+            if candidate.world_size > 1 and not is_scalar(entry.shape):
+                lost.append(f"{name} {entry.shape}")
+            found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
+    if lost:
+        raise StrategyError(f"{os.path.join(root, candidate.base)}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
+                            f"{METADATA} does not name them, so how they are cut is unknown")
+    return found

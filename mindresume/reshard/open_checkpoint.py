@@ -1,0 +1,257 @@
+"""Opens what a user names: a folder of checkpoints, one step of it, complete weights or a single file.
+
+    source = open_checkpoint(storage, "output/checkpoint", step=200)
+    source.weights.tensors, source.state, source.identity
+
+    with open_and_hold(storage, "output/checkpoint") as source: ...     # with a read lock: no job removes it
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindresume.coordination.lease import Lease
+from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.errors import (
+    ConfigError,
+    DamagedFileError,
+    MindResumeError,
+    MissingCheckpointError,
+    NoUsableCheckpointError,
+    StrategyError,
+)
+from mindresume.events import Emit, ignore, warning
+from mindresume.formats import OURS, Candidate, Refusal, steps_text
+from mindresume.formats.consolidated import FILE, is_complete, read_complete
+from mindresume.formats.rank_folder_naming import FileName, parse_name
+from mindresume.formats.scalar_state import is_without_step, state_from_scalars
+from mindresume.formats.strategy import Strategy
+from mindresume.formatting import ranks_count
+from mindresume.model.training_state import TrainingState, is_count, is_number
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_candidate, view_of_complete
+from mindresume.reshard.conversion_manifest import ConversionManifest, check_names, conversion_manifest_of
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.iteration_view import view_of_iteration
+from mindresume.reshard.replica_check import check_replicas
+from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
+from mindresume.resume.iteration_checks import IterationMetadata
+from mindresume.resume.selector import candidates_for
+from mindresume.resume.verifier import verify_rank
+from mindresume.storage.filesystem import Storage, parallel
+
+_TRIES = 10                     # of opening, in a folder in which a job completes and removes checkpoints meanwhile
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """Holds an opened checkpoint.
+
+    ``state``: None if nothing says which step it is. ``name``: the parts of its file names, None for names of another form.
+    ``identity``: a value for JSON, equal for equal bytes as far as that is known without reading them. ``what``: a description
+    for messages. ``folder``: the root, into which nothing is written; None for a single file. ``refused``: newer checkpoints that
+    were refused. ``made``: the manifest of complete weights that mindresume wrote.
+    """
+    weights: CheckpointView
+    state: TrainingState | None
+    name: FileName | None
+    identity: Any
+    what: str
+    folder: str | None = None
+    candidate: Candidate | None = None
+    refused: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    made: ConversionManifest | None = None
+
+    @property
+    def is_iteration(self) -> bool:
+        """Whether it is an iteration folder of Checkpoint 2.0, whose counters are in ``common.json``."""
+        return self.candidate is not None and bool(self.candidate.base)
+
+
+Keep = Callable[[str, Candidate], None]
+
+
+class _Gone(MissingCheckpointError):
+    """A job has removed the checkpoint, or renamed it at its commit: the folder must be scanned again."""
+
+
+@contextmanager
+def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
+                  emit: Emit = ignore) -> Iterator[OpenCheckpoint]:
+    """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
+    ``prune`` removes it. On a read-only folder it is read without the lock, and a warning is emitted."""
+    held: list[Lease] = []
+
+    def leave() -> None:
+        while held:
+            held.pop().release()
+
+    def keep(root: str, candidate: Candidate) -> None:
+        leave()
+        lease = hold_candidate(storage, root, candidate, emit)
+        if lease is not None:
+            held.append(lease)
+
+    try:
+        yield open_checkpoint(storage, path, step, strategy, keep)
+    finally:
+        leave()
+
+
+def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore) -> Lease | None:
+    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``. None where nothing
+    removes it, and, with a warning, where nothing can be written. MissingCheckpointError if it is gone already."""
+    if candidate.origin != OURS or not candidate.commit_dir:    # mindresume never removes it
+        return None
+    try:
+        lease = acquire_read_lock(storage, root, candidate.name, candidate.commit_dir)
+    except OSError as error:
+        emit(warning(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}"))
+        return None
+    if lease is None:
+        raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
+    return lease
+
+
+def open_checkpoint(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
+                    keep: Keep = lambda root, candidate: None) -> OpenCheckpoint:
+    """Opens a checkpoint. Checks headers and records, and reads no tensor.
+
+    Args:
+        step: which one of several, by default the newest complete one.
+        strategy: file or folder, required for checkpoints that mindformers wrote on several ranks, unless the folder
+            ``strategy`` lies beside them.
+        keep: ``keep(root, candidate)`` is called before the files of a checkpoint are read.
+
+    Raises: MissingCheckpointError, NoUsableCheckpointError, StrategyError, DamagedFileError.
+    """
+    if is_complete(storage, path):
+        if strategy is not None:
+            raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
+        return open_complete(storage, path, step)
+    for left in reversed(range(_TRIES)):
+        try:
+            return _newest(storage, path, step, strategy, keep)
+        except _Gone:
+            if not left:
+                raise
+    raise AssertionError
+
+
+def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> OpenCheckpoint:
+    """Opens the newest candidate that can be used. _Gone if the folder changes meanwhile."""
+    found, insists = candidates_for(storage, path)
+    if found.strange:
+        raise MissingCheckpointError(found.strange)
+    wanted = [c for c in found.candidates if step is None or c.step == step]
+    if not wanted:
+        raise MissingCheckpointError(f"{path} has no checkpoint" if step is None else
+                                     f"{path} has no step {step}; {steps_text(found.candidates)}")
+    refused: list[Refusal] = []
+    for candidate in wanted:
+        try:
+            keep(found.root, candidate)
+            return replace(open_candidate(storage, found.root, candidate, strategy), refused=tuple(refused), notes=found.notes)
+        except _Gone:
+            raise
+        except MindResumeError as error:
+            if candidate.commit_dir and storage.status(candidate.commit_dir) is None:
+                raise _Gone(f"step {candidate.step} of {found.root} was removed while it was opened") from error
+            if insists or step is not None or len(wanted) == 1:
+                raise
+            refused.append(candidate.refuse(str(error)))
+    raise NoUsableCheckpointError(f"{path} holds checkpoints, but none can be used:\n"
+                                  + "\n".join(f"  {refusal}" for refusal in refused), refused)
+
+
+def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> OpenCheckpoint:
+    """One saved step of rank folders."""
+    if candidate.problem is not None and not is_without_step(candidate):
+        raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
+    identity = identity_of(storage, root, candidate)
+    if candidate.base and strategy is not None:
+        raise ConfigError(f"{os.path.join(root, candidate.base)} knows its layouts; leave {strategy} away")
+    layouts = None if candidate.base else strategy_for(storage, root, candidate, strategy, identity)
+    candidate = with_world_size(root, candidate, layouts)
+    known = IterationMetadata(storage, root, candidate)
+    proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, layouts=known),
+                      sorted(candidate.files))
+    for proof in proofs:
+        if isinstance(proof, Refusal):
+            raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
+    source = checkpoint_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
+    check_all_pieces(source.weights)
+    check_replicas(source.weights)
+    return source
+
+
+def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
+              scalars: Mapping[str, Any]) -> OpenCheckpoint:
+    """Opens a candidate that was verified; its number of ranks must be known (``with_world_size``). ``scalars``: counters of its
+    first file, for one without records. StrategyError, LoadError: see ``view_of_candidate``."""
+    name = parse_name(os.path.basename(candidate.first.path))
+    state = candidate.state or state_of(scalars, name)
+    if candidate.base:
+        weights = view_of_iteration(storage, root, candidate)
+    else:
+        weights = view_of_candidate(storage, root, candidate, strategy)
+    what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
+    return OpenCheckpoint(weights, state, name, identity, what, root, candidate)
+
+
+def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
+    """Returns the candidate with the number of ranks of the strategy, where the scan could only count files. StrategyError if
+    there are files of more ranks."""
+    if candidate.origin == OURS or strategy is None:
+        return candidate
+    beyond = [rank for rank in candidate.files if rank >= strategy.world_size]
+    if beyond:
+        raise StrategyError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]][0].path} is of rank {beyond[0]}, the "
+                            f"strategy {strategy.source} is of {ranks_count(strategy.world_size)}")
+    return replace(candidate, world_size=strategy.world_size)
+
+
+def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
+    """Opens complete weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; DamagedFileError if mindresume wrote
+    them with other tensors."""
+    found = read_complete(storage, path)
+    state = state_of(found.scalars, None)
+    if step is not None and (state is None or state.step != step):
+        raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
+    paths = [os.path.join(found.root, file) for file in found.files]
+    weights, made = view_of_complete(storage, found), conversion_manifest_of(storage, path)
+    if made is not None:
+        if found.kind != FILE:
+            check_names(made, found.root, found.tensors)
+        weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
+    return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
+                  f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
+                  None if found.kind == FILE else found.root, notes=found.notes, made=made)
+
+
+def check_all_pieces(weights: CheckpointView) -> None:
+    """Reads every header. Raises LoadError or DamagedFileError unless every piece of every tensor is in some file."""
+    for tensor in weights.tensors.values():
+        for cut in tensor.cuts(whole(tensor.shape)):
+            weights.locate(tensor.name, cut)
+
+
+def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
+    """Returns the state by the counters in a file of mindformers, None without a step. ``name`` tells the steps per epoch."""
+    step = scalars.get("step_num")
+    if not is_count(step, 1):
+        return None
+    epoch = name.epoch if name else _count(scalars.get("epoch_num"), 1) or 1
+    scale = scalars.get("loss_scale")
+    return state_from_scalars(step, epoch, _count(scalars.get("global_step")) or step,
+                              _count(scalars.get("global_batch_size"), 1), float(scale) if is_number(scale) else None,
+                              name.step if name else 0)
+
+
+def _count(value: Any, least: int = 0) -> int | None:
+    """Returns a counter, which may have been saved as a float; None if it is below ``least`` or no number."""
+    value = int(value) if is_number(value) else None
+    return value if is_count(value, least) else None

@@ -1,0 +1,124 @@
+"""Plans the content of the files of a conversion: for the ranks of another job, or complete weights.
+
+    files = rank_files(weights, strategy, name=lambda rank: f"rank_{rank}/...", fmt="safetensors")
+    files, index = complete_files(weights, HUGGINGFACE, part_bytes=3 << 30)
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mindresume.errors import ConfigError, StrategyError
+from mindresume.formats.consolidated import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
+from mindresume.formats.iteration_naming import MODEL, OPTIMIZER
+from mindresume.formats.scalar_state import SCALARS
+from mindresume.formats.strategy import Strategy
+from mindresume.formatting import listed
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.direct_engine import TargetFile, in_order
+from mindresume.reshard.geometry import Region, held, whole
+from mindresume.reshard.parameter_families import missing_parameters, prefix_splits
+
+PART_BYTES = 3 << 30                # bytes of a part of complete weights, as of MindSpore's unified_safetensors
+METADATA = {"format": "ms"}
+IN_COMMON = frozenset(SCALARS) - {"global_step"}       # which is a parameter of the optimizer
+
+
+def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
+    """Returns {tensor: region} of each rank of the target. ``strategy`` None: one rank that holds everything. StrategyError that
+    names a tensor which no stage holds, which the weights lack, or whose shape does not divide."""
+    tensors = weights.tensors
+    counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
+    if strategy is None:
+        return [{name: whole(tensor.shape) for name, tensor in tensors.items()}]
+    strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in tensors.items()})
+    check_names(weights, strategy)
+    found: list[dict[str, Region]] = []
+    for rank in range(strategy.world_size):
+        held_here = dict(counters)
+        for name, layout in strategy.of_rank(rank).items():
+            if name in tensors:
+                try:
+                    held_here[name] = held(layout, rank % strategy.stage_size, tensors[name].shape)
+                except ValueError as error:
+                    raise StrategyError(f"{strategy.source}: {name}: {error}") from error
+        found.append(held_here)
+    return found
+
+
+def check_names(weights: CheckpointView, strategy: Strategy) -> None:
+    """Raises StrategyError if a tensor would be lost, or is missing (``names.missing_parameters``)."""
+    named = {name for stage in strategy.stages for name in stage}
+    lost = [name for name, tensor in weights.tensors.items() if name not in named and not tensor.is_counter]
+    if lost:
+        raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
+                            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {listed(lost, 3)}. Is "
+                            f"it the strategy of the same model, with all its stages?")
+    absent = missing_parameters(named, weights.tensors)
+    if absent:
+        raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
+                            f"example {listed(absent, 3)}. Is it the strategy of the same model?")
+
+
+def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
+    return name in SCALARS or (not layout_known and elements == 1 and "." not in name)
+
+
+def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
+               metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
+    """Returns one file a rank. StrategyError as of ``holdings``; ConfigError for a dtype that the format cannot hold."""
+    files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
+    for file in {tuple(file.holds): file for file in files}.values():
+        try:
+            file.blueprint(weights.tensors)
+        except ValueError as error:
+            raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
+    return files
+
+
+def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[str, int, int], str],
+                    metadata: Mapping[str, str]) -> list[TargetFile]:
+    """Returns two files a rank, in turn: the network's weights, and the rest, at ``path(kind, rank, ranks)``; without the
+    counters that Checkpoint 2.0 keeps in ``common.json``. Errors as of ``rank_files``."""
+    model = model_names(weights.tensors)
+    all_holdings = holdings(weights, strategy)
+    found = []
+    for rank, holds in enumerate(all_holdings):
+        kept = {name: region for name, region in holds.items() if name not in IN_COMMON}
+        for kind, wanted in ((MODEL, True), (OPTIMIZER, False)):
+            found.append(TargetFile(path(kind, rank, len(all_holdings)), "safetensors",
+                                    {name: region for name, region in kept.items() if (name in model) is wanted}, metadata))
+    return found
+
+
+def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Returns the tensors of the network: no counters, and none named after another one (``adam_m.`` and its name)."""
+    return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
+            and not any(rest in tensors for _, rest in prefix_splits(name))}
+
+
+def complete_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+                   ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
+    """Returns the files of complete weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave out;
+    HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError if
+    nothing is left."""
+    tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
+    hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
+        name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
+    apart = set(hyper)
+    names = in_order([name for name in tensors if name not in apart], tensors)
+    if not names:
+        raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
+                          + (f" after {', '.join(drop)}" if drop else ""))
+    sizes = {name: tensors[name].nbytes for name in names}
+    parts = split(sizes, part_bytes)
+    paths = [part_name(i, len(parts), kind) for i in range(len(parts))]
+    weight_map = {name: path for path, part in zip(paths, parts, strict=True) for name in part}
+    files = [TargetFile(path, "safetensors", {name: whole(tensors[name].shape) for name in part},
+                        METADATA if kind == MINDSPORE else {"format": "np"})
+             for path, part in zip(paths, parts, strict=True)]
+    if kind == MINDSPORE and hyper:
+        files.append(TargetFile(HYPER, "safetensors", {name: whole(tensors[name].shape) for name in hyper}, METADATA))
+    return files, index_document(kind, weight_map, sum(sizes.values()))

@@ -1,0 +1,215 @@
+"""Reads regions of tensors from many files into memory, from any thread.
+
+    files = OpenFiles(storage)
+    gather(weights, files, "embedding.weight", region, out, staging)        # out: array of the region's shape
+
+Only the requested bytes are read: a contiguous range of a file with one call, a strided one run by run.
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from mindresume.errors import DamagedFileError, LoadError
+from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
+from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files import TensorEntry
+from mindresume.tensor_files.header import DTYPES
+
+MOST_OPEN = 256             # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
+SHORT_RUN = 256             # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
+MOST_SPAN = 4               # ... while runs and gaps together are at most so many times the bytes of the runs
+SHORT_ROW = 64 << 10        # bytes: as SHORT_RUN, within matrices of composed tensors, which have thousands of short runs
+# Memory for a composed part, as a multiple of its size: with the gaps, then without, at twice the bytes an element, converted.
+COMPOSED_MEMORY = 2 * MOST_SPAN + 3
+_CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")}
+
+OnRead = Callable[[str, PieceLocation, int, memoryview], None]
+
+
+class ComposedCut(NamedTuple):
+    """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others. The part lies in one piece of
+    the tensor ``source``, of ``dtype``. ``local``: its indices in that ``piece``, by dimension, counted from the first element of
+    the piece; only those of the first dimension may have gaps. ``transposed``: the two dimensions are exchanged. ``target``: its
+    slices in the wanted region. Values are converted (``cast``) if the wanted tensor has another dtype."""
+    piece: Region
+    holders: Sequence[int]
+    source: str
+    dtype: str
+    local: tuple[range, ...]
+    target: tuple[slice, ...]
+    transposed: bool = False
+
+
+class OpenFiles:
+    """Keeps files open for positioned reads, at most ``most`` at once besides those in use. ``bytes_read`` counts all reads."""
+
+    def __init__(self, storage: Storage, most: int = MOST_OPEN):
+        self.storage, self.most, self.bytes_read = storage, most, 0
+        self._open: OrderedDict[str, list] = OrderedDict()          # path: [file, number of users]
+        self._lock = threading.Lock()
+
+    def read(self, path: str, position: int, out: memoryview) -> None:
+        """Fills ``out`` from byte ``position`` on. DamagedFileError if the file ends before."""
+        with self._lease(path) as file:
+            handle, count = file.fileno(), len(out)
+            while out:
+                found = os.preadv(handle, [out], position)
+                if not found:
+                    raise DamagedFileError(path, f"the file ends at byte {position}, needed are {len(out)} bytes from there: cut "
+                                                 f"short since its header was read")
+                position, out = position + found, out[found:]
+        with self._lock:
+            self.bytes_read += count
+
+    @contextmanager
+    def _lease(self, path: str) -> Iterator[BinaryIO]:
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                self._close_idle()
+                entry = self._open[path] = [self.storage.open(path), 0]
+            entry[1] += 1
+            self._open.move_to_end(path)
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+
+    def _close_idle(self) -> None:
+        for path in list(self._open):
+            if len(self._open) < self.most:
+                return
+            if not self._open[path][1]:
+                self._open.pop(path)[0].close()
+
+    def close(self) -> None:
+        with self._lock:
+            for file, _ in self._open.values():
+                file.close()
+            self._open.clear()
+
+
+def bits_dtype(dtype: str) -> np.dtype:
+    """Returns the unsigned integer type of the same width: bits are copied, whatever they mean."""
+    return np.dtype(f"u{DTYPES[dtype].itemsize}")
+
+
+def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray,
+           on_read: OnRead | None = None) -> None:
+    """Reads ``region`` of a tensor into ``out``, which has its shape and its ``bits_dtype``. ``staging``: a buffer of at least as
+    many bytes as ``out``. ``on_read(tensor, location, first byte in the piece, bytes)`` is called with each contiguous range of a
+    piece that was read; its memory is valid until the next ``gather`` with the same ``out`` and ``staging``. It is not called for
+    ``ComposedCut``."""
+    used = 0
+    for cut in weights.tensors[name].cuts(region):
+        place = weights.locate(name, cut)
+        if isinstance(cut, ComposedCut):
+            _gather_composed(files, place, cut, out, weights.tensors[name].dtype)
+            continue
+        part = view(out, within(cut.part, region))
+        local, shape = within(cut.part, cut.piece), shape_of(cut.piece)
+        direct = part.flags.c_contiguous
+        count = elements(cut.part) * out.itemsize
+        flat = part.reshape(-1).view(np.uint8) if direct else staging[used:used + count]
+        used += 0 if direct else count
+        length, starts = runs(local, shape)
+        length *= out.itemsize
+        if length == count:
+            start = next(starts) * out.itemsize
+            read_range(files, place.path, place.entry, start, memoryview(flat))
+            if on_read:
+                on_read(name, place, start, memoryview(flat))
+        elif length < SHORT_RUN and _span(local, shape) * out.itemsize <= MOST_SPAN * count:
+            flat[:] = _spanned(files, place, local, shape, out.dtype)
+        else:
+            done = memoryview(flat)
+            for start in starts:
+                read_range(files, place.path, place.entry, start * out.itemsize, done[:length])
+                done = done[length:]
+        if not direct:
+            part[...] = flat.view(out.dtype).reshape(part.shape)
+
+
+def _span(local: Region, shape: tuple[int, ...]) -> int:
+    """Returns the number of elements from the first to the last one of a region."""
+    return offset(tuple((stop - 1, stop) for _, stop in local), shape) + 1 - offset(local, shape)
+
+
+def _spanned(files: OpenFiles, place: PieceLocation, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
+             ) -> np.ndarray:
+    """Reads the range from the first to the last element of a region of short runs, and returns the region's bytes, of every
+    ``step``-th row."""
+    raw = np.empty(_span(local, shape) * dtype.itemsize, np.uint8)
+    read_range(files, place.path, place.entry, offset(local, shape) * dtype.itemsize, memoryview(raw))
+    rows, *others = np.cumprod([dtype.itemsize, *reversed(shape[1:])])[::-1]
+    count, *sizes = shape_of(local)
+    found = np.lib.stride_tricks.as_strided(raw.view(dtype), (-(-count // step), *sizes), (rows * step, *others),
+                                            writeable=False)
+    return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+
+
+def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, out: np.ndarray, dtype: str) -> None:
+    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most ``COMPOSED_MEMORY`` times its memory."""
+    stored, shape = bits_dtype(cut.dtype), shape_of(cut.piece)
+    sizes = tuple(map(len, cut.local))
+    step = cut.local[0].step
+    local = tuple((indices[0], indices[-1] + 1) for indices in cut.local)
+    count = int(np.prod(sizes)) * stored.itemsize
+    if step == 1:
+        length, starts = runs(local, shape)
+    else:
+        rows = [runs(((i, i + 1), *local[1:]), shape) for i in cut.local[0]]
+        length, starts = rows[0][0], chain.from_iterable(row[1] for row in rows)
+    length *= stored.itemsize
+    if length < min(SHORT_ROW, count) and _span(local, shape) * stored.itemsize <= MOST_SPAN * count:
+        flat = _spanned(files, place, local, shape, stored, step)
+    else:
+        flat = np.empty(count, np.uint8)
+        done = memoryview(flat)
+        for start in starts:
+            read_range(files, place.path, place.entry, start * stored.itemsize, done[:length])
+            done = done[length:]
+    found = flat.view(stored).reshape(sizes)
+    if cut.dtype != dtype:
+        found = cast(found.view(DTYPES[cut.dtype]), dtype).view(bits_dtype(dtype))
+    out[cut.target] = found.T if cut.transposed else found
+
+
+def cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Converts values to another dtype: bfloat16 and float16 to float32 (exact), float32 to bfloat16 (nearest, ties to even).
+    Returns the same array if it has that dtype. LoadError for any other pair."""
+    if array.dtype.name == dtype:
+        return array
+    if not castable(array.dtype.name, dtype):
+        raise LoadError(f"{array.dtype.name} is not converted to {dtype}; what can be is "
+                        + ", ".join(f"{a} to {b}" for a, b in sorted(_CASTS)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(DTYPES[dtype])
+
+
+def castable(stored: str, wanted: str) -> bool:
+    """Returns whether ``cast`` converts between these dtypes."""
+    return stored == wanted or (stored, wanted) in _CASTS
+
+
+def read_range(files: OpenFiles, path: str, entry: TensorEntry, start: int, out: memoryview) -> None:
+    """Fills ``out`` with the bytes of a tensor from its byte ``start`` on, across its ranges in the file."""
+    for position, count in entry.ranges:
+        part = min(count - start, len(out))
+        if part > 0:
+            files.read(path, position + start, out[:part])
+            start, out = start + part, out[part:]
+        if not out:
+            return
+        start -= count
+    raise DamagedFileError(path, f"{len(out)} bytes beyond the end of a tensor were asked for")

@@ -1,0 +1,133 @@
+"""Reads into memory the regions that one rank of a training needs, from a checkpoint of any layout, and no byte more.
+
+    regions = wanted_regions(weights, wanted, layouts, rank)
+    arrays = read_regions(weights, regions)
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from mindresume.errors import LoadError
+from mindresume.model.layout import TensorLayout, same_shape
+from mindresume.model.training_state import is_transient
+from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
+from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
+from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.settings import allow_text
+from mindresume.tensor_files.header import DTYPES
+
+WORKERS = 4                 # threads: reading mostly waits
+
+
+def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
+                   layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int,
+                   may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> dict[str, Region]:
+    """Returns {tensor: region} of what this rank loads.
+
+    Args:
+        wanted: {name: (shape, dtype)} of the parameters of this rank.
+        layouts: {name: (layout, global shape)} of those that are cut.
+        may_miss: whether the checkpoint may lack a parameter.
+        allow: whether the error says how to load without the missing parameters.
+
+    Raises: LoadError that names every parameter that the checkpoint lacks or holds in another global shape or dtype. A counter
+    may have another number of dimensions.
+    """
+    regions: dict[str, Region] = {}
+    problems, missing = [], []
+    for name, (shape, dtype) in wanted.items():
+        tensor = weights.tensors.get(name)
+        layout, full = layouts.get(name, (None, shape))
+        if tensor is None:
+            if not may_miss(name):
+                problems.append(f"{name} is not in the checkpoint")
+                missing.append(name)
+        elif tensor.dtype != dtype:
+            problems.append(f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network")
+        elif not same_shape(tensor.shape, full):
+            problems.append(f"{name} is {tensor.shape} in the checkpoint, {full} in the network")
+        elif layout is None or tensor.shape != full:
+            regions[name] = whole(tensor.shape)
+        else:
+            regions[name] = held(layout, rank % layout.stage_size, full)
+    if problems:
+        raise LoadError(f"the checkpoint {weights.name} does not fit the network ({len(problems)} tensors): "
+                        + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
+                        + ". All shapes are those of whole tensors. Was the model configuration changed?"
+                        + (allow_text(missing) if allow and missing else ""))
+    return regions
+
+
+def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
+    """Returns the bytes of the regions."""
+    return sum(elements(region) * DTYPES[weights.tensors[name].dtype].itemsize for name, region in regions.items())
+
+
+def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
+                 ) -> dict[str, np.ndarray]:
+    """Returns {name: array} of the regions. A piece that is read as a whole is compared with its recorded checksum.
+    DamagedFileError, LoadError or OSError."""
+    room = ThreadBuffer()
+
+    def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
+        dtype = bits_dtype(weights.tensors[name].dtype)
+        out, staging, sources = np.empty(shape_of(region), dtype), room.buffer, SourceChecksums()
+        for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
+            part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
+            _pass(weights, files, name, part, view(out, block), staging, sources)
+        return out.view(DTYPES[weights.tensors[name].dtype]), sources.verified
+    return _each(weights, regions, read, workers, traffic or Traffic())
+
+
+def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
+    """Reads whole tensors, compares every piece with its recorded checksum, and keeps nothing. Errors as of ``read_regions``."""
+    buffers, room = ThreadBuffer(), ThreadBuffer()
+
+    def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
+        dtype, staging, sources = bits_dtype(weights.tensors[name].dtype), room.buffer, SourceChecksums()
+        most = max(TILE // dtype.itemsize, 1)
+        buffer = buffers.buffer[:most * dtype.itemsize].view(dtype)
+        for block in blocks(shape_of(region), most):
+            out = buffer[:elements(block)].reshape(shape_of(block))
+            _pass(weights, files, name, block, out, staging, sources)
+        return buffer[:0], sources.verified
+    _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
+
+
+class ThreadBuffer(threading.local):
+    """Holds one buffer of a tile a thread, which is reused: new memory costs more than the read into it."""
+
+    def __init__(self) -> None:
+        self.buffer = np.empty(TILE, np.uint8)
+
+
+def _pass(weights: CheckpointView, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray,
+          sources: SourceChecksums) -> None:
+    seen: list[tuple[str, PieceLocation, int, memoryview]] = []
+    gather(weights, files, name, part, out, staging, lambda *row: seen.append(row))
+    for row in seen:
+        sources.hash(*row)
+
+
+def _each(weights: CheckpointView, regions: Mapping[str, Region],
+          read: Callable[[OpenFiles, str, Region], tuple[np.ndarray, int]], workers: int, traffic: Traffic
+          ) -> dict[str, np.ndarray]:
+    files = OpenFiles(weights.storage)
+
+    def one(item: tuple[str, Region]) -> tuple[np.ndarray, int]:
+        found = read(files, *item)
+        traffic.progress(bytes_of(weights, dict([item])))
+        return found
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            found = list(pool.map(one, regions.items()))
+    finally:
+        files.close()
+    traffic.read += files.bytes_read
+    traffic.verified += sum(verified for _, verified in found)
+    return {name: array for name, (array, _) in zip(regions, found, strict=True)}

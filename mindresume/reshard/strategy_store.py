@@ -1,0 +1,145 @@
+"""Finds the strategy that a checkpoint was saved with, although the next job overwrites its files.
+
+mindformers writes the strategy of every job to ``output/strategy``, over that of the job before. So before a training in another
+layout is compiled, that folder is renamed (``set_aside``) to one named after its content, with a mark that says which checkpoint
+it was needed for. When the same command starts again, ``strategy_for`` finds it there.
+"""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import xxhash
+
+from mindresume.errors import StrategyError
+from mindresume.formats import OURS, Candidate
+from mindresume.formats.strategy import Strategy, read_strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.storage.filesystem import Storage, publish_json, read_json
+from mindresume.tensor_files import CHUNK
+
+MARK = "used_for.json"              # in a folder that was set aside: identities of checkpoints it is the strategy of
+MAX_MARK = 64 << 20                 # bytes: a checkpoint has 35 a rank
+
+
+def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
+    """Returns a value for JSON that identifies one saved step: its records, or names, sizes and times of its files."""
+    if candidate.records:
+        return [candidate.run, candidate.step, *candidate.records]
+    return [file_identity(storage, os.path.join(root, file.path))
+            for _, files in sorted(candidate.files.items()) for file in files]
+
+
+def file_identity(storage: Storage, path: str) -> list[Any]:
+    """Returns folder, name, size and time of a file."""
+    found = storage.status(path)
+    return [os.path.basename(os.path.dirname(path)), os.path.basename(path), found.size if found else None,
+            found.mtime if found else None]
+
+
+def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Any) -> Strategy | None:
+    """The strategy given, or for what mindformers wrote that in the folder beside, where it looks itself (also for the file of
+    one rank: it may be the only one left). If that was set aside for this very checkpoint, the one set aside. None if nobody says
+    one. StrategyError."""
+    path = _place(storage, root, candidate, given, lambda: identity)
+    return None if path is None else read_strategy(path, storage)
+
+
+def _place(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Callable[[], Any]) -> str | None:
+    if given is None and candidate.origin == OURS:
+        return None
+    path = (given or os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")).rstrip("/")
+    if kept := _kept(storage, path):
+        this = identity()
+        for other in kept:
+            if this in _marked(storage, other):
+                return other
+    return path if given or storage.list(path) else None
+
+
+def own_strategy(weights: CheckpointView) -> Strategy | None:
+    """Returns the strategy of the job that saved these weights; None if it was one rank. StrategyError for complete weights."""
+    if weights.path_by_tensor is not None:
+        raise StrategyError(f"{weights.name} holds complete weights, which have no layout of their own; say which one the result "
+                            f"is to have (--to)")
+    if weights.world_size == 1:
+        return None
+    sizes = {tensor.layout.stage_size for tensor in weights.tensors.values() if tensor.layout}
+    size = sizes.pop() if len(sizes) == 1 else weights.world_size
+    stages: list[dict[str, TensorLayout]] = [{} for _ in range(weights.world_size // size)]
+    for name, tensor in weights.tensors.items():
+        if tensor.is_counter:
+            continue
+        layout = tensor.layout or TensorLayout((size,), (-1,) * len(tensor.shape))
+        for first in (tensor.first, *tensor.other_stages):
+            stages[first // size][name] = layout
+    return Strategy(tuple(stages), weights.name)
+
+
+def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str, Candidate], Strategy | None]:
+    """A function that tells (root, candidate) which strategy the job had that saved it, as ``strategy_for``: None if none says
+    so, or it cannot be read. It reads each folder once: ask for a new function when the files may have changed."""
+    @cache
+    def read(path: str) -> Strategy | None:
+        try:
+            return read_strategy(path, storage)
+        except (StrategyError, OSError):
+            return None
+
+    def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
+        try:
+            path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+        except OSError:
+            return None
+        return None if path is None else read(path)
+    return strategy_of
+
+
+def set_aside(storage: Storage, folder: str, used: Strategy | None = None, identity: Any = None) -> str:
+    """Renames a folder of strategy files, which the compiler would write over. ``used``, ``identity``: the strategy that was read
+    for a checkpoint, and which one; if it was read in this folder, a mark remembers it. Returns the new name; empty if there is
+    nothing to keep."""
+    content, found = xxhash.xxh3_64(), False
+    for name in storage.list(folder):
+        path = os.path.join(folder, name)
+        status = storage.status(path)
+        if status is not None and not status.is_folder and name != MARK:
+            found = True
+            content.update(os.fsencode(name) + b"\0")
+            with storage.open(path) as file:
+                while piece := file.read(CHUNK):
+                    content.update(piece)
+    if not found:
+        return ""
+    kept = f"{folder}_{content.hexdigest()[:8]}"
+    there = storage.status(kept) is not None            # with the same content
+    if used is not None and os.path.realpath(used.source) == os.path.realpath(folder):
+        place = kept if there else folder               # the mark first, so that a restart after a kill finds it
+        if identity not in _marked(storage, place):
+            publish_json(storage, os.path.join(place, MARK), [*_marked(storage, place), identity], "mark")
+    if there:
+        for name in storage.list(folder):
+            storage.remove(os.path.join(folder, name))
+    else:
+        storage.rename(folder, kept)
+        storage.make_folder(folder)
+    storage.sync(os.path.dirname(os.path.abspath(folder)))
+    return kept
+
+
+def _kept(storage: Storage, folder: str) -> list[str]:
+    parent, name = os.path.split(os.path.abspath(folder))
+    pattern = re.compile(re.escape(name) + "_[0-9a-f]{8}")
+    return [os.path.join(parent, other) for other in storage.list(parent) if pattern.fullmatch(other)]
+
+
+def _marked(storage: Storage, kept: str) -> list[Any]:
+    try:
+        found = read_json(storage, os.path.join(kept, MARK), MAX_MARK)
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []

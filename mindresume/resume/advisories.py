@@ -1,0 +1,97 @@
+"""Finds what is wrong with a checkpoint that can be used all the same. This is reported whenever the checkpoint is selected,
+listed or verified.
+
+    a file of a rank is missing       other ranks hold every tensor of it, proven by the records
+    the manifest cannot be read       the records of all ranks are there and agree: they are the commit
+    common.json, metadata.json        are damaged, and the records hold the same facts. Their checksums are in the manifest; if
+                                      that is damaged, the expected contents are derived from the records
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from mindresume.errors import DamagedFileError, RecordError
+from mindresume.formats import Candidate, Refusal
+from mindresume.formats.iteration_naming import COMMON, METADATA
+from mindresume.formats.iteration_scan import common_from, common_of, metadata_of
+from mindresume.formats.metadata import encode_metadata, read_metadata
+from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats.records import details_of
+from mindresume.formatting import listed
+from mindresume.model.manifest import MANIFEST
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files.checksum import file_checksum
+
+
+def replica_text(lost: Iterable[tuple[int, str]]) -> list[str]:
+    """Returns one sentence on missing files that replicas replace; an empty list without such files. ``lost``: (rank, path)."""
+    rows = list(lost)
+    return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
+            f"({listed([path for _, path in rows], 2)}); other ranks hold every tensor of it, so a resume goes on with those"
+            ] if rows else []
+
+
+def manifest_text(candidate: Candidate) -> list[str]:
+    """Returns one sentence if the manifest cannot be used, but the records can."""
+    if not candidate.manifest_problem or candidate.problem is not None:
+        return []
+    return [f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks are there and agree, "
+            f"so a resume goes by them"]
+
+
+def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
+    """Returns refusals for files besides the weights that differ from what was written: the manifest, ``common.json`` and
+    ``metadata.json``. A resume by mindresume does not need them; mindformers alone needs the last two."""
+    path = os.path.relpath(os.path.join(candidate.attempt or "", MANIFEST), root)
+    found = [candidate.refuse(text, path) for text in manifest_text(candidate)]
+    if not found:
+        damaged = _by_checksums(storage, root, candidate)
+    else:
+        damaged = _by_records(storage, root, candidate) if candidate.base else []
+    return found + [candidate.refuse(f"{text}; a resume goes by the records, mindformers alone could not", file)
+                    for text, file in damaged]
+
+
+def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
+    """Returns (what is wrong, file) of each metadata file whose checksum is not that of the manifest."""
+    found = []
+    for file in candidate.small:
+        try:
+            with storage.open(os.path.join(root, file.path)) as opened:
+                checksum, size = file_checksum(opened)
+        except OSError as error:
+            found.append((f"{file.path} cannot be read: {error.strerror or error}", file.path))
+            continue
+        if (checksum, size) != (file.checksum, file.size):
+            found.append((f"{file.path} is not what was written: {size} bytes, checksum {checksum}, recorded {file.size} bytes, "
+                          f"{file.checksum}", file.path))
+    return found
+
+
+def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
+    """Returns (what is wrong, file) of each metadata file that contradicts the records. Values are compared, not bytes: another
+    version may have encoded them differently."""
+    common, metadata, found = f"{candidate.base}/{COMMON}", f"{candidate.base}/{METADATA}", []
+    try:
+        there, expected = common_of(storage, root, candidate.base), common_from(candidate.state)
+        if there != expected:
+            found.append((f"{common} is not what was written: {there}, by the records {expected}", common))
+    except DamagedFileError as error:
+        found.append((f"{common}: {error.reason}", common))
+    try:
+        if candidate.world_size > 1 and metadata_of(storage, os.path.join(root, candidate.base)) != _recorded(storage, candidate):
+            found.append((f"{metadata} is not what was written: the records say something else", metadata))
+    except DamagedFileError as error:
+        found.append((f"{metadata}: {error.reason}", metadata))
+    except (RecordError, ValueError, OSError) as error:
+        found.append((f"{metadata} cannot be compared with the records: {error}", metadata))
+    return found
+
+
+def _recorded(storage: Storage, candidate: Candidate) -> object:
+    """Returns the parsed ``metadata.json`` that the records imply."""
+    files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
+    pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated,
+                                       lambda rank: details_of(storage, candidate.attempt or "", rank)))
+    return read_metadata(b"".join(pieces), METADATA)

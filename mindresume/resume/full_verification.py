@@ -1,0 +1,69 @@
+"""Compares every byte of every checkpoint with what was written (``mindresume verify``), also while a job saves there.
+
+    for candidate, bad in verify_checkpoints(storage, root, rows, list_again, progress): ...
+
+Such a job completes and removes checkpoints during the verification. Before one is reported as damaged, the folder is listed
+again: a checkpoint that was removed is not damaged, and one that was completed meanwhile is verified as it is now.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mindresume.formats import Candidate, Refusal
+from mindresume.resume.advisories import damaged_metadata_files, replica_text
+from mindresume.resume.iteration_checks import IterationMetadata
+from mindresume.resume.listing import CheckpointStatus
+from mindresume.resume.verifier import OnBytesRead, verify_rank
+from mindresume.storage.filesystem import Storage
+
+_MAX_LISTINGS = 20                      # each follows a change of the folder
+Verdict = tuple[Candidate, list[Refusal]]
+
+
+def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointStatus],
+                       again: Callable[[], Iterable[CheckpointStatus]],
+                       progress: OnBytesRead = lambda count: None) -> list[Verdict]:
+    """Returns (candidate, what is damaged or missing) for ``rows``, without checkpoints that were removed meanwhile.
+
+    Args:
+        again: lists the checkpoints anew.
+        progress: receives the bytes that are read.
+    """
+    found = [(row.candidate, find_damage(storage, root, row, progress)) for row in rows]
+    for _ in range(_MAX_LISTINGS):
+        if not any(candidate.maybe_completed for candidate, bad in found if bad):
+            break
+        now = {_identity(row.candidate): row for row in again()}
+        gone = [verdict for verdict in found if verdict[1] and not _is_there(storage, verdict[0], now)]
+        if not gone:
+            break
+        known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
+        later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
+        found = [*((row.candidate, find_damage(storage, root, row, progress)) for row in later),
+                 *(verdict for verdict in found if verdict not in gone)]
+    return found
+
+
+def _identity(candidate: Candidate) -> Any:
+    return candidate.commit_dir, candidate.run, candidate.step, tuple(file.path
+                                                                      for file in candidate.every_file), candidate.committed
+
+
+def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
+    """Returns whether it is there as it was read. A listing can be stale; the status of one name is not."""
+    return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
+
+
+def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:
+    """Returns what is damaged or missing of one step; an empty list if all is as it was written."""
+    candidate, problem = row.candidate, None if row.candidate.part else row.problem     # partial on purpose
+    layouts = IterationMetadata(storage, root, candidate)
+    proofs = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, layouts=layouts)
+                                           for rank in candidate.files]
+    bad = [proof for proof in proofs if isinstance(proof, Refusal)]
+    lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.missing_files(candidate)]
+    bad += [candidate.refuse(replica_text([(rank, path)])[0], path, rank) for rank, path in lost]
+    bad += damaged_metadata_files(storage, root, candidate)
+    bad = list(dict.fromkeys(bad))                      # every rank reports the same of metadata.json
+    return bad or ([problem] if problem else [])

@@ -1,0 +1,105 @@
+"""Checks the metadata of an iteration folder without records before it is selected: ``metadata.json``, and by it the headers of
+all files. Such folders have no checksums, so nothing else is known of their contents.
+
+    all ranks at once    metadata.json can be read, and a file exists for every slice that it names
+    each rank            the headers of its files hold every slice that they should, in the dtype and shape of the layout
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from mindresume.errors import DamagedFileError
+from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.iteration_naming import METADATA
+from mindresume.formats.iteration_scan import metadata_of
+from mindresume.formats.metadata import TensorMetadata
+from mindresume.formats.slices import region_of
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
+from mindresume.model.file_record import FileRecord
+from mindresume.model.layout import is_scalar
+from mindresume.model.training_state import is_transient
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files import Header
+
+
+def needs_metadata(candidate: Candidate) -> bool:
+    """Returns whether the layouts of its tensors are known from ``metadata.json`` alone."""
+    return candidate.origin == MINDFORMERS and bool(candidate.base) and candidate.problem is None
+
+
+class IterationMetadata:
+    """``metadata.json`` of one candidate, read once for all ranks that one process verifies. Several threads may use it."""
+
+    def __init__(self, storage: Storage, root: str, candidate: Candidate):
+        self.storage, self.root, self.candidate = storage, root, candidate
+        self._lock = threading.Lock()
+        self._read = False
+        self._rows: Mapping[str, TensorMetadata] = {}
+        self._by_file: dict[str, list[tuple[TensorMetadata, int]]] = {}      # {file name: [(tensor, number of the slice)]}
+        self._problem: Refusal | None = None
+
+    def problem(self) -> Refusal | None:
+        """Returns why the metadata cannot be used; None if it can. Files of weights are not opened."""
+        with self._lock:
+            if not self._read:
+                self._problem, self._read = self._open(), True
+            return self._problem
+
+    def _open(self) -> Refusal | None:
+        folder, path = os.path.join(self.root, self.candidate.base), f"{self.candidate.base}/{METADATA}"
+        try:
+            if self.storage.status(os.path.join(folder, METADATA)) is None:
+                return None                                             # optional for one rank; else the scan refuses it
+            self._rows = metadata_of(self.storage, folder)
+        except DamagedFileError as error:
+            return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
+        except OSError as error:
+            return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path)
+        there = {os.path.basename(file.path) for file in self.candidate.every_file}
+        for row in self._rows.values():
+            for number, copies in row.stored.items():
+                files = {copy.file for copy in copies}
+                if there.isdisjoint(files):
+                    return self.candidate.refuse(f"{METADATA} says that slice {number} of {row.name} is in "
+                                                 f"{listed(sorted(files), 3)}, which is not there", path)
+                for file in files:
+                    self._by_file.setdefault(file, []).append((row, number))
+        return None
+
+    def mismatch(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
+        """Returns how the files of ``rank`` differ from the metadata; None if they do not. Raises DamagedFileError if another
+        file that has to be read for this is damaged."""
+        if problem := self.problem():
+            return problem
+        for file, header in headers.items():
+            for row, number in self._by_file.get(os.path.basename(file.path), ()):
+                entry = header.tensors.get(row.name)
+                if entry is None and not any(self._has(copy.file, row.name) for copy in row.stored[number]):
+                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
+                                                 f"they are of different saves", file.path, rank)
+                expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
+                if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
+                    return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
+                                                 f"{METADATA} it is {row.dtype} of shape {expected}", file.path, rank)
+        return self._unnamed(rank, headers)
+
+    def _unnamed(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
+        """Returns a refusal if tensors are not in the metadata, so that their layouts are unknown. Counters never are."""
+        if self.candidate.world_size == 1 or rank != min(self.candidate.files):
+            return None
+        for file, header in headers.items():
+            lost = [name for name, entry in header.tensors.items()
+                    if name not in self._rows and not is_transient(name) and not is_scalar(entry.shape)]
+            if lost:
+                return self.candidate.refuse(f"{METADATA} does not name {listed(lost, 5)}, so their layouts are not known",
+                                             file.path, rank)
+        return None
+
+    def _has(self, file: str, name: str) -> bool:
+        record = FileRecord(f"{self.candidate.base}/{file}", "safetensors")
+        if self.storage.status(os.path.join(self.root, record.path)) is None:
+            return False
+        return name in header_of(self.storage, self.root, record).tensors

@@ -1,0 +1,317 @@
+"""Selects the checkpoint with which a job begins, on all ranks together, and protects it from removal until it is loaded.
+
+    found = CheckpointSelector(storage, group, settings, emit, select_consolidated, ...).select(SelectionRequest(path))
+    found.choice                # None: a fresh start
+
+    locate the checkpoints that the path means ─▶ which ranks share that folder ─▶ wait until the ranks that select list it all
+    ─▶ ``selection.select_checkpoint`` ─▶ events for every refusal ─▶ a fresh start or an error; else a read lock until all ranks
+    have loaded it, and a load attempt that ends with the first step (``saving.crash_loop``)
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from mindresume.coordination.collectives import Group, Waiting, decide, report
+from mindresume.coordination.host_memory import share_of_rank
+from mindresume.coordination.lease import Lease
+from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.coordination.storage_topology import SharedGroups, find_shared_groups, single_group
+from mindresume.coordination.visibility import wait_until_visible
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.events import (
+    CandidateRefused,
+    CheckpointSelected,
+    Emit,
+    FreshStart,
+    Notice,
+    VerifiedBytesKept,
+    VisibilityWaited,
+    warning,
+)
+from mindresume.events.progress import ProgressReporter
+from mindresume.formats import MINDFORMERS
+from mindresume.formats.location import find as find_checkpoints
+from mindresume.resume.health import unhealthy_files
+from mindresume.resume.lost_work import LostWork, find_lost_work
+from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
+from mindresume.resume.remote_fetch import RemoteSource
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
+from mindresume.resume.selector import Choice, describe, forget_kept
+from mindresume.resume.verifier import VerifiedShard
+from mindresume.saving.crash_loop import LoadAttempt
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.settings import Settings
+from mindresume.storage.filesystem import Storage
+from mindresume.storage.read_cache import ReadCache, uncached
+
+
+@dataclass(frozen=True)
+class SelectionRequest:
+    """What a job asks for.
+
+    Args:
+        path: folder or file, as given by the user.
+        requested: one checkpoint in it, by the name of a file, iteration folder or step.
+        any_layout: the number of ranks may differ, so all ranks together verify all files.
+        resume: False: weights alone are wanted, so a fresh start is an error.
+        keep_layout: with ``any_layout``: what mindformers saved on as many ranks as the job has is loaded as it is; it needs no
+            layouts.
+        fresh_weights: ends the message of a fresh start, ``weights ...``.
+        health_dir: folder of the list of mindformers' health monitor; unhealthy checkpoints are refused. None: health is ignored.
+        output_dir: the job's output folder, if the job will report its first finished step; failed loads are then counted.
+    """
+    path: str
+    requested: str | None = None
+    any_layout: bool = False
+    resume: bool = True
+    keep_layout: bool = False
+    fresh_weights: str = "are initialised at random"
+    health_dir: str | None = None
+    output_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class SelectedCheckpoint:
+    """The result of a selection.
+
+    Args:
+        choice: None: a fresh start.
+        uses_layouts: whether it is loaded by regions of its tensors, instead of each rank its own file.
+        lost_work: on rank 0, the steps that a job that died had done after this checkpoint.
+        read_lock: keeps the checkpoint from being removed. Release it when all ranks have read it.
+        load_attempt: counts this load until a step is done. None: loads are not counted.
+    """
+    choice: Choice | None = None
+    uses_layouts: bool = False
+    lost_work: LostWork | None = None
+    read_lock: Lease | None = None
+    load_attempt: LoadAttempt | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointSelector:
+    """Selects for one training.
+
+    Args:
+        storage: verifies the checkpoint and then loads it (``caching_storage``).
+        emit: receives the events of the selection.
+        select_consolidated, strategy_of: as of ``selection.CheckpointSources``.
+        remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to()``.
+        shared_groups: which ranks share a folder, by its real path. What is found out is added.
+    """
+    storage: Storage
+    group: Group
+    settings: Settings
+    emit: Emit
+    select_consolidated: Callable[[Storage, str], Choice]
+    strategy_of: StrategyOf = unknown_strategy
+    remote: RemoteCheckpoints | None = None
+    saved_to: Callable[[], Collection[str]] = frozenset
+    shared_groups: dict[str, SharedGroups] = field(default_factory=dict)
+
+    def select(self, request: SelectionRequest) -> SelectedCheckpoint:
+        """Selects and protects a checkpoint.
+
+        Raises:
+            NoUsableCheckpointError, MissingCheckpointError, LoadError, AgreementError: on all ranks together.
+        """
+        emit, group, disk = self.emit, self.group, uncached(self.storage)
+        path, requested, resume = request.path, request.requested, request.resume
+        if requested and _is_file(disk, path):
+            emit(warning(f"resume_training: {requested} is ignored, because load_checkpoint is a file: {path}"))
+            requested = None
+        path = locate_checkpoints(disk, path, group, emit)
+        # A collective: all ranks must take part, whatever each of them finds.
+        one = request.any_layout or any(report(group, lambda: _is_file(disk, path)))
+        shared_groups = single_group(group.size) if one else islands_of(disk, path, group, self.shared_groups, emit)
+        visibility = wait_until_visible(disk, path, group, shared_groups)
+        if visibility.wait_seconds or visibility.missing:
+            emit(VisibilityWaited(visibility.wait_seconds, visibility.missing))
+        choice = self._select(request, path, requested, shared_groups)
+        for refusal in choice.refused:
+            emit(CandidateRefused(refusal.step, refusal.reason, refusal.file, weights_only=not resume))
+        for note in choice.notes:
+            emit(Notice(note))
+        if choice.chosen is None and visibility.missing:
+            raise NoUsableCheckpointError(
+                f"{path} seems to hold no checkpoint, but {'; '.join(visibility.missing)}. The job does not start afresh: check "
+                f"that all hosts have mounted the same folder, and start it again")
+        if choice.chosen is None:
+            self._start_afresh(request, path)
+            return SelectedCheckpoint()
+        return self._protect(request, choice, request.any_layout or choice.consolidated)
+
+    def _policy(self, request: SelectionRequest, requested: str | None) -> SelectionPolicy:
+        any_layout = request.any_layout
+        return SelectionPolicy(
+            None if any_layout else self.group.size, requested, self.settings.verify, every_rank if any_layout else own_rank,
+            any_layout, self._unhealthy(request.health_dir) if request.health_dir is not None else None,
+            self.settings.poison_limit, require_counters=request.resume)
+
+    def _select(self, request: SelectionRequest, path: str, requested: str | None, shared_groups: SharedGroups) -> Choice:
+        if shared_groups.is_split:
+            self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all of them have is selected"))
+        remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
+        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, shared_groups)
+        return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
+                                 ProgressReporter("checking", self.emit))
+
+    def _unhealthy(self, folder: str) -> Collection[str]:
+        """Returns the names of unhealthy files; empty on other ranks than 0, because rank 0 decides."""
+        names, trouble = unhealthy_files(uncached(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
+        if trouble:
+            self.emit(warning(trouble))
+        return names
+
+    def _start_afresh(self, request: SelectionRequest, path: str) -> None:
+        """Reports a fresh start. Raises MissingCheckpointError if weights were asked for."""
+        forget_kept(self.storage)
+        known = any(report(self.group, lambda: uncached(self.storage).status(path) is not None))
+        reason = "holds no checkpoint that was ever complete" if known else "does not exist"
+        if not request.resume:
+            raise MissingCheckpointError(f"{path} {reason}; initial weights were asked for (no_load_optim: True, "
+                                         f"resume_training: False). Give another load_checkpoint (load_path), or none for random "
+                                         f"weights")
+        self.emit(FreshStart(path, reason, request.fresh_weights, is_expected=known))
+
+    def _protect(self, request: SelectionRequest, choice: Choice, uses_layouts: bool) -> SelectedCheckpoint:
+        """Locks the selected checkpoint against removal and reports it."""
+        group, disk, chosen, resume = self.group, uncached(self.storage), choice.chosen, request.resume
+        lost = None
+        if resume and group.rank == 0:
+            with suppress(OSError):
+                lost = find_lost_work(disk, choice.root, chosen)
+        lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
+        try:
+            limit = self.settings.poison_limit
+            attempt = LoadAttempt(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
+                resume and limit and request.output_dir is not None) else None
+            self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root, describe(chosen, choice.complete),
+                                         weights_only=not resume))
+            self._report_kept(choice)
+            if isinstance(self.storage, ReadCache):
+                self.storage.enough()
+            for remark in choice.remarks:
+                self.emit(warning(remark))
+            if uses_layouts and request.keep_layout and group.size > 1 and chosen.origin == MINDFORMERS and not chosen.base:
+                uses_layouts = not all(report(group, lambda: own_shard(choice, group) is not None))
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        return SelectedCheckpoint(choice, uses_layouts, lost, lock, attempt)
+
+    def _report_kept(self, choice: Choice) -> None:
+        """Emits how much of the checkpoint is read a second time."""
+        storage = self.storage
+        if not isinstance(storage, ReadCache) or choice.chosen.origin == MINDFORMERS:
+            return                                          # without checksums only headers were read
+        read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
+        if read or storage.size:
+            self.emit(VerifiedBytesKept(storage.size, max(read - storage.size, 0), storage.budget))
+
+
+def caching_storage(storage: Storage, settings: Settings, group: Group) -> Storage:
+    """Returns a storage that keeps verified files in memory until they are loaded. All ranks call it together.
+
+    It keeps at most half of this rank's share of the free memory of the host, because the arrays into which the files are loaded
+    need the other half, and at most ``staging_gib``."""
+    if settings.verify != "full":
+        return storage
+    budget = share_of_rank(group) // 2
+    if settings.staging_gib:
+        budget = min(budget, int(settings.staging_gib * 2**30))
+    return ReadCache(storage, budget)
+
+
+def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) -> str:
+    """Returns the folder of checkpoints that ``path`` means (``formats.location``), the same on all ranks.
+
+    Rank 0 looks. If it finds none, all ranks look: where nodes share no storage, some of them may have none.
+    Raises:
+        MissingCheckpointError: on all ranks, if they find several folders.
+    """
+    def look() -> list[str]:
+        try:
+            return [find_checkpoints(storage, path) or "", ""]
+        except MissingCheckpointError as error:
+            return ["", str(error)]
+    rows = [decide(group, look, Waiting(f"looking for checkpoints below {path}"))]
+    if rows == [["", ""]]:
+        rows = report(group, look, Waiting(f"looking for checkpoints below {path}"))
+    places, several = sorted({place for place, _ in rows if place}), next((text for _, text in rows if text), "")
+    if len(places) > 1:
+        several = f"the ranks of this job find checkpoints in different folders: {', '.join(places)}; give one of them"
+    if several:
+        raise MissingCheckpointError(several)
+    if not places or places[0] == path:
+        return path
+    emit(Notice(f"{path} holds no checkpoints itself; those in {places[0]} count"))
+    return places[0]
+
+
+def islands_of(storage: Storage, path: str, group: Group, known: dict[str, SharedGroups], emit: Emit) -> SharedGroups:
+    """Returns which ranks see the same folder. It is taken for a folder that all share where no rank has it, or one cannot write
+    there, which is how this is found out."""
+    root = os.path.realpath(path)
+    if root not in known:
+        if not any(report(group, lambda: storage.status(root) is not None)):
+            return single_group(group.size)
+        try:
+            known[root] = find_shared_groups(storage, root, group)
+        except AgreementError as error:
+            emit(Notice(f"{root} is taken for a folder that all nodes share: {error}"))
+            return single_group(group.size)             # not remembered: a save there must find it out
+    return known[root]
+
+
+def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[str, SharedGroups], emit: Emit) -> Lease | None:
+    """Publishes that the selected checkpoint is being read, so that neither the retention of a job that still saves there nor
+    ``mindresume prune`` removes it. Rank 0 does so, or where nodes share no storage the first rank of each node. A folder that
+    cannot be written to is read without a lock.
+
+    Returns: the lock of this rank; None if it has none.
+    Raises:
+        LoadError: on all ranks, if the checkpoint was removed since it was selected.
+    """
+    chosen = choice.chosen
+    if chosen.attempt is None:
+        return None
+    held: list[Lease] = []
+
+    def work() -> bool:
+        try:
+            lease = acquire_read_lock(storage, choice.root, chosen.name, chosen.commit_dir)
+        except OSError as error:
+            emit(Notice(f"{choice.root} is read without a lock: {error}"))
+            return True
+        held.extend([lease] if lease is not None else [])
+        return lease is not None
+    shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
+    try:
+        if not all(report(group, lambda: work() if shared_groups.is_leader(group.rank) else True)):
+            raise LoadError(f"{chosen.attempt} was removed while it was selected; start the job again")
+    except BaseException:
+        for lease in held:
+            lease.release()
+        raise
+    return held[0] if held else None
+
+
+def own_shard(choice: Choice | None, group: Group) -> VerifiedShard | None:
+    """Returns what this rank verified of the selected checkpoint and loads. None if the checkpoint has another number of ranks:
+    it is loaded by its layouts."""
+    chosen = choice.chosen if choice else None
+    shards = choice.shards if chosen and chosen.world_size == group.size else ()
+    return next((shard for shard in shards if shard.rank == group.rank), None)
+
+
+def _is_file(storage: Storage, path: str) -> bool:
+    with suppress(OSError, ValueError):
+        status = storage.status(path)
+        return status is not None and not status.is_folder
+    return False

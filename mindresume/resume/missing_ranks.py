@@ -1,0 +1,152 @@
+"""Replaces ranks that wrote nothing: a job that was failing saved what its remaining ranks held.
+
+By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have refused the checkpoint
+(``mindresume.formats.metadata_from_records.uncovered``). Only its random state is lost. The layouts are those of the records; for
+files of mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy belongs to the
+same job is not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes (``differing_replica``).
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+
+from mindresume.errors import DamagedFileError, StrategyError
+from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.formats.metadata_from_records import missing_slices, stage_size
+from mindresume.formats.strategy import Strategy
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import listed
+from mindresume.model.record_details import Details, TensorRecord
+from mindresume.storage.filesystem import Storage
+from mindresume.tensor_files.checksum import tensor_checksum
+from mindresume.tensor_files.header import TensorEntry
+
+StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate) -> strategy of the job that saved; None: unknown
+
+
+def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
+    """Returns None: a StrategyOf without strategy files."""
+    return None
+
+
+def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
+                           expected: int | None) -> tuple[Candidate, int | None]:
+    """Returns the candidate with its missing ranks in ``absent``, and the number of ranks that it must have.
+
+    Only checkpoints of mindformers without records are completed: where some of the ranks saved (MindIO TTP) and the strategy
+    proves that they hold everything. If they do not, the candidate gets a problem that says what is missing.
+
+    Args:
+        world_size: ranks of the job that would resume. None: not known; the number then follows from the strategy, else it is
+            ``expected``.
+        expected: estimate from the folder. None: any number.
+    """
+    there = candidate.files
+    if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None:
+        return candidate, world_size
+    if world_size is not None and set(there) == set(range(world_size)):
+        return candidate, world_size
+    strategy = strategy_of(root, candidate)
+    ranks = world_size or (strategy.world_size if strategy else expected)
+    if strategy is None or strategy.world_size != ranks or max(there) >= ranks:
+        return candidate, ranks
+    missing = tuple(rank for rank in range(ranks) if rank not in there)
+    if not missing:
+        return candidate, ranks
+    files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
+    try:
+        lost = missing_slices(files, True, details_by_strategy(storage, root, candidate, strategy))
+    except (DamagedFileError, StrategyError) as error:
+        lost = str(error)
+    if not lost:
+        return replace(candidate, world_size=ranks, absent=missing), ranks
+    return replace(candidate, problem=candidate.refuse(
+        f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
+
+
+def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
+    """Returns a function that derives the details of a rank, as records would hold them, from the headers of its files and the
+    strategy; checksums are empty. The function raises DamagedFileError, and StrategyError if the strategy is of another model."""
+    @cache
+    def details_of(rank: int) -> Details:
+        headers = [header_of(storage, root, file) for file in candidate.files[rank]]
+        entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+        fitted = strategy.fitted({name: len(entry.shape) for name, entry in entries.items()})
+        layouts = fitted.stages[rank // strategy.stage_size]
+        rows = {}
+        for name, entry in entries.items():
+            layout = layouts.get(name)
+            rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, layout and layout.global_shape(entry.shape))
+        return Details(rows)
+    return details_of
+
+
+def replica_sources(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
+                    ) -> dict[str, tuple[int, TensorRecord]] | str:
+    """Returns for each tensor that ``rank`` held the rank that has it and its row there, or a phrase about what no rank has.
+
+    Args:
+        present: ranks that wrote.
+        details_of: returns the details of the record of a rank.
+    """
+    there = sorted(present)
+    size = stage_size(details_of(there[0]).tensors.values(), world_size)
+    first = rank - rank % size
+    mates = [other for other in there if first <= other < first + size]
+    if not mates:
+        return f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing"
+    found: dict[str, tuple[int, TensorRecord]] = {}
+    for mate in mates:                          # the first rank has all names, unless redundancy was removed
+        for name, row in details_of(mate).tensors.items():
+            if name in found:
+                continue
+            holder = _holder(rank, first, name, row, mates, details_of)
+            if holder is None:
+                return f"a part of {name} was held by it alone"
+            found[name] = holder, details_of(holder).tensors[name]
+    return found
+
+
+def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
+                      progress: Callable[[int], None] | None = None) -> str:
+    """Returns a sentence on a tensor of ``rank`` that differs from a copy on another rank, though by ``strategy`` both are equal:
+    the strategy then belongs to another job. Empty if there is none.
+
+    Args:
+        progress: receives the bytes that are read.
+    Raises: DamagedFileError, StrategyError, OSError.
+    """
+    details_of = details_by_strategy(storage, root, candidate, strategy)
+    first = rank - rank % strategy.stage_size
+    mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]
+
+    @cache
+    def entries(other: int) -> dict[str, tuple[str, TensorEntry]]:
+        return {name: (file.path, entry) for file in candidate.files[other]
+                for name, entry in header_of(storage, root, file).tensors.items()}
+
+    def checksum_of(other: int, name: str) -> str:
+        path, entry = entries(other)[name]
+        with storage.open(os.path.join(root, path)) as opened:
+            found = tensor_checksum(opened, entry)
+        if progress:
+            progress(entry.nbytes)
+        return found
+    for name, row in details_of(rank).tensors.items():
+        other = _holder(rank, first, name, row, mates, details_of)
+        if other not in (None, rank) and checksum_of(other, name) != checksum_of(rank, name):
+            return (f"{name} differs on rank {rank} and rank {other}, which hold copies of each other by {strategy.source}; is "
+                    f"that the strategy of another job?")
+    return ""
+
+
+def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], details_of: Callable[[int], Details]
+            ) -> int | None:
+    if row.layout is None or row.global_shape is None:
+        likely: Iterable[int] = mates
+    else:
+        slices = row.layout.slices(rank - first, row.global_shape)
+        likely = (first + local for local in row.layout.holders(slices, row.global_shape))
+    return next((other for other in likely if other in mates and name in details_of(other).tensors), None)

@@ -1,0 +1,104 @@
+"""Summarizes a resume: each part of the training state is restored, recomputed, absent or changed. Collects warnings about it.
+
+    step           restored    35
+    data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
+    random state   absent      not in the checkpoint: the seeds of the configuration apply
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mindresume.errors import ProgressError
+from mindresume.model.data_position import IGNORED, SKIPPED
+from mindresume.model.training_state import TrainingState
+from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip
+
+RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
+
+
+class SummaryRow(NamedTuple):
+    """A part of the state, how it was restored (RESTORED, RECOMPUTED, ABSENT or CHANGED), and details."""
+    name: str
+    how: str
+    text: str
+
+
+def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> list[SummaryRow]:
+    """Returns rows for all parts of the state except the random state, which is restored later."""
+    scaled, old = progress.step_scale != 1, state.global_batch_size
+    how = RECOMPUTED if scaled else RESTORED
+    rows = [SummaryRow("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
+    if progress.consumed is not None:
+        rows.append(SummaryRow("samples", RESTORED, f"{progress.consumed} seen"))
+    epoch = RECOMPUTED if progress.begins and new.sink_size else how
+    rows += [SummaryRow("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
+             _data(state, progress, new), _data_set(state, progress)]
+    rate = "position of the schedule: " + (_scaled(state.global_step, progress.global_step, old, new.batch) if scaled else
+                                           f"step {state.global_step} of the optimizer")
+    rows.append(SummaryRow("learning rate", how, rate))
+    rows.append(SummaryRow("loss scale", ABSENT, "not in use") if state.loss_scale is None else
+                SummaryRow("loss scale", RESTORED, f"{state.loss_scale:g}"))
+    return rows
+
+
+def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
+    """Returns the row of the random state. ``restored``: names of its generators. ``ranks``: why there are none, such as "saved
+    by 4 ranks, this job has 2"."""
+    if restored:
+        return SummaryRow("random state", RESTORED, ", ".join(restored))
+    return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
+
+
+def format_summary(items: Sequence[SummaryRow]) -> str:
+    """Returns a text with one line for each row."""
+    width = max(len(item.name) for item in items)
+    return "\n".join(f"  {item.name:<{width}}  {item.how:<10}  {item.text}" for item in items)
+
+
+def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:
+    """Returns the warnings of a resume. Raises ProgressError if the data set has changed, the configuration does not say so, and
+    ``on_change`` is "error"."""
+    found = list(filter(None, [check_skip(new)])) if progress.begins else []
+    if progress.again:
+        found.append(f"{progress.position.declared} is still set, and the data set is not that of the checkpoint "
+                     f"({'; '.join(progress.changed)}): it begins anew. Remove the key once a new data set has begun, if "
+                     f"later changes are not to do that")
+    if progress.changed and not progress.begins:
+        what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
+        do = (f"If it is a new one, set {IGNORED}: True to start at its beginning, or {SKIPPED} to the number of its steps that "
+              f"were trained already")
+        if on_change == "error":
+            raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
+        found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
+    if progress.moved and not progress.begins and not progress.changed:
+        place = progress.position.passes
+        found.append(f"sink_size {new.sink_size} does not divide the {new.size} steps of a pass: the data goes on with pass "
+                     f"{place + 1} instead of {place - progress.moved + 1}. If it is shuffled, its order is that of this pass")
+    if progress.repeated:
+        found.append(f"{progress.repeated} samples are seen again: the checkpoint stands within a step of global batch size "
+                     f"{new.batch}, and steps are rounded down")
+    return found
+
+
+def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
+    exact = count * (old or 1) / (new or 1)
+    return f"{count} * {old} / {new} = {exact:g}" + ("" if exact == result else f", so {result}")
+
+
+def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> SummaryRow:
+    position, size = progress.position, new.size * (new.batch or 1)
+    where = f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} steps are skipped"
+    if progress.begins:
+        return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")
+    again = f"; {progress.repeated} samples are seen again" if progress.repeated else ""
+    how = RESTORED if state.data is not None and progress.step_scale == 1 and not again else RECOMPUTED
+    return SummaryRow("data", how, where + again)
+
+
+def _data_set(state: TrainingState, progress: ResumeProgress) -> SummaryRow:
+    if state.data is None or not state.data.identity:
+        return SummaryRow("data set", ABSENT, "not in the checkpoint: taken for the same")
+    if progress.changed:
+        return SummaryRow("data set", CHANGED, "; ".join(progress.changed))
+    return SummaryRow("data set", RESTORED, "the same")

@@ -1,0 +1,1 @@
+"""Saving a checkpoint: shards, commit, upload, retention and removal."""

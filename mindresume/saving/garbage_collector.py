@@ -1,0 +1,386 @@
+"""Removes checkpoints: decides what goes as a value, and carries it out so that it may die anywhere.
+
+    made = plan(storage, root, policy, read_locks(), active=run)       # looks, touches nothing
+    removed = carry_out(storage, root, made, read_locks)
+
+    together           iteration folders: announce their removal ─▶ read lock? stays
+    each to_delete     rename its commit_dir to trash-... (free by a nonce) ─▶ sync ─▶ locked after all? rename it back
+    then               weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash folder
+
+The ``commit_dir`` is the folder of records, or the iteration folder, which holds the weights too: then nothing else has to be
+removed.
+
+The rename un-commits: from then on it is no checkpoint, only work left to do, which the next ``carry_out`` of any process
+finishes. The records are removed last, because they say which files belong to it; and only after the names of the weights are
+gone for good, or a power loss could bring back weights that no record names any more.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from mindresume.coordination.read_locks import announce_removal
+from mindresume.errors import DamagedFileError, RecordError
+from mindresume.events import Emit, RemovalPostponed, ignore
+from mindresume.formats import Candidate
+from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_weight_file
+from mindresume.formats.rank_folder_naming import folder_name, name_for_rank, parse_label, parse_name
+from mindresume.formats.rank_folders import labelled_files
+from mindresume.formats.records import attempts_within, scan_records
+from mindresume.formats.weight_files import header_of, sizes_match
+from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import (
+    FOLDER,
+    MANIFEST,
+    TRASH,
+    Manifest,
+    parse_attempt,
+    read_record,
+    record_rank,
+    trash_name,
+    untrashed,
+)
+from mindresume.saving.protection import NEWEST_WHOLE, not_counted, protected
+from mindresume.saving.retention import KEEP_ALL, KeepAny, Policy, surplus
+from mindresume.storage.filesystem import TEMPORARY, Storage, parallel, remove_tree, temporary_name
+
+FindReadLocks = Callable[[], Mapping[str, str]]        # name of an attempt folder -> who holds it, asked anew each time
+
+NEWEST = "the newest one"
+NOT_COMMITTED = "complete, not committed yet"
+NOT_COMPLETE = "not complete yet; its run may still go on"
+NOTHING_WHOLE = "no checkpoint is whole: nothing goes while that is so"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy decides about the saves of one directory, each group newest first.
+
+    ``kept``: checkpoints that stay. ``to_delete``: checkpoints that are removed. ``orphans``: saves that never completed and
+    never will; they are removed too. ``unfinished``: incomplete as well, but they stay. ``read_locked``: would be removed, and
+    are being read. ``reasons``: why, by the ``commit_dir`` of the candidate: a folder is what is removed, and two of them can
+    have records of one name.
+    """
+    kept: tuple[Candidate, ...] = ()
+    to_delete: tuple[Candidate, ...] = ()
+    orphans: tuple[Candidate, ...] = ()
+    unfinished: tuple[Candidate, ...] = ()
+    read_locked: tuple[Candidate, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+# ---- deciding ------------------------------------------------------------------------------------------------------
+
+def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
+         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None) -> Plan:
+    """What goes from ``root``. Counts the checkpoints of earlier runs of the same training too (``lineage``; None: whatever they
+    are of), and never those that mindformers wrote alone.
+
+    ``held``: {name of an attempt folder: who reads it}. ``active``: the run that saves now; its incomplete saves before its
+    newest commit go, because every rank is past them. ``ended(run)``: whether a run is over for certain; asked after the folder
+    was read, so that no run that began meanwhile counts as over. Of other runs nothing incomplete goes, however old.
+
+    What ``mindresume.saving.protection`` names never goes, and some of that is not counted either. Committed ones newer than the
+    newest whole one are broken: they do not count when the policy chooses among the others, and go only if it would not keep them
+    either if they counted. Without a single whole one no checkpoint goes at all.
+    """
+    found, _, _ = scan_records(storage, root)
+    aside = not_counted(found, lineage)
+    counted = [c for c in found if c.commit_dir not in aside]
+    stays = {**protected(storage, root, counted), **aside}
+    committed = [c for c in counted if c.committed]
+    good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
+    kept_by, going = _policy_says(policy, committed, good)
+    # Saves that were complete once and that nobody can commit any more take a place, but remove nothing good.
+    over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
+    places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
+    for index in surplus(policy, places) if good is not None else ():
+        if not places[index].committed:
+            going[places[index].commit_dir] = f"not committed, and none of: {policy}"
+    newest = max((c.step or 0 for c in committed if c.run == active), default=0)
+    for candidate in found:
+        if not candidate.maybe_completed and (candidate.run in over
+                                              or (candidate.run == active and (candidate.step or 0) < newest)):
+            going[candidate.commit_dir] = "the save never completed"
+
+    reasons: dict[str, str] = {}
+    groups: dict[str, list[Candidate]] = {name: [] for name in ("kept", "to_delete", "orphans", "unfinished", "read_locked")}
+    for candidate in found:
+        commit_dir, who = candidate.commit_dir, (held or {}).get(candidate.name)
+        if commit_dir not in going or commit_dir in stays:
+            otherwise = NEWEST if candidate.committed else NOT_COMMITTED if candidate.maybe_completed else NOT_COMPLETE
+            why = ", ".join([*stays.get(commit_dir, ()), *kept_by.get(commit_dir, ())]) or otherwise
+            group = "kept" if candidate.maybe_completed else "unfinished"
+        elif who is not None:
+            why, group = f"held: {who}", "read_locked"
+        else:
+            why, group = going[commit_dir], "to_delete" if candidate.maybe_completed else "orphans"
+        reasons[commit_dir] = why
+        groups[group].append(candidate)
+    return Plan(**{name: tuple(rows) for name, rows in groups.items()}, reasons=reasons)
+
+
+def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | None
+                 ) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns what a policy says of ``committed`` (newest first): ({commit_dir: why it stays}, {commit_dir: why it goes}).
+    ``good``: index of the newest whole one."""
+    if good is None:
+        return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
+    kept: dict[str, list[str]] = {}
+    going: dict[str, str] = {}
+    # Those newer than the good one are broken: judged among all; the others as if the broken ones were not there.
+    for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
+        keepers = _keepers(policy, counted)
+        gone = set(surplus(policy, counted))
+        for index, candidate in enumerate(judged):
+            if index in gone:
+                going[candidate.commit_dir] = f"none of: {policy}"
+            else:
+                kept[candidate.commit_dir] = keepers.get(index, [])
+    return kept, going
+
+
+def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, list[str]]:
+    """Returns which parts of ``policy`` keep each index."""
+    found: dict[int, list[str]] = {}
+    for part in policy.policies if isinstance(policy, KeepAny) else (policy,):
+        for index in part.keeps(newest_first):
+            found.setdefault(index, []).append(str(part))
+    return found
+
+
+# ---- carrying out --------------------------------------------------------------------------------------------------
+
+def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore) -> list[Candidate]:
+    """Removes ``to_delete`` and ``orphans`` of a plan, and finishes what an earlier process left. Returns those that are no
+    checkpoints any more; one that another process removed or that is being read by now is not among them. Each fails for itself,
+    with an event, and is tried again by the next call."""
+    trash: dict[str, Candidate] = {}
+    moving = [candidate.name for candidate in made.to_delete if candidate.base]     # with their weights
+    with _announced(storage, root, moving):
+        for candidate in (*made.to_delete, *made.orphans):
+            try:
+                name = _uncommit(storage, root, candidate, read_locks, emit)
+            except OSError as error:
+                emit(_postponed(candidate.commit_dir, error, candidate.step))
+                continue
+            if name:
+                trash[name] = candidate
+    empty_trash(storage, root, read_locks, trash, emit)
+    return list(trash.values())
+
+
+@contextmanager
+def _announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
+    """Announces to readers that ``names`` are about to be removed. Where that cannot be written (a full disk), a reader may find
+    its checkpoint renamed for a moment, until it is back."""
+    lease = None
+    if names:
+        with suppress(OSError):
+            lease = announce_removal(storage, root, names)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object],
+               read_locks: FindReadLocks = dict, emit: Emit = ignore) -> None:
+    """Removes saves that never completed and whose weights lie under one of ``paths``, which ``run`` needs: a training that began
+    afresh on a disk without the checkpoint of that run has given the same names. ``dead()`` raises FolderInUseError if a job that
+    has a lease on ``root`` is alive."""
+    folder = os.path.join(root, FOLDER)
+
+    def in_the_way(names: Iterable[str]) -> set[str]:
+        return {name for name in names if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, name)))}
+    names = in_the_way(c.name for c in scan_records(storage, root, brief=True)[0]
+                       if not (c.maybe_completed or c.base or c.run == run))
+    if names or in_the_way(name for name in storage.list(folder) if name.startswith(TRASH)):        # begun before
+        dead()
+        runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
+        made = plan(storage, root, KEEP_ALL, read_locks(), ended=runs.__contains__)
+        carry_out(storage, root, Plan(orphans=tuple(c for c in made.orphans if c.name in names)), read_locks, emit)
+
+
+def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: FindReadLocks, emit: Emit) -> str:
+    """Renames ``commit_dir``, and returns the name of its trash, which can be emptied; empty if it was being read or gone. A
+    reader publishes its read lock and then looks whether the folder is still there; this renames and then looks for read locks.
+    So at least one of the two sees the other. For a folder that moves with its weights it looks right before, too."""
+    held = read_locks() if candidate.base else {}
+    if candidate.name in held:
+        emit(RemovalPostponed(candidate.commit_dir, held[candidate.name], candidate.step))
+    if not candidate.commit_dir or candidate.name in held:
+        return ""
+    records, name = os.path.join(root, FOLDER), trash_name(candidate.name)
+    try:
+        storage.rename(candidate.commit_dir, os.path.join(records, name))
+    except FileNotFoundError:
+        return ""                                                       # somebody removed it by hand: fine
+    for folder in dict.fromkeys((os.path.dirname(candidate.commit_dir), records)):
+        storage.sync(folder)
+    who = read_locks().get(candidate.name)
+    if who is None:
+        return name
+    if _restore(storage, os.path.join(records, name), candidate.commit_dir):
+        emit(RemovalPostponed(candidate.commit_dir, who, candidate.step))
+    return ""
+
+
+def _postponed(path: str, error: OSError, step: int | None = None) -> RemovalPostponed:
+    """Returns equal events for the same failure, so that it can be emitted once: without the name of the trash."""
+    return RemovalPostponed(path, error.strerror or str(error), step)
+
+
+def _restore(storage: Storage, trash: str, attempt: str) -> bool:
+    """Renames the trash back. Returns False if another process finished the removal meanwhile."""
+    try:
+        storage.rename(trash, attempt)
+    except FileNotFoundError:
+        return False
+    storage.sync(os.path.dirname(attempt))
+    return True
+
+
+def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
+                emit: Emit = ignore) -> None:
+    """Finishes every removal that was begun; each fails for itself, with an event. ``checked``: names of trash that is known
+    not to be held, and whose rename is durable.
+
+    What a process un-committed and then died before it saw the hold on it comes back if nothing of it is lost yet; else it waits
+    until the hold is gone.
+    """
+    folder = os.path.join(root, FOLDER)
+    names = [name for name in storage.list(folder) if name.startswith(TRASH)]
+    ready, others = [name for name in names if name in checked], [name for name in names if name not in checked]
+    if others:
+        try:
+            for path in (root, folder):                         # who renamed it may have died before this
+                storage.sync(path)
+            held = read_locks()
+        except OSError as error:
+            emit(_postponed(folder, error))
+            others = []
+    for name in others:
+        if untrashed(name) not in held:
+            ready.append(name)
+        else:
+            _bring_back(storage, root, name, emit)
+    if not ready:
+        return
+    # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
+    found, claimed, _ = scan_records(storage, root)
+    known = None if any(candidate.unseen for candidate in found) else claimed           # nobody knows what that one claims
+    for name in ready:
+        try:
+            _clear(storage, root, os.path.join(folder, name), known)
+        except OSError as error:
+            emit(_postponed(os.path.join(folder, name), error))
+
+
+def _bring_back(storage: Storage, root: str, name: str, emit: Emit) -> None:
+    trash = os.path.join(root, FOLDER, name)
+    try:
+        manifest, base = _manifest_of(storage, root, trash)
+        if manifest is not None:
+            commit_dir = os.path.join(root, *([iteration_name(manifest.step)] if base != root else [FOLDER, untrashed(name)]))
+            if storage.status(commit_dir) is None:
+                _restore(storage, trash, commit_dir)
+    except OSError as error:
+        emit(RemovalPostponed(trash, f"it is read again, and cannot be brought back: {error.strerror or error}"))
+
+
+def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
+    """Returns the manifest of a trash folder, if nothing of it is lost yet, and the folder to which its paths are relative."""
+    inner = attempts_within(storage, os.path.dirname(trash), os.path.basename(trash))
+    folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, root)
+    try:
+        with storage.open(os.path.join(folder, MANIFEST)) as file:
+            manifest = Manifest.read(file)
+    except (OSError, RecordError):
+        return None, base
+    there = set(map(record_rank, storage.list(folder)))
+    files = [*(file for files in manifest.files for file in files), *manifest.small]
+    return manifest if there.issuperset(manifest.ranks) and sizes_match(storage, base, files) else None, base
+
+
+def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:
+    status = storage.status(trash)
+    if status is not None and not status.is_link:               # what lies behind a link is somebody else's
+        if holds_weights(storage, trash):
+            remove_tree(storage, trash)
+            return
+        _clear_weights(storage, root, trash, claimed)
+        parallel(storage, lambda entry: storage.remove(os.path.join(trash, entry)), storage.list(trash))
+    storage.remove(trash)
+
+
+def holds_weights(storage: Storage, trash: str) -> bool:
+    """Returns whether a trash folder was an iteration folder: then nothing of it lies elsewhere."""
+    names = storage.list(trash)
+    return FOLDER in names or any(map(parse_weight_file, names)) or COMMON in names
+
+
+def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:
+    """Removes the weights of a trash folder. ``claimed``: files of other saves, which stay; None: not known, so only files that
+    say inside that they are of this save are removed."""
+    staying = {os.path.join(root, path) for path in claimed or ()}
+    by_folder: dict[str, list[str]] = {}
+    for path in weights_of(storage, root, trash):
+        if path not in staying and not (claimed is None and _may_be_of_another(storage, root, path, trash)):
+            by_folder.setdefault(os.path.dirname(path), []).append(path)
+
+    def clear(item: tuple[str, list[str]]) -> None:
+        rank_folder, paths = item
+        for path in paths:
+            storage.remove(path)
+        try:
+            storage.sync(rank_folder)           # also if nothing was there: who removed it may have died before this
+        except FileNotFoundError:
+            return                              # this rank never wrote anything, or its folder was removed by hand
+    parallel(storage, clear, by_folder.items())
+
+
+def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
+    """Returns whether another save may have written the weights at ``path``, which the save in ``trash`` may have written; a
+    half-written file has its run in its name."""
+    step, run = parse_attempt(untrashed(os.path.basename(trash))) or (0, "")
+    if path.endswith(TEMPORARY) or storage.status(path) is None:
+        return False
+    try:
+        return parse_label(header_of(storage, root, FileRecord(os.path.relpath(path, root), ""))) != (run, step)
+    except DamagedFileError:
+        return True
+
+
+def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
+    """Returns the paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: path of its
+    records, already trash or not yet.
+
+    One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record that is of
+    this attempt and names a file of its step, the labels inside the files decide.
+    """
+    step, run = parse_attempt(untrashed(os.path.basename(folder))) or (0, "")
+
+    def named_by(entry: str) -> list[str]:
+        try:
+            with storage.open(os.path.join(folder, entry)) as file:
+                record, _ = read_record(file)
+        except (OSError, RecordError):
+            return []
+        name = record.files[0].path.partition("/")[2]
+        parsed = parse_name(name)
+        if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
+                record.rank, record.state.epoch, record.state.step_in_epoch):
+            return []                                           # it may name what is not of this checkpoint
+        paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.files[0].format))
+                 for rank in range(record.world_size)]
+        return paths + [temporary_name(path, record.run) for path in paths]
+    entries = [entry for entry in storage.list(folder) if record_rank(entry) is not None]
+    for portion in (entries[:1], entries[1:]):                  # one is enough, but where the first is damaged others can be
+        found = next(filter(None, parallel(storage, named_by, portion)), None)
+        if found is not None:
+            return found
+    return labelled_files(storage, root, run, step)

@@ -1,0 +1,129 @@
+"""Protects checkpoints from retention, whatever its policy says, each with a reason.
+
+    not_counted(found, lineage)                # {commit_dir of a candidate: reasons}; ``found``: saves with records, newest first
+    protected(storage, root, counted)          # the same, of the others
+
+A rule looks at the directory and yields the candidates that must stay, each with a reason that reads well after "kept:". For a
+new reason, write a rule and add it to RULES: every removal (after a commit, with ``mindresume prune``) obeys it. The policies
+count what is protected like any other; it is only not removed. What they must not even count is in ``not_counted``. A note that a
+rule cannot understand protects whatever it may be about: better one too many than the last one missing.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from mindresume.coordination.common_checkpoint import protected_by_peers
+from mindresume.formats import Candidate
+from mindresume.formats.iteration_naming import TRACKER, parse_iteration
+from mindresume.formats.iteration_scan import tracked
+from mindresume.formats.rank_folder_naming import META, folder_name
+from mindresume.formats.weight_files import sizes_match
+from mindresume.saving.crash_loop import load_attempts
+from mindresume.saving.lineage import others
+from mindresume.storage.filesystem import Storage, read_json
+
+Reasons = Mapping[str, list[str]]
+Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
+
+NEWEST_WHOLE = "the newest one that is whole"
+NEWEST_HEALTHY = "the newest one that is healthy"
+ANOTHER_TRAINING = "of another training"
+
+
+def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
+    """Returns what no policy counts: iteration folders that were copied or renamed by hand (no resume takes them under that name,
+    and somebody may need them), and all that is of another training than ``lineage`` (None: of any)."""
+    aside = {c.commit_dir: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
+             if parse_iteration(c.base) not in (None, c.step)}
+    for candidate in others(found, lineage) if lineage is not None else ():
+        aside.setdefault(candidate.commit_dir, []).append(ANOTHER_TRAINING)
+    return aside
+
+
+def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
+    """Returns whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
+    return candidate.committed and candidate.problem is None and sizes_match(
+        storage, root, [*candidate.every_file, *candidate.small])
+
+
+def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields the newest whole one. Where folders of nodes were brought together, also the newest that is not of some of them
+    alone."""
+    candidate = next((c for c in found if is_whole(storage, root, c)), None)
+    if candidate is not None:
+        yield candidate, NEWEST_WHOLE
+    if candidate is not None and candidate.part:
+        of_all = next((c for c in found if not c.part and is_whole(storage, root, c)), None)
+        if of_all is not None:
+            yield of_all, "the newest one of all ranks"
+
+
+def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields the newest healthy one, where mindformers' health monitor has called some of them unhealthy: a resume passes those
+    over."""
+    if any(c.health for c in found if c.committed):
+        candidate = next((c for c in found if not c.health and is_whole(storage, root, c)), None)
+        if candidate is not None:
+            yield candidate, NEWEST_HEALTHY
+
+
+def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields what the tracker names: somebody set it back by hand."""
+    step = tracked(storage, root)
+    for candidate in found if step is not None else ():
+        if candidate.base and candidate.committed and candidate.step == step:
+            yield candidate, f"{TRACKER} names it"
+
+
+def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields what ``meta.json`` names, which mindformers without mindresume loads. The job that has just committed a newer one
+    changes it last."""
+    committed = [c for c in found if c.committed and c.files and not c.base]
+    for rank in sorted({min(c.files) for c in committed}):
+        folder = folder_name(rank)
+        try:
+            path = f"{folder}/{read_json(storage, os.path.join(root, folder, META))['last_ckpt_file']}"
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError, KeyError, TypeError):
+            continue                                            # it leads nowhere, or nobody can follow it
+        # A name can have been used twice. The newest of all stays anyway.
+        candidate = next((c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None)
+        if candidate not in (None, committed[0]):
+            yield candidate, f"{folder}/{META} names it"
+
+
+def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields what all nodes have. A save that never completed here is no checkpoint on any node."""
+    names = protected_by_peers(storage, root)
+    for candidate in found:
+        if candidate.maybe_completed and candidate.name in names:
+            yield candidate, names[candidate.name]
+
+
+def with_failed_loads(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields those on which jobs died. A suspicion may be wrong, and a person has to look at it first."""
+    rows = load_attempts(storage, root)
+    for candidate in found:
+        if rows.get(candidate.name, ()) != ():
+            yield candidate, "a job died right after it had loaded it"
+
+
+def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+    """Yields those that cannot be looked into: each may be whole, and the newest."""
+    for candidate in found:
+        if candidate.unseen:
+            yield candidate, candidate.unseen
+
+
+RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named_by_meta, common_to_all_nodes, with_failed_loads,
+                           not_looked_into)
+
+
+def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Reasons:
+    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be looked at: then nothing is removed
+    this time."""
+    stays: dict[str, list[str]] = {}
+    for rule in RULES:
+        for candidate, why in rule(storage, root, found):
+            stays.setdefault(candidate.commit_dir, []).append(why)
+    return stays

@@ -1,0 +1,185 @@
+"""Acquires the checkpoint directory for one training: who shares it, who commits there, the run id, the suffix of file names.
+
+    session = open_save_session(storage, root, prefix, group, emit, settings.heartbeat)     # on all ranks together
+    session.begin(resumed)                      # what other trainings left there; what nodes that share no disk keep
+    session.place                               # for everything that is saved
+    session.release()
+"""
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mindresume.coordination.collectives import Group, Waiting, decide, report
+from mindresume.coordination.common_checkpoint import clear
+from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
+from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.peer_state import PeerState
+from mindresume.coordination.storage_topology import SharedGroups, check_not_shared, find_shared_groups, next_common_run
+from mindresume.errors import ConfigError
+from mindresume.events import Emit, Notice, warning
+from mindresume.formats import Candidate
+from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
+from mindresume.formats.records import scan_records
+from mindresume.formatting import listed
+from mindresume.saving.lineage import continued, others
+from mindresume.saving.preflight import check_directory
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.filesystem import Storage
+
+_LEASES: dict[str, Lease] = {}          # of this process, by folder: it trains one thing at a time
+
+
+class Resumed(Protocol):
+    """A checkpoint from which a training goes on (a ``mindresume.resume.selector.Choice``), and the folder that it lies in."""
+
+    @property
+    def chosen(self) -> Candidate | None: ...
+
+    @property
+    def root(self) -> str: ...
+
+
+@dataclass
+class SaveSession:
+    """The directory that a training has acquired. ``suffix``: of the names of files, the same on all ranks. ``is_leader``: this
+    rank commits and prunes. ``lease``: of those ranks. ``peer_state``: between nodes that share no disk."""
+    place: SaveTarget
+    suffix: int
+    shared_groups: SharedGroups
+    lease: Lease | None
+    peer_state: PeerState
+    emit: Emit
+
+    @property
+    def is_leader(self) -> bool:
+        return self.shared_groups.is_leader(self.place.rank)
+
+    def reached(self, step: int) -> None:
+        """Publishes ``step`` with the next heartbeat."""
+        if self.lease is not None:
+            self.lease.step = step
+
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+    # ---- nodes that share no disk tell each other what they have ---------------------------------------------------------
+
+    def on_peer_state(self, rows: Sequence[Any]) -> None:
+        """Acts on ``rows``, the local states of all ranks."""
+        try:
+            self.peer_state.on_peer_state(rows)
+        except OSError as error:                        # nothing newer than the last note goes
+            self.emit(warning(f"{self.place.root}: {error}"))
+
+    def begin(self, resumed: Resumed | None) -> None:
+        """Protects the checkpoint that all nodes are known to have until they all have a newer one. ``resumed``: what this
+        training has loaded, None: nothing."""
+        storage, root = self.place.storage, self.place.root
+        if self.is_leader:
+            self._warn_of_others()
+        if not self.shared_groups.is_split:
+            if self.is_leader:
+                try:
+                    clear(storage, root)
+                except OSError as error:                # with it more stays than must; no rank ends alone for that
+                    self.emit(warning(f"{root}: {error}"))
+            return
+        self.emit(warning(f"the nodes share no disk at {root}: each keeps what its own ranks save, here rank "
+                          f"{listed(self.place.part)}, and a resume takes the newest checkpoint that all of them have"))
+        chosen = resumed.chosen if resumed is not None and resumed.root == root else None
+        try:
+            self.peer_state.record(chosen.name if chosen is not None else "")
+        except OSError as error:
+            self.emit(warning(f"{root}: {error}"))
+
+    def _warn_of_others(self) -> None:
+        """Warns of checkpoints of another training in this directory: retention leaves them alone."""
+        storage, root = self.place.storage, self.place.root
+        try:
+            rows = others(scan_records(storage, root)[0], self.place.lineage)
+        except OSError as error:
+            self.emit(Notice(f"whether {root} holds checkpoints of another training is not known: {error}"))
+            return
+        if rows:
+            steps = sorted({candidate.step or 0 for candidate in rows})
+            self.emit(warning(f"{root} holds {len(rows)} checkpoint(s) of another training, step {listed(steps)}, which this run "
+                              f"does not continue. They are not counted and never removed: mindresume prune --all-trainings "
+                              f"removes them; or give each training an output_dir of its own"))
+
+
+def open_save_session(storage: Storage, root: str, prefix: str, group: Group, emit: Emit, heartbeat: float,
+                      iterations: bool = False, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed
+                      | None = None, number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
+                      leases: dict[str, Lease] | None = None) -> SaveSession:
+    """Acquires ``root``, on all ranks of ``group`` together.
+
+    ``prefix``: of the names of files. ``heartbeat``: seconds between two signs of life, 0: none. ``iterations``: Checkpoint 2.0.
+    ``shared_groups``: which ranks see the same folder, by its path, as far as it is known; what is found out is added.
+    ``origin``: the checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage,
+    root)``: called on rank 0 before the run is numbered, so that its number is larger than those of runs at another place, too.
+    ``leases``: of this process, by folder; None: those that this module remembers.
+    Raises AgreementError on all ranks if one cannot save there (SaveError, FolderInUseError), ConfigError for Checkpoint 2.0
+    where nodes share no disk."""
+    decide(group, lambda: check_directory(storage, root))
+    shared = _shared_groups_of(storage, root, group, iterations, {} if shared_groups is None else shared_groups)
+    decide(group, lambda: number_runs(storage, root), Waiting("numbering the run"))
+    run = next_common_run(storage, root, group) if shared.is_split else ""
+    own: list[Lease] = []
+
+    def acquire_lease() -> tuple[str, int] | None:
+        if not shared.is_leader(group.rank):
+            return None
+        if group.rank != 0:
+            check_directory(storage, root)
+        memory = _LEASES if leases is None else leases
+        if root in memory:                              # an earlier training of this process, which is over
+            memory.pop(root).release()
+        holder = replace(holder_of_this_process(SAVING, group.size), run=run)       # an empty run: the next one
+        found = acquire(storage, root, holder, heartbeat, emit, keep_run_marker=iterations)
+        memory[root] = found.start()
+        own.append(memory[root])
+        return own[0].run, _unused_suffix(storage, root, prefix)
+    # Rank 0 may have to watch the claim of another job for some minutes, but not as long as this waits for it.
+    rows = report(group, acquire_lease, Waiting("acquiring the directory"))
+    if shared.is_split:                                    # if they are not after all, two of them have now claimed one folder
+        report(group, lambda: [check_not_shared(one) for one in own] and None)
+    folder = os.path.join(root, folder_name(group.rank))
+    suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
+    part = shared.ranks(group.rank) if shared.is_split else ()
+    place = SaveTarget(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
+    session = SaveSession(place, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
+                          PeerState(storage, root, place.run, shared, group.rank), emit)
+    atexit.register(session.release)
+    return session
+
+
+def _lineage(root: str, run: str, origin: Resumed | None) -> str:
+    """Returns the lineage of ``run``, the same on all ranks, as the choice is."""
+    if origin is None:
+        return continued(None, run, True)
+    return continued(origin.chosen, run, os.path.realpath(origin.root) == os.path.realpath(root))
+
+
+def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: bool,
+                      known: dict[str, SharedGroups]) -> SharedGroups:
+    if root not in known:
+        known[root] = find_shared_groups(storage, root, group)
+    shared_groups = known[root]
+    if shared_groups.is_split and iterations:
+        blind = [rank for rank, leader in enumerate(shared_groups.leaders) if leader != shared_groups.leaders[0]]
+        raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
+                          f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
+                          f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
+    return shared_groups
+
+
+def _unused_suffix(storage: Storage, root: str, prefix: str) -> int:
+    """Returns the smallest suffix that no record knows: rank folders can have been deleted by hand, and names with records are
+    never used again."""
+    names = [parse_name(os.path.basename(path)) for path in scan_records(storage, root)[1]]
+    return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)

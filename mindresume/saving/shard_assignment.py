@@ -1,0 +1,55 @@
+"""Assigns, when copies are not written twice, every piece of every tensor to one of the ranks that hold it.
+
+    mine = shares({name: (layout, shape, itemsize)}, ranks=128)[local_rank]
+
+Computed by every rank for itself, without a message: the same everywhere, whatever order the tensors come in.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mindresume.formats.slices import ordinals
+from mindresume.model.layout import TensorLayout
+
+Held = tuple[TensorLayout | None, tuple[int, ...], int]
+
+
+def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
+    """For each local rank of a pipeline stage of ``ranks`` ranks the names it writes; possibly none.
+
+    ``tensors``: {name: (layout, global shape, bytes of one element)}; layout None: all ranks hold all of it. Pieces with the
+    fewest holders go first, then the largest, then by name, each to the holder with the fewest bytes so far: what many hold
+    evens out what few hold. ValueError if a layout is of another number of ranks, or a shape does not divide.
+    """
+    if ranks < 1:
+        raise ValueError(f"a stage of {ranks} ranks")
+    everyone = [list(range(ranks))]
+    known: dict[tuple[TensorLayout, tuple[int, ...]], tuple[list[list[int]], int]] = {}
+    rows = []
+    for name, (layout, shape, itemsize) in tensors.items():
+        if layout is None:
+            holders, elements = everyone, math.prod(shape)
+        else:
+            if (layout, shape) not in known:
+                known[layout, shape] = _holders(layout, shape, ranks, name)
+            holders, elements = known[layout, shape]
+        rows += [(len(held), -elements * itemsize, name, number, held) for number, held in enumerate(holders)]
+    rows.sort(key=lambda row: row[:4])
+    loads = [0] * ranks
+    found: list[set[str]] = [set() for _ in range(ranks)]
+    for _, size, name, _, held in rows:
+        rank = min(held, key=loads.__getitem__)             # the first of several that are alike
+        loads[rank] -= size
+        found[rank].add(name)
+    return list(map(frozenset, found))
+
+
+def _holders(layout: TensorLayout, shape: tuple[int, ...], ranks: int, name: str) -> tuple[list[list[int]], int]:
+    """Returns (local ranks that hold each piece, ascending; elements of a piece)."""
+    if layout.stage_size != ranks:
+        raise ValueError(f"tensor {name}: its layout is of {layout.stage_size} ranks, the stage has {ranks}: {layout}")
+    holders: list[list[int]] = [[] for _ in range(math.prod(layout.pieces(shape)))]
+    for rank, number in enumerate(ordinals(layout, shape)):
+        holders[number].append(rank)
+    return holders, math.prod(layout.local_shape(shape))

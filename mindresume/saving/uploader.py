@@ -1,0 +1,366 @@
+"""Uploads checkpoints to an object store in a thread of each rank; the training waits for it only at its end.
+
+    uploader = Uploader(remote, place, policy).start()      # policy: on rank 0
+    uploader.enqueue(20)                                    # this rank has written its shard of step 20
+    for error in uploader.poll(): ...                       # every step
+    for error in uploader.finish(600): ...                  # the end of the training
+
+    rank 0     newest committed step ─▶ publishes "step 20 now" ─▶ own shard ─▶ shards of all there? ─▶ manifest ─▶ retention
+    others     read what rank 0 published ─▶ own shard of that step, or a note that it is lost
+
+One upload runs at a time. Rank 0 decides which: ranks of unequal speed would skip different steps, and no step would ever be
+complete. It publishes its decision as an object, because the store is the one place that all ranks see, also on nodes that share
+no disk. While rank 0 uploads a step, its read lock keeps retention from removing the files.
+
+Where nodes share no disk, each node has a retention of its own. The exchange in which they learn which checkpoints all of them
+have (``mindresume.coordination.peer_state``) therefore also schedules the next upload: at that moment each node has the
+checkpoint, and locks it from then on.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from mindresume.coordination.lease import Lease
+from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.errors import RemoteError
+from mindresume.events import Emit, UploadFailed, UploadFinished, UploadsSkipped, ignore, warning
+from mindresume.model.manifest import attempt_name, parse_attempt
+from mindresume.saving.remote_checkpoints import (
+    LostShardError,
+    RemoteCheckpoints,
+    RunStatus,
+    SupersededError,
+    committed_dir,
+    ranks_of,
+)
+from mindresume.saving.retention import KEEP_ALL, Policy
+from mindresume.saving.shard_writer import SaveTarget
+
+PAUSE = 2.0                     # seconds between two polls of the store; longer where many ranks poll one object
+AGAIN = 30.0                    # seconds until a failed upload is tried again
+LATE = 60.0                     # seconds after which a file that this host does not list on a shared disk is gone, not late
+_PER_SECOND = 32                # polls of all ranks together
+
+
+class Uploader:
+    """Uploads what one rank saves.
+
+    Args:
+        remote: the checkpoints in the object store.
+        place: the run, the rank and the checkpoint directory.
+        policy: which checkpoints the store keeps; on rank 0.
+        patience: seconds without progress after which rank 0 gives up a step while objects of other ranks are missing.
+        emit: receives an event for each upload that finished, failed or was skipped, from any thread.
+        clock, sleep: seconds, of the worker thread.
+        only_scheduled: nodes share no disk; rank 0 uploads only what ``schedule`` names.
+        wait: how the end of the training waits for the worker: condition, seconds.
+    """
+
+    def __init__(self, remote: RemoteCheckpoints, place: SaveTarget, policy: Policy | None = None, patience: float = 600.0,
+                 emit: Emit = ignore, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+                 only_scheduled: bool = False,
+                 wait: Callable[[threading.Condition, float], object] = threading.Condition.wait):
+        self.remote, self.place, self.policy, self.patience, self.emit = remote, place, policy, patience, emit
+        self.clock, self.sleep, self.wait, self.only_scheduled = clock, sleep, wait, only_scheduled
+        self.pause = max(PAUSE, place.world_size / _PER_SECOND)
+        self.failed = self.skipped = 0
+        self.uploaded = 0                               # the newest step whose shard this rank has uploaded
+        self._pending: list[int] = []                   # saved here, and not uploaded
+        self._settled: set[int] = set()                 # steps whose shard of this rank is uploaded, or lost
+        self._scheduled = 0                             # the step that is scheduled, on rank 0; 0: none
+        self._lock: Lease | None = None                 # on the scheduled checkpoint, on the first rank of each node
+        self._errors: list[RemoteError] = []
+        self._step: int | None = None                   # being uploaded, since ``_since``
+        self._since = 0.0
+        self._warned: int | None = None
+        self._last = 0                                  # the newest step saved
+        self._absent: tuple[int, float] = (0, 0.0)      # a step whose own shard is not seen here, and since when
+        self._not_before = self._next_check = 0.0
+        self._closing = self._published = self._has_read_status = False
+        self._stopped: str | None = None                # why nothing is uploaded any more; empty: rank 0 has ended
+        self._finished = False                          # the worker has nothing more to do
+        self._changed = threading.Condition()
+
+    # ---- the training's side ---------------------------------------------------------------------------------------
+
+    def start(self) -> Uploader:
+        threading.Thread(target=self._run, name="mindresume-uploader", daemon=True).start()
+        return self
+
+    def enqueue(self, step: int) -> None:
+        """Adds a step that this rank has saved."""
+        with self._changed:
+            self._pending.append(step)              # also after the worker stopped: ``finish`` names what is not in the store
+            self._last = max(self._last, step)
+            self._changed.notify_all()
+
+    def ready(self) -> bool:
+        """Returns whether rank 0 can begin with another step."""
+        with self._changed:
+            return not (self._scheduled or self._closing or self._stopped is not None)
+
+    def schedule(self, name: str) -> None:
+        """Makes rank 0 upload ``name``, the newest checkpoint that all nodes have, next; the first rank of each node locks it
+        until the next call. All of these ranks call it after the same exchange, before which rank 0 was ``ready``."""
+        step, run = parse_attempt(name) or (0, "")
+        if run != self.place.run or self.place.rank == 0 and step in self._settled:
+            return
+        before, self._lock = self._lock, None
+        if before is not None and before.holder.holds == (name,):
+            self._lock = before
+        else:
+            try:
+                self._lock = acquire_read_lock(self.place.storage, self.place.root, name, self.place.attempt(step))
+            except OSError as error:                    # perhaps it stays long enough all the same
+                self._warn(f"step {step} is not held on the disk of rank {self.place.rank} while it is uploaded: {error}")
+            if before is not None:
+                before.release()
+        with self._changed:
+            self._scheduled = step if self.place.rank == 0 else 0
+            self._changed.notify_all()
+
+    def poll(self) -> list[RemoteError]:
+        """Returns what failed since the last call; and once for each step, that its upload takes unusually long. Does not wait.
+        All of it has been emitted."""
+        with self._changed:
+            slow = self._step not in (None, self._warned) and self.clock() - self._since > self.patience
+            self._warned = self._step if slow else self._warned
+        if slow:
+            self._warn(f"step {self._warned} is being uploaded to {self.remote.url} for more than {self.patience:.0f} s; what is "
+                       f"saved since then is on this machine only")
+        with self._changed:
+            found, self._errors = self._errors, []
+            return found
+
+    def finish(self, deadline: float) -> list[RemoteError]:
+        """Waits until the last committed step is uploaded, at most ``deadline`` seconds. Returns as ``poll``. No save may
+        follow."""
+        until = self.clock() + deadline
+        with self._changed:
+            if self.place.rank == 0:                    # a step that is not committed by now never will be
+                with suppress(OSError):
+                    self._pending = [step for step in self._pending if committed_dir(self.place, step) is not None]
+                self._last = max(self._pending, default=self.uploaded)
+            self._closing, self._not_before = True, 0.0
+            self._changed.notify_all()
+            while not self._finished and (left := until - self.clock()) > 0:
+                self.wait(self._changed, left)
+        if self._lock is not None:
+            self._lock.release()
+        if self.uploaded < self._last:
+            late = "" if self._finished or self._stopped else f", within {deadline:.0f} s"
+            self._warn(f"step {self._last} is not in {self.remote.url}, not whole{late}: rank {self.place.rank} "
+                       f"{self._progress()}. A job on an empty disk would resume from an older step")
+        return self.poll()
+
+    def finish_at_exit(self, deadline: float) -> None:
+        """Uploads what was committed when a process ends without ``finish``. A rank that may have no rank 0 any more does
+        not wait long."""
+        if not self._closing:
+            self.finish(deadline if self.place.rank == 0 or self._step is not None else min(deadline, AGAIN))
+
+    def _progress(self) -> str:
+        if self._step is not None:
+            return f"is still uploading step {self._step}"
+        return "has not uploaded its part" if self.place.rank else "has not put the manifest"
+
+    # ---- the worker ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (worked := self.run_once()) is not None:
+            with self._changed:
+                if not worked and not (self._closing and self._idle()):
+                    self._changed.wait(None if self._idle() else self.pause)
+
+    def run_once(self) -> bool | None:
+        """Does what is due. Returns True if something was done, so that the next call can follow at once; None if it was the
+        last call."""
+        if self._stopped is None:
+            worked = self.work()
+            with self._changed:
+                if self._stopped is None and not (self._closing and not worked and self._idle()):
+                    return worked
+        return self._end()
+
+    def _idle(self) -> bool:
+        """Returns whether nothing is to be done before the training calls."""
+        return self._stopped is None and not self._pending and (self._published or self.place.rank != 0)
+
+    def _end(self) -> bool | None:
+        """Publishes, on rank 0, that nothing will follow, and why. If it cannot, it tries again until the training ends."""
+        if self.place.rank == 0:
+            if self.clock() < self._not_before:
+                return False
+            status = RunStatus(None, ended=True, reason=self._stopped or "")
+            if not self._attempt(lambda: self.remote.publish_status(self.place.run, status)) and not self._closing:
+                return False
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+        return None
+
+    def work(self) -> bool:
+        """Does what is due while the training goes on. Returns whether something was done."""
+        if self._stopped is not None or self.clock() < self._not_before:
+            return False
+        done: list[bool] = []
+        return self._attempt(lambda: done.append(self._lead() if self.place.rank == 0 else self._follow())) and done[0]
+
+    def _attempt(self, work: Callable[[], object], pause: float = AGAIN) -> bool:
+        """Returns False if ``work`` failed; then the error is kept for the training, and the worker pauses."""
+        try:
+            work()
+            return True
+        except Exception as error:      # whatever it is, the training hears of it; the worker lives on
+            step = error.step if isinstance(error, LostShardError) else self._step
+            about = "" if step is None or isinstance(error, LostShardError) else f"step {step} is not uploaded: "
+            with self._changed:
+                self.failed += 1
+                if isinstance(error, SupersededError):
+                    self._stopped = str(error)
+                elif isinstance(error, LostShardError):         # at once: there is nothing to wait for
+                    self._settled.add(error.step)
+                    self._pending = [other for other in self._pending if other != error.step]
+                else:
+                    self._not_before = self.clock() + pause
+                self._errors.append(RemoteError(f"{about}{error}"))
+            self.emit(UploadFailed(step, f"{about}{error}", self.failed))
+            return False
+        finally:
+            with self._changed:
+                self._step = None
+                self._changed.notify_all()
+
+    def _warn(self, text: str) -> None:
+        with self._changed:
+            self._errors.append(RemoteError(text))
+        self.emit(warning(text))
+
+    def _begin(self, step: int) -> None:
+        with self._changed:
+            self._step, self._since = step, self.clock()
+
+    def _done(self, step: int, over: int) -> None:
+        """Notes that the shard of ``step`` is uploaded. What is older than ``over`` will never be."""
+        with self._changed:
+            self.uploaded, self._step = max(step, self.uploaded), None
+            self._settled.add(step)
+            self._pending = [other for other in self._pending if other > over and other != step]
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def _lead(self) -> bool:
+        if not self._published:
+            self.remote.check_not_superseded(self.place.run)
+            self.remote.publish_status(self.place.run, RunStatus())
+            self._published = True
+        with self._changed:
+            scheduled = self._scheduled
+            steps = [scheduled] if self.only_scheduled and not self._closing else sorted(self._pending, reverse=True)
+        step, base = next(((step, base) for step in steps if step and (base := committed_dir(self.place, step))), (0, None))
+        if base is not None:
+            self._begin(step)
+            if self._attempt(lambda: self._lead_step(step, base)):
+                self._attempt(lambda: self.remote.prune(self.policy or KEEP_ALL, self.place.run, step, self.emit), 0)
+        with self._changed:
+            self._scheduled = self._scheduled if self._scheduled != scheduled else 0
+        return base is not None
+
+    def _lead_step(self, step: int, base: str) -> None:
+        place, attempt, started = self.place, attempt_name(step, self.place.run), self.clock()
+        lock = acquire_read_lock(place.storage, place.root, attempt, base if place.iterations else place.attempt(step))
+        if lock is None:
+            raise LostShardError(step, "it was removed from the disk of rank 0 before")
+        try:
+            self.remote.check_not_superseded(place.run)
+            self.remote.publish_status(place.run, RunStatus(step))
+            sent = self._put_shard(step, base)
+            self._wait_for_others(step, base)
+            self.remote.check_not_superseded(place.run)
+            self.remote.commit(place, step, base)
+        finally:
+            lock.release()
+        self._skip_older(step)
+        self._done(step, over=step)
+        self.emit(UploadFinished(step, self.remote.url, sent, self.clock() - started))
+
+    def _put_shard(self, step: int, base: str) -> int:
+        try:
+            return self.remote.put_shard(self.place, step, base)
+        except FileNotFoundError as error:
+            raise LostShardError(step, f"the part of rank {self.place.rank} is not on its disk any more: {error.filename}"
+                                 ) from error
+
+    def _skip_older(self, step: int) -> None:
+        """Counts the pending steps before ``step``, which is uploaded: they will not be."""
+        skipped = tuple(sorted(other for other in self._pending if other < step))
+        if skipped:
+            self.skipped += len(skipped)
+            self.emit(UploadsSkipped(skipped, self.skipped))
+
+    def _wait_for_others(self, step: int, base: str) -> None:
+        """Waits for the objects of the other ranks. Raises RemoteError that names the ranks, LostShardError if the objects will
+        not come."""
+        until, before = self.clock() + self.patience, None
+        while missing := self.remote.missing(self.place, step, base):
+            if before is not None and len(missing) < before:
+                until = self.clock() + self.patience
+            if self.clock() >= until:
+                manifest = self.remote.local_manifest(self.place, attempt_name(step, self.place.run), base)[0]
+                raise RemoteError(f"{len(missing)} objects of {ranks_of(missing, manifest)} did not come within "
+                                  f"{self.patience:.0f} s, the first is {missing[0]}")
+            before = len(missing)
+            self.sleep(self.pause)
+
+    # ---- the other ranks ---------------------------------------------------------------------------------------------
+
+    def _follow(self) -> bool:
+        if not self._pending:
+            return False
+        status = self.remote.read_status(self.place.run)
+        if status is None:                              # not yet there; or a later run has removed it
+            if (self._has_read_status or self._closing) and self.clock() >= self._next_check:
+                self._next_check = self.clock() + AGAIN
+                self.remote.check_not_superseded(self.place.run)
+            return False
+        self._has_read_status = True
+        if status.ended:
+            with self._changed:
+                self._stopped = status.reason
+            if status.reason:
+                self._warn(status.reason)
+            return True
+        if status.step is None or status.step in self._settled:
+            return False
+        base = committed_dir(self.place, status.step) or self.place.base(status.step)
+        if not self.remote.has_shard(self.place, status.step, base):
+            return self._report_missing(status.step)
+        self._begin(status.step)
+        started = self.clock()
+        try:
+            sent = self.remote.put_shard(self.place, status.step, base)
+        except FileNotFoundError:                       # rank 0 has given it up meanwhile, or renamed its folder, or it is gone
+            with self._changed:
+                self._step = None
+            return self.remote.read_status(self.place.run) == status and self._report_missing(status.step)
+        self.emit(UploadFinished(status.step, self.remote.url, sent, self.clock() - started, is_whole=False))
+        # If another node has lost this step, rank 0 may go back to one before it, but not behind one that was complete.
+        self._done(status.step, over=self.uploaded if self.place.part else status.step)
+        return True
+
+    def _report_missing(self, step: int) -> bool:
+        """Tells rank 0 that the shard of this rank will never come. On a disk of its own node a rank sees at once what it wrote;
+        on a shared one it may see late that a folder has another name, so it first waits."""
+        unsaved = step > self._last
+        if unsaved and not self._closing:
+            return False
+        if self._absent[0] != step:
+            self._absent = (step, self.clock())
+        if self.clock() - self._absent[1] < (0 if unsaved or self.place.part else LATE):
+            return False
+        reason = "was not saved" if unsaved else "is not on its disk any more"
+        self.remote.report_lost_shard(self.place, step, reason)
+        raise LostShardError(step, f"the part of rank {self.place.rank} {reason}")

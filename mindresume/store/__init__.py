@@ -1,1 +1,0 @@
-"""Saves checkpoints: the file system behind one seam, shards and their commit, and what retention removes."""

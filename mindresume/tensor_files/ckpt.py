@@ -1,0 +1,246 @@
+"""MindSpore's ckpt format: protocol buffers, walked by hand so that only the few bytes around each tensor are read.
+
+    Checkpoint  { repeated Value value = 1;  bytes metadata = 1000; }      metadata: ours, see below
+    Value       { string tag = 1;  TensorProto tensor = 2;  MapTensorProto maptensor = 3; }
+    TensorProto { repeated int64 dims = 1;  string tensor_type = 2;  bytes tensor_content = 3; }
+
+A tensor of more than 512 MiB is spread over consecutive Values of the same tag, all with the dims of the whole tensor.
+Dims of a 0-d tensor are empty, of a text ``[0]``; MindSpore's loader takes ``[0]`` for 0-d (so it takes shape (0,) for
+0-d, too). bfloat16 lies there as its own two bytes.
+
+The format cannot tell a file that was cut between two Values. Ours therefore end with a field that MindSpore does not
+know and skips: the metadata as a JSON object, present even if empty. MindSpore may append ``crc_num`` and 10
+bytes; that is skipped.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import BinaryIO, NamedTuple
+
+from mindresume.errors import DamagedFileError
+from mindresume.tensor_files.header import (
+    MAX_DIMENSIONS,
+    MAX_HEADER,
+    Blueprint,
+    Header,
+    Spec,
+    TensorEntry,
+    blueprint_of,
+    checked_entry,
+    checked_metadata,
+    checked_spec,
+    dump_json,
+    fill,
+    parse_metadata,
+    parse_object,
+)
+from mindresume.tensor_files.protobuf import MAX_VARINT, decode_varint, encode_varint
+
+SLICE_BYTES = 512 << 20     # mindspore/train/serialization.py: SLICE_SIZE, in KiB there
+METADATA_FIELD = 1000
+CRC_MARK, CRC_BYTES = b"crc_num", 17
+MAX_TEXT = 1 << 20          # bytes of a name: more is damage, and not worth the memory
+WINDOW = 8192               # bytes read at once: several small tensors, or one header
+
+NAMES = {"float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64",
+         "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint64": "UInt64", "uint32": "UInt32", "uint16": "UInt16",
+         "uint8": "UInt8", "bool": "Bool"}
+_DTYPES = {tag: dtype for dtype, tag in NAMES.items()}
+
+
+class _Value(NamedTuple):
+    """One Value of the file: a tensor or a part of it. ``content``: (absolute offset, bytes)."""
+    name: str
+    tag: str
+    dims: tuple[int, ...]
+    content: tuple[int, int]
+
+
+def read_header(file: BinaryIO, path: str) -> Header:
+    """See ``mindresume.tensor_files.read_header``."""
+    scan = _Scanner(file, path)
+    if not scan.size:
+        raise DamagedFileError(path, "the file is empty")
+    groups: dict[str, list[_Value]] = {}
+    metadata, position, last = None, 0, None
+    while position < scan.size and not scan.at_crc(position):
+        number, start, end = scan.message(position, scan.size)
+        if metadata is not None:
+            raise scan.damage(position, "something follows the metadata, which ends a file")
+        if number == METADATA_FIELD:
+            raw = scan.take(start, end - start, MAX_HEADER)
+            metadata = parse_metadata(parse_object(raw, path, "the metadata"), path)
+        elif number == 1:
+            value = _value(scan, start, end)
+            if value.name in groups and value.name != last:
+                raise scan.damage(position, f"tensor {value.name} occurs a second time", value.name)
+            last = value.name
+            groups.setdefault(last, []).append(value)
+        else:
+            raise scan.damage(position, f"field {number} is not one of a checkpoint")
+        position = end
+    return Header("ckpt", scan.size, metadata or {}, {name: _join(path, values) for name, values in groups.items()})
+
+
+def _value(scan: _Scanner, position: int, limit: int) -> _Value:
+    begin, fields = position, {}
+    while position < limit:
+        number, start, end = scan.message(position, limit)
+        if number == 3:
+            raise scan.damage(position, "a MapParameter (hash table) is not supported")
+        if number not in (1, 2) or number in fields:
+            raise scan.damage(position, f"field {number} is unknown or repeated in a Value")
+        fields[number], position = (start, end), end
+    if len(fields) < 2:
+        raise scan.damage(begin, "a Value without name or without tensor")
+    name = scan.text(*fields[1], MAX_TEXT)
+    return _Value(name, *_tensor(scan, *fields[2], name))
+
+
+def _tensor(scan: _Scanner, position: int, limit: int, name: str) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    begin, tag, dims, content = position, None, [], None
+    while position < limit:
+        number, wire, after = scan.key(position, limit)
+        if number == 1 and wire == 0:
+            size, end = scan.varint(after, limit)
+            dims.append(size)
+        elif number == 1 and wire == 2:                     # the packed form, which every parser must take
+            after, end = scan.span(after, limit)
+            while after < end and len(dims) <= MAX_DIMENSIONS:
+                size, after = scan.varint(after, end)
+                dims.append(size)
+        elif number == 2 and wire == 2 and tag is None:
+            start, end = scan.span(after, limit)
+            tag = scan.text(start, end, 64)
+        elif number == 3 and wire == 2 and content is None:
+            start, end = scan.span(after, limit)
+            content = (start, end - start)
+        else:
+            raise scan.damage(position, f"field {number} of wire type {wire} is unknown or repeated in tensor {name}",
+                              name)
+        if len(dims) > MAX_DIMENSIONS or any(size >= 2**63 for size in dims):
+            raise scan.damage(position, f"tensor {name} has an impossible shape {dims}", name)
+        position = end
+    if tag is None or content is None:
+        raise scan.damage(begin, f"tensor {name} has no {'dtype' if tag is None else 'content'}", name)
+    if tag not in _DTYPES and tag != "str":
+        raise scan.damage(begin, f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}, str", name)
+    return tag, tuple(dims), content
+
+
+def _join(path: str, values: list[_Value]) -> TensorEntry:
+    """Entry of a tensor from all its parts; DamagedFileError if they do not make one."""
+    name, tag, dims, _ = values[0]
+    for value in values:
+        if (value.tag, value.dims) != (tag, dims):
+            raise DamagedFileError(path, f"the parts of tensor {name} differ: {tag} {dims} and {value.tag} "
+                                         f"{value.dims}", tensor=name)
+    ranges = tuple(value.content for value in values)
+    nbytes = sum(count for _, count in ranges)
+    if tag == "str":
+        if nbytes % 4:
+            raise DamagedFileError(path, f"text {name} has {nbytes} bytes, which is not 4 per character", tensor=name)
+        return TensorEntry("str", (), ranges)
+    return checked_entry(path, name, _DTYPES[tag], () if dims == (0,) and nbytes else dims, ranges)
+
+
+class _Scanner:
+    """The wire format at absolute offsets, through a small window. Methods raise DamagedFileError with the offset."""
+
+    def __init__(self, file: BinaryIO, path: str):
+        self.size = file.seek(0, 2)
+        self._file, self._path, self._start, self._data = file, path, 0, b""
+
+    def damage(self, position: int, reason: str, tensor: str | None = None) -> DamagedFileError:
+        return DamagedFileError(self._path, f"at byte {position} of {self.size}: {reason}"[:400], tensor=tensor)
+
+    def at_crc(self, position: int) -> bool:
+        """Whether just MindSpore's crc trailer is left."""
+        return self.size - position == CRC_BYTES and self.take(position, len(CRC_MARK)) == CRC_MARK
+
+    def take(self, position: int, count: int, most: int = WINDOW) -> bytes:
+        """``count`` bytes; the caller has checked that they lie within the file."""
+        if count > most:
+            raise self.damage(position, f"{count} bytes where at most {most} make sense")
+        if not self._start <= position <= position + count <= self._start + len(self._data):
+            data = bytearray(min(max(count, WINDOW), self.size - position))
+            fill(self._file, [(position, len(data))], memoryview(data))
+            self._start, self._data = position, bytes(data)
+        return self._data[position - self._start:position - self._start + count]
+
+    def text(self, start: int, end: int, most: int) -> str:
+        try:
+            return self.take(start, end - start, most).decode()
+        except UnicodeDecodeError as error:
+            raise self.damage(start, f"a name that is not UTF-8: {error}") from error
+
+    def varint(self, position: int, limit: int) -> tuple[int, int]:
+        """(value, position after it)"""
+        try:
+            value, count = decode_varint(self.take(position, min(MAX_VARINT, limit - position)))
+            if value < 2**64:
+                return value, position + count
+        except ValueError:
+            pass
+        raise self.damage(position, f"a number that does not end before byte {limit}, or is too large: cut short, or "
+                                    f"no ckpt file")
+
+    def key(self, position: int, limit: int) -> tuple[int, int, int]:
+        """(field number, wire type, position after them)"""
+        key, after = self.varint(position, limit)
+        return key >> 3, key & 7, after
+
+    def span(self, position: int, limit: int) -> tuple[int, int]:
+        """(start, end) of what is preceded by its length"""
+        length, start = self.varint(position, limit)
+        if length > limit - start:
+            raise self.damage(position, f"{length} bytes should follow, {limit - start} are left: cut short, or no "
+                                        f"ckpt file")
+        return start, start + length
+
+    def message(self, position: int, limit: int) -> tuple[int, int, int]:
+        """(field number, start, end) of a field that has a length"""
+        number, wire, after = self.key(position, limit)
+        if wire != 2:
+            raise self.damage(position, f"field {number} has wire type {wire}, expected 2: no ckpt file, or an "
+                                        f"encrypted one")
+        return number, *self.span(after, limit)
+
+
+def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
+    """See ``mindresume.tensor_files.blueprint``. The order of the tensors is kept."""
+    known, parts = {**NAMES, "str": "str"}, []
+    for name, spec in specs.items():
+        tag = known[checked_spec("ckpt", name, spec, known)]
+        if len(name.encode()) > MAX_TEXT:
+            raise ValueError(f"a tensor name has {len(name.encode())} bytes, at most {MAX_TEXT} can be read back")
+        for start, count in _slices(spec.nbytes):
+            parts += [_head(name, tag, spec.shape, count), (name, start, count)]
+    return blueprint_of("ckpt", [*parts, _tail(metadata)])
+
+
+def _slices(nbytes: int) -> list[tuple[int, int]]:
+    """(start, bytes) of the parts of a tensor; one empty part of an empty one."""
+    return [(start, min(SLICE_BYTES, nbytes - start)) for start in range(0, max(nbytes, 1), SLICE_BYTES)]
+
+
+def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
+    """Everything of a Value up to its content of ``count`` bytes."""
+    dims = (0,) if tag == "str" else shape
+    inner = b"".join(b"\x08" + encode_varint(size) for size in dims) + b"\x12" + _text(tag) + b"\x1a" + encode_varint(count)
+    value = b"\x0a" + _text(name) + b"\x12" + encode_varint(len(inner) + count) + inner
+    return b"\x0a" + encode_varint(len(value) + count) + value
+
+
+def _tail(metadata: Mapping[str, str]) -> bytes:
+    raw = dump_json(checked_metadata(metadata))
+    if raw[-CRC_BYTES:].startswith(CRC_MARK):
+        raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and cut them off
+    if len(raw) > MAX_HEADER:
+        raise ValueError(f"the metadata would have {len(raw)} bytes; at most {MAX_HEADER} can be read back")
+    return encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return encode_varint(len(raw)) + raw

@@ -1,0 +1,193 @@
+"""What both file formats share: the header of a file, the checks of one tensor, and exact reading."""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from mindresume.bounded_json import MAX_VALUES, parse_json
+from mindresume.errors import DamagedFileError
+
+CHUNK = 4 << 20             # bytes: fits the cache, and large enough for a system call per piece
+MAX_HEADER = 100_000_000    # bytes of JSON, the limit of the safetensors library
+MAX_DIMENSIONS = 32         # numpy's limit
+
+DTYPES: Mapping[str, np.dtype] = {dtype.name: dtype for dtype in map(np.dtype, (
+    np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16,
+    np.uint8, np.bool_, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))}
+
+
+class TensorEntry(NamedTuple):
+    """Where one tensor lies. ``ranges``: (absolute offset, bytes) in order; more than one only in a ckpt."""
+    dtype: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(count for _, count in self.ranges)
+
+
+class Spec(NamedTuple):
+    """A tensor that is to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt; ``nbytes`` are 4 a character)."""
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """What lies at ``offset`` of a file that is to be written: the literal bytes ``data`` if ``name`` is None, else ``count``
+    bytes of that tensor, beginning with its byte ``start``."""
+    offset: int
+    name: str | None
+    data: bytes
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A whole file of ``size`` bytes before it is written: its parts in order, without gaps."""
+    format: str
+    size: int
+    parts: tuple[Part, ...]
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """{name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order of the file."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for part in self.parts:
+            if part.name is not None:
+                found.setdefault(part.name, []).append((part.offset, part.start, part.count))
+        return {name: tuple(rows) for name, rows in found.items()}
+
+
+def blueprint_of(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> Blueprint:
+    """``parts`` in order: literal bytes, or (tensor, first byte of it, bytes)."""
+    rows, position = [], 0
+    for part in parts:
+        literal = isinstance(part, bytes)
+        count = len(part) if literal else part[2]
+        rows.append(Part(position, None, part, 0, count) if literal else Part(position, part[0], b"", part[1], count))
+        position += count
+    return Blueprint(fmt, position, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Header:
+    """``size``: bytes of the whole file; ``tensors`` in the order of the file."""
+    format: str
+    size: int
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorEntry]
+
+
+def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]
+                  ) -> TensorEntry:
+    """DamagedFileError unless numpy can hold the shape and the ranges have as many bytes as shape and dtype need."""
+    entry, itemsize = TensorEntry(dtype, shape, tuple(ranges)), DTYPES[dtype].itemsize
+    # numpy refuses (0, 2**62) too, so the factors that are not 0 must fit by themselves
+    if len(shape) > MAX_DIMENSIONS or math.prod(size for size in shape if size) * itemsize >= 2**63:
+        raise DamagedFileError(path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name)
+    expected = math.prod(shape) * itemsize
+    if entry.nbytes != expected:
+        raise DamagedFileError(path, f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has "
+                                     f"{entry.nbytes}", tensor=name)
+    return entry
+
+
+def spec_of(name: str, array: np.ndarray) -> Spec:
+    """ValueError for an array whose bytes are not those of a file: it is big-endian."""
+    if array.dtype.kind == "U" and array.shape == ():
+        text = array.item()
+        text.encode()                       # a lone surrogate: a ValueError here, not when it is read again
+        return Spec("str", (), 4 * max(len(text), 1))
+    if array.dtype.str.startswith(">"):
+        raise ValueError(f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
+                         f"array.astype(array.dtype.newbyteorder('<'))")
+    # by name: MindSpore has a bfloat16 of its own beside the one of ml_dtypes, with the same bytes
+    return Spec(array.dtype.name if array.dtype.name in DTYPES else str(array.dtype), tuple(array.shape), array.nbytes)
+
+
+def checked_spec(fmt: str, name: str, spec: Spec, known: Iterable[str]) -> str:
+    """Its dtype; ValueError if ``fmt`` cannot hold it."""
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a tensor is a text, found {name!r}")
+    if spec.dtype not in known:
+        raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
+    return spec.dtype
+
+
+def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """ValueError unless it maps text to text."""
+    wrong = [item for item in metadata.items() if not all(isinstance(part, str) for part in item)]
+    if wrong:
+        raise ValueError(f"metadata maps text to text, found {wrong[0][0]!r}: {wrong[0][1]!r}")
+    return dict(metadata)
+
+
+def dump_json(value: Any) -> bytes:
+    """Compact UTF-8; ValueError for text that UTF-8 cannot hold."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES) -> dict[str, Any]:
+    """The JSON object in ``data``; DamagedFileError if it is none, or a key occurs twice in it or further inside, or there are
+    more than ``values`` values in it."""
+    try:
+        value = parse_json(data, values)
+    except ValueError as error:
+        raise DamagedFileError(path, f"{what} is not JSON: {error}"[:400]) from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(path, f"{what} should be a JSON object, found {type(value).__name__}")
+    return value
+
+
+def parse_metadata(value: Any, path: str) -> dict[str, str]:
+    """DamagedFileError unless ``value`` maps text to text."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise DamagedFileError(path, f"the metadata does not map text to text: {value!r}"[:400])
+    return value
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value of JSON is a whole number >= 0 (true and false are not) that a file system can count to."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def tensor_bytes(array: np.ndarray) -> memoryview:
+    """The bytes in C order; a view if the array is contiguous, else of a copy."""
+    if array.dtype.kind == "U":
+        array = np.array(array.item(), "<U")            # the dtype may be longer than the text
+    # asarray and not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes have no buffer protocol
+    return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
+
+
+def chunks(data: memoryview) -> Iterator[memoryview]:
+    """Pieces of at most CHUNK bytes; one empty piece of no data, so that every tensor is seen by who hashes them."""
+    for start in range(0, max(len(data), 1), CHUNK):
+        yield data[start:start + CHUNK]
+
+
+def fill(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
+    """Reads the ranges one after the other into ``out``, of as many bytes; DamagedFileError if the file ends before."""
+    done = 0
+    for start, count in ranges:
+        file.seek(start)
+        end = done + count
+        while done < end:
+            found = file.readinto(out[done:end])    # one call returns at most 2 GiB
+            if not found:
+                raise DamagedFileError(name_of(file), f"the file ends at byte {file.tell()}, needed are the bytes from "
+                                                      f"{start} to {start + count}: cut short while it was read")
+            done += found
+
+
+def name_of(file: BinaryIO) -> str:
+    """Path of an open file, for messages."""
+    return str(getattr(file, "name", "<file in memory>"))

@@ -1,0 +1,120 @@
+"""Who lives, who took over, and which number comes next."""
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from folders import STORAGE, save, simulated
+from owners import ELSEWHERE, ME, dead_process, left_by, start
+
+from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
+from mindresume.coordination.lease_acquisition import acquire
+from mindresume.errors import FolderInUseError, RecordError
+from mindresume.model.manifest import FOLDER, run_name, run_sequence
+from mindresume.model.record_codec import seal
+from mindresume.simulation.standins import here
+
+
+@pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
+                                  f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp"])
+def test_whatever_a_run_began_to_write_tells_its_number(name):
+    assert run_sequence(next_run([name])) == 8
+
+
+@pytest.mark.parametrize("name", [".probe-0123abcd-0.0123abcd.mindresume-tmp", ".x.mindresume-tmp", ".x.0007-0000aaaa.swp",
+                                  ".x.0007-0000AAAA.mindresume-tmp", f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp"])
+def test_other_half_written_files_tell_no_number(name):
+    assert run_sequence(next_run([name])) == 1
+
+
+def test_a_zombie_is_dead(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with open(f"/proc/{child.pid}/stat", "rb") as file:
+        started = int(file.read().rpartition(b")")[2].split()[19])
+    holder = replace(ME, pid=child.pid, started=started)
+    assert is_alive(holder) is True
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_alive(holder) is False
+    child.communicate()
+
+
+def test_a_number_used_again_is_another_process():
+    assert is_alive(ME) is True
+    assert is_alive(replace(ME, started=ME.started + 1)) is False
+    assert is_alive(ELSEWHERE) is None
+    assert is_alive(replace(ME, machine="")) is None
+
+
+def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_the_folder(tmp_path):
+    lease = start(tmp_path)
+    rival = left_by(tmp_path, ELSEWHERE, 2)
+    fence(STORAGE, str(tmp_path), lease.run)
+    rival.beat()
+    with pytest.raises(FolderInUseError, match="node7"):
+        fence(STORAGE, str(tmp_path), lease.run)
+
+
+@pytest.mark.parametrize("token, stops", [("00000000", False), ("ffffffff", True)])
+def test_of_two_runs_with_one_number_the_later_name_counts(tmp_path, token, stops):
+    save(tmp_path, 5, 1, run=run_name(1, token))
+    if stops:
+        with pytest.raises(FolderInUseError):
+            fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
+    else:
+        fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
+
+
+def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
+    first = left_by(tmp_path, ELSEWHERE)
+    fence(STORAGE, str(tmp_path), first.run)
+    second = start(tmp_path)
+    fence(STORAGE, str(tmp_path), second.run)
+    with pytest.raises(FolderInUseError) as error:
+        fence(STORAGE, str(tmp_path), first.run)
+    assert second.run in str(error.value) and first.run in str(error.value)
+
+
+def test_also_after_its_successor_has_ended(tmp_path):
+    save(tmp_path, 5, 1, run=run_name(2, "0000bbbb"))
+    with pytest.raises(FolderInUseError, match="run 0002-0000bbbb has taken over"):
+        fence(STORAGE, str(tmp_path), run_name(1, "0000aaaa"))
+
+
+def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
+    lease = start(tmp_path)
+    for path in (tmp_path / FOLDER).iterdir():
+        path.unlink()
+    fence(STORAGE, str(tmp_path), lease.run)
+    lease.beat()
+    assert len(lease_holders(STORAGE, str(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("every", [-1, "15", None, True, float("nan")])
+def test_an_impossible_interval(tmp_path, every):
+    path = tmp_path / "claim"
+    head = json.loads(replace(ELSEWHERE, run=run_name(1, "0000aaaa")).encode().split(b"\n")[1])
+    path.write_bytes(seal({**head, "every": every}))
+    with pytest.raises(RecordError):
+        LeaseHolder.read(STORAGE, str(path))
+
+
+def test_which_runs_have_ended(tmp_path):
+    living, dead, far = left_by(tmp_path, ME, 1), left_by(tmp_path, dead_process(), 2), left_by(tmp_path, ELSEWHERE, 3)
+    over = ended(STORAGE, str(tmp_path))
+    assert [over(lease.run) for lease in (living, dead, far)] == [False, True, False]
+    assert over(run_name(9, "00000009"))
+
+
+def test_a_claim_beats_by_itself(tmp_path):
+    def work():
+        lease = acquire(STORAGE, str(tmp_path), ME).start()
+        (begun,) = lease_holders(STORAGE, str(tmp_path))
+        here().scheduler.sleep(2.5 * BEAT)
+        (living,) = lease_holders(STORAGE, str(tmp_path))
+        lease.release()
+        here().scheduler.sleep(2.5 * BEAT)
+        return living.beat - begun.beat, lease_holders(STORAGE, str(tmp_path))
+    assert simulated(work) == (2, [])

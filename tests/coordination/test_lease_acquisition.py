@@ -1,0 +1,398 @@
+"""One job a folder; nobody is taken for dead by age."""
+import errno
+import os
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from folders import STORAGE, save
+from owners import ELSEWHERE, ME, Time, dead_process, left_by, start
+
+from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
+from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
+from mindresume.errors import FolderInUseError
+from mindresume.events import LeaseWatched, StaleLeaseRemoved
+from mindresume.model.manifest import FOLDER, attempt_name, run_name, run_sequence
+from mindresume.model.record_codec import seal, unseal
+from mindresume.storage.filesystem import PosixStorage
+
+
+def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
+    time = Time()
+    lease = start(tmp_path / "checkpoint", time=time)
+    assert run_sequence(lease.run) == 1 and time.now == 0
+    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path / "checkpoint"))] == [lease.run]
+    lease.release()
+    lease.release()
+    assert os.listdir(tmp_path / "checkpoint" / FOLDER) == []
+
+
+def test_a_second_job_is_refused_and_both_are_named(tmp_path):
+    first = start(tmp_path)
+    time = Time()
+    with pytest.raises(FolderInUseError) as error:
+        start(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
+    assert first.run in str(error.value) and str(os.getpid()) in str(error.value)
+    assert "host node2, process 77" in str(error.value) and "output_dir" in str(error.value)
+    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [first.run]
+    assert time.now >= BEAT * PATIENCE
+
+
+def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
+    first = start(tmp_path)
+    time = Time(lambda now: first.release() if now > 10 else None)
+    second = start(tmp_path, time=time)
+    assert 10 < time.now < 12
+    assert run_sequence(second.run) == 1 or run_sequence(second.run) == 2
+
+
+def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
+    events, time = [], Time()
+    dead = left_by(tmp_path, dead_process())
+    (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
+    lease = start(tmp_path, time=time, emit=events.append)
+    assert time.now == 0 and run_sequence(lease.run) == 2
+    assert events == [StaleLeaseRemoved(dead.run, dead.holder.host, dead.holder.pid)]
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
+
+
+class Killed(PosixStorage):
+    """Dies while it publishes its claim: before the rename."""
+
+    def rename(self, old, new):
+        raise KeyboardInterrupt
+
+
+def test_a_job_that_is_killed_while_it_claims_the_folder_leaves_nothing_to_the_next_but_one(tmp_path):
+    start(tmp_path).release()
+    with pytest.raises(KeyboardInterrupt):
+        acquire(Killed(), str(tmp_path), ME)
+    left, = os.listdir(tmp_path / FOLDER)
+    assert left.startswith(".claim-0001-") and next_run([left]).startswith("0002-")
+    lease, time = start(tmp_path, time=(time := Time())), time
+    assert run_sequence(lease.run) == 2 and time.now == 0
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
+
+
+def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
+    """The run of a reader has the number 0, which is before that of every job: only its age can tell that it is over."""
+    (tmp_path / FOLDER).mkdir()
+    names = [f".claim-{run}.json.{run}.mindresume-tmp" for run in (run_name(0, "0000aaaa"), run_name(0, "0000bbbb"))]
+    for name, age in zip(names, (3700, 3500), strict=True):
+        (tmp_path / FOLDER / name).write_text("half")
+        now = (tmp_path / FOLDER / name).stat().st_mtime
+        os.utime(tmp_path / FOLDER / name, (now - age, now - age))
+    lease = start(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{lease.run}.json"]
+
+
+def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
+    dead = left_by(tmp_path, dead_process(), 3)
+    ended_one = f"ended-{run_name(2, '0000bbbb')}.json"
+    for name in (ended_one, f".x.{dead.run}.mindresume-tmp"):
+        (tmp_path / FOLDER / name).write_bytes(b"")
+
+    class Kept(PosixStorage):
+        def remove(self, path):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    before = set(os.listdir(tmp_path / FOLDER))
+    lease = acquire(Kept(), str(tmp_path), ME)
+    assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{lease.run}.json"}
+    lease.storage = STORAGE
+    lease.release()
+    later = start(tmp_path)
+    assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
+
+
+def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
+    dead = left_by(tmp_path, ELSEWHERE)
+    events, time = [], Time()
+    lease = start(tmp_path, time=time, emit=events.append)
+    assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
+    assert run_sequence(lease.run) == 2
+    assert events == [LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
+                      StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid)]
+
+
+def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):
+    other = left_by(tmp_path, ELSEWHERE)
+    beaten = []
+
+    def beat(now):
+        if now > 20 and not beaten:
+            beaten.append(other.beat())
+    time = Time(beat)
+    with pytest.raises(FolderInUseError, match="node7"):
+        start(tmp_path, time=time)
+    assert time.now < 30
+
+
+class During(PosixStorage):
+    """Right before its operation number ``at`` something else happens."""
+
+    def __init__(self, at, act):
+        self.left, self.act = at, act
+
+    def _count(self):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+    def list(self, folder):
+        self._count()
+        return super().list(folder)
+
+    def open(self, path):
+        self._count()
+        return super().open(path)
+
+    def write(self, path, pieces, size=0):
+        self._count()
+        return super().write(path, pieces, size)
+
+    def rename(self, old, new):
+        self._count()
+        super().rename(old, new)
+
+    def remove(self, path):
+        self._count()
+        super().remove(path)
+
+
+@pytest.mark.parametrize("other", [ME, ELSEWHERE])
+@pytest.mark.parametrize("token", ["00000000", "ffffffff"])
+@pytest.mark.parametrize("at", range(1, 14))
+def test_of_two_that_start_at_once_one_acquires_the_folder_and_is_never_thrown_out(tmp_path, token, other, at):
+    """The later of the two threw out one that had acquired the folder already."""
+    acquired = []
+
+    def begin(holder, storage):
+        time = Time(lambda now: [lease.beat() for lease in acquired])
+        with suppress(FolderInUseError):
+            acquired.append(acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep))
+        for lease in acquired:
+            fence(STORAGE, str(tmp_path), lease.run)
+    mine = replace(ME, run=run_name(1, "88888888"))
+    begin(mine, During(at, lambda: begin(replace(other, run=run_name(1, token)), STORAGE)))
+    lease, = acquired
+    fence(STORAGE, str(tmp_path), lease.run)
+
+
+def rival_of(root, token, holder=ELSEWHERE):
+    return Lease(STORAGE, str(root), replace(holder, run=run_name(1, token)))
+
+
+def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(tmp_path):
+    rival = rival_of(tmp_path, "ffffffff")
+    time = Time(lambda now: rival.withdraw())
+    holder = replace(ME, run=run_name(1, "88888888"))
+    storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
+    lease = acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
+    assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
+
+
+def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
+    rival = rival_of(tmp_path, "ffffffff")
+    time, holder = Time(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
+    with pytest.raises(FolderInUseError, match="run 0001-ffffffff on host node7"):
+        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
+
+
+@pytest.mark.parametrize("keep_run_marker", [True, False])
+def test_who_gives_way_leaves_no_trace(tmp_path, keep_run_marker):
+    """A number that seemed to be of a later run, which has ended, threw out the one that stayed."""
+    rival = rival_of(tmp_path, "00000000")
+    holder = replace(ME, run=run_name(1, "88888888"))
+    with pytest.raises(FolderInUseError, match="run 0001-00000000"):
+        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, keep_run_marker=keep_run_marker)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
+
+
+@pytest.mark.parametrize("token", ["00000000", "ffffffff"])
+def test_a_number_that_another_job_has_taken_meanwhile_is_not_used_again(tmp_path, token):
+    """It began, saved and ended between the listing from which the number came and the claim: two runs had one number."""
+    storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
+    assert run_sequence(acquire(storage, str(tmp_path), ME).run) == 2
+
+
+class Remembering(PosixStorage):
+    """As a host does on NFS: believes a listing until it changes the folder itself. ``act`` comes before its first claim."""
+
+    def __init__(self, act):
+        self.listed, self.act = {}, act
+
+    def list(self, folder):
+        if folder not in self.listed:
+            self.listed[folder] = super().list(folder)
+        return self.listed[folder]
+
+    def rename(self, old, new):
+        act, self.act = self.act, lambda: None
+        act()
+        super().rename(old, new)
+        self.listed.pop(os.path.dirname(new), None)
+
+    def remove(self, path):
+        super().remove(path)
+        self.listed.pop(os.path.dirname(path), None)
+
+
+def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(tmp_path):
+    """The other had acquired the folder, saved and ended meanwhile: both had one number, and the second was thrown out."""
+    rival = rival_of(tmp_path, "ffffffff")
+
+    def ends(now):
+        if now > 5 and lease_holders(STORAGE, str(tmp_path))[-1].run == rival.run:
+            save(tmp_path, 5, 1, run=rival.run)
+            rival.release()
+
+    def begins():
+        rival.publish()
+        rival.beat()
+    time = Time(ends)
+    run = acquire(Remembering(begins), str(tmp_path), ME, clock=time.clock, sleep=time.sleep).run
+    assert run_sequence(run) == 2 and 5 < time.now < 8
+    fence(STORAGE, str(tmp_path), run)
+
+
+def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tmp_path):
+    save(tmp_path, 5, 1, run=run_name(1, "00000000"))
+    with pytest.raises(FolderInUseError, match="run 0001-00000000"):
+        start(tmp_path, replace(ME, run=run_name(1, "88888888")))
+    assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, run_name(1, "00000000"))]
+
+
+def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writing(tmp_path):
+    """It takes it for that of a dead job; whoever writes it is told who is there, not that a file has vanished."""
+    first = []
+
+    class Slow(PosixStorage):
+        def rename(self, old, new):
+            first.append(start(tmp_path))
+            super().rename(old, new)
+    with pytest.raises(FolderInUseError, match="is in use: run 0002"):
+        acquire(Slow(), str(tmp_path), ME)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{first[0].run}.json"]
+    fence(STORAGE, str(tmp_path), first[0].run)
+
+
+def test_a_claim_that_cannot_be_published_is_an_error_and_does_not_stay(tmp_path):
+    class Unsettled(PosixStorage):
+        def sync(self, folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
+    (tmp_path / FOLDER).mkdir()
+    with pytest.raises(OSError, match="Input/output error"):
+        acquire(Unsettled(), str(tmp_path), ME)
+    assert os.listdir(tmp_path / FOLDER) == []
+
+    class Full(PosixStorage):
+        def write(self, path, pieces, size=0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    with pytest.raises(OSError, match="No space left"):
+        acquire(Full(), str(tmp_path), ME)
+    assert os.listdir(tmp_path / FOLDER) == []
+
+
+class Stale(PosixStorage):
+    """A claim that is just being replaced by its owner on another host: so many times the old file is what this one has."""
+
+    def __init__(self, times):
+        self.left = times
+
+    def open(self, path):
+        if "claim-" in path and self.left:
+            self.left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return super().open(path)
+
+
+def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
+    """The living job was thrown out: the second one did not even see it."""
+    left_by(tmp_path, ME)
+    with pytest.raises(FolderInUseError, match="is in use: run 0001"):
+        acquire(Stale(1), str(tmp_path), ME, clock=(time := Time()).clock, sleep=time.sleep)
+    left_by(tmp_path, ELSEWHERE)
+    time = Time()
+    lease = acquire(Stale(5), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)        # silent since it could be read
+    assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
+def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
+    """Damaged, or of a later version: nobody is thrown out, and the file is named."""
+    lease = left_by(tmp_path, dead_process())
+    path = tmp_path / FOLDER / f"claim-{lease.run}.json"
+    path.write_bytes(damage(path.read_bytes()) if damage else seal({"version": 2, "kind": "claim"}))
+    time = Time()
+    with pytest.raises(FolderInUseError) as error:
+        start(tmp_path, time=time)
+    assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
+    assert os.listdir(tmp_path / FOLDER) == [path.name]
+    assert not ended(STORAGE, str(tmp_path))(lease.run)             # what it is saving is no debris
+    path.unlink()
+    assert run_sequence(start(tmp_path).run) == 1
+
+
+def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
+    rival = Lease(STORAGE, str(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
+
+    class Late(Stale):
+        def rename(self, old, new):
+            rival.publish()
+            self.left = 99
+            super().rename(old, new)
+    time = Time()
+    with pytest.raises(FolderInUseError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
+        acquire(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
+    assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
+
+
+# ---- how long an owner elsewhere is watched ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mine", [0.0, 0.1, BEAT, 200.0])
+@pytest.mark.parametrize("theirs", [2.0, BEAT, 100.0])
+def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
+    left_by(tmp_path, replace(ELSEWHERE, every=theirs))
+    time = Time()
+    lease = acquire(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
+    assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
+    assert lease_holders(STORAGE, str(tmp_path))[0].every == mine and lease.run == lease_holders(STORAGE, str(tmp_path))[0].run
+
+
+@pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
+def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tmp_path, every, said):
+    lease, time = left_by(tmp_path, replace(ELSEWHERE, every=every)), Time()
+    with pytest.raises(FolderInUseError) as error:
+        start(tmp_path, time=time)
+    path = tmp_path / FOLDER / f"claim-{lease.run}.json"
+    assert said in str(error.value) and f"remove {path} and start again" in str(error.value) and "node7" in str(error.value)
+    assert time.now == BEAT * PATIENCE
+
+
+def test_without_beats_a_dead_process_of_this_machine_is_known_all_the_same(tmp_path):
+    left_by(tmp_path, replace(dead_process(), every=0.0))
+    time = Time()
+    assert run_sequence(start(tmp_path, time=time).run) == 2 and time.now == 0
+
+
+def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
+    lease = left_by(tmp_path, replace(ELSEWHERE, every=100.0))
+    path = tmp_path / FOLDER / f"claim-{lease.run}.json"
+    with open(path, "rb") as file:
+        head, _ = unseal(file, "claim")
+    del head["every"]
+    path.write_bytes(seal(head))
+    time = Time()
+    assert run_sequence(start(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
+
+
+def test_a_training_that_failed_in_this_process_is_not_taken_for_another_job(tmp_path):
+    left, time = start(tmp_path), Time()
+    check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
+    assert time.now == 0
+    left.release()
+    other = left_by(tmp_path, ELSEWHERE, 7)
+    time.also = lambda now: other.beat()
+    with pytest.raises(FolderInUseError, match="run 0007-0000aaaa"):
+        check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)

@@ -1,0 +1,159 @@
+"""Leaving in time: whatever rank is asked, all leave at the same step; and they rarely ask each other."""
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from folders import Ranks
+
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.preemption import BY_FILE, BY_SIGNAL, STATUS, PreemptionHandler, request, requests
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def trained(leaving, clock, steps, each, asked=None, last=1000):
+    """Steps of ``each`` seconds until one says to leave: (step, reason), and at which steps the ranks exchanged something."""
+    exchanges, gather = [], leaving.group.gather
+
+    def counted(message):
+        exchanges.append(leaving.step)
+        return gather(message)
+    leaving.group.gather = counted
+    for step in range(1, steps + 1):
+        clock.now += each
+        leaving.step = step
+        if step == asked:
+            leaving.signalled = True
+        reason = leaving.at(step)
+        if reason:
+            return step, reason, exchanges
+    return None, "", exchanges
+
+
+@pytest.mark.parametrize("asked, rank", [(1, 0), (17, 3), (40, 1), (99, 2)])
+def test_all_ranks_leave_at_the_same_step(asked, rank):
+    def work(group):
+        clock, when = Clock(), asked if group.rank == rank else None
+        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 200, 0.5 + 0.01 * group.rank, when)
+    results = Ranks(4).run(work)
+    (left,) = {(step, reason) for step, reason, _ in results}
+    assert left[1] == BY_SIGNAL and asked <= left[0] <= asked + 10
+    assert len({tuple(exchanges) for _, _, exchanges in results}) == 1
+
+
+def test_they_ask_about_every_so_many_seconds():
+    """Of 1,000 steps of 0.1 s each, every 5 s: the first few at once, then every 50th."""
+    def work(group):
+        clock = Clock()
+        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 1000, 0.1)[2]
+    (exchanges,) = {tuple(found) for found in Ranks(2).run(work)}
+    assert exchanges[:6] == (1, 2, 4, 8, 16, 32) and 15 <= len(exchanges) <= 30
+    assert set(later - before for before, later in zip(exchanges[7:], exchanges[8:], strict=False)) <= {49, 50}
+
+
+def test_slow_steps_are_all_asked_at():
+    def work(group):
+        clock = Clock()
+        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 10, 8.0)[2]
+    assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
+
+
+def test_one_process_asks_nobody_and_leaves_at_once():
+    leaving = PreemptionHandler(Solo(), 5.0)
+    assert leaving.at(1) == ""
+    leaving.signalled = True
+    assert leaving.at(2) == BY_SIGNAL
+
+
+def test_zero_seconds_nobody_leaves():
+    leaving = PreemptionHandler(Solo(), 0)
+    leaving.signalled = True
+    before = signal.getsignal(signal.SIGTERM)
+    leaving.listen()
+    assert leaving.at(1) == "" and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_signal_is_noted_and_afterwards_does_what_it_did():
+    before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(Solo(), 5.0)
+    leaving.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert leaving.at(1) == BY_SIGNAL
+    finally:
+        leaving.close()
+    assert signal.getsignal(signal.SIGTERM) is before and STATUS == 143
+
+
+def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MS_ENABLE_GRACEFUL_EXIT", raising=False)
+    clock = Clock()
+    named = SimpleNamespace(remote_config_file=str(tmp_path / "mine.json"), exit=False)
+    leaving = PreemptionHandler(Solo(), 5.0, [object(), named], clock)
+    assert leaving.at(1) == ""
+    (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
+    assert leaving.at(2) == ""                              # looked at a moment ago
+    clock.now += 1
+    assert leaving.at(3) == BY_FILE
+    for switched_on, said in ((False, ""), (True, BY_FILE)):
+        if switched_on:
+            monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
+        leaving = PreemptionHandler(Solo(), 5.0)
+        (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
+        assert leaving.at(1) == said
+        os.remove(tmp_path / "graceful_exit.json")
+
+
+@pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
+def test_a_file_that_stays_does_not_end_the_next_training(tmp_path, again):
+    """It ended the one before. Neither ours nor MindSpore's callback heeds it until it is written again; the log says so."""
+    path, clock = tmp_path / "mine.json", Clock()
+    path.write_text('{"GracefulExit": 1}')
+    callback = SimpleNamespace(remote_config_file=str(path), exit=False)
+    leaving = PreemptionHandler(Solo(), 5.0, [callback], clock)
+    assert str(path) in leaving.ignored and "Set GracefulExit to 0" in leaving.ignored
+    for step in range(1, 4):
+        clock.now += 1
+        assert leaving.at(step) == "" and callback.remote_config_file is None
+    path.write_text(again) if again else os.remove(path)
+    clock.now += 1
+    assert leaving.at(4) == (BY_FILE if again and "1" in again else "") and callback.remote_config_file == str(path)
+    assert not leaving.ignored
+    path.write_text('{"GracefulExit": 1}  ')
+    clock.now += 1
+    assert leaving.at(5) == BY_FILE
+
+
+def test_a_request_while_the_network_is_compiled_counts(tmp_path):
+    path = str(tmp_path / "mine.json")
+    callback = SimpleNamespace(remote_config_file=path, exit=False)
+    before = requests({"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]})
+    assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
+    (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
+    leaving = PreemptionHandler(Solo(), 5.0, [callback], Clock(), before=before)
+    assert not leaving.ignored and leaving.at(1) == BY_FILE
+    stays = PreemptionHandler(Solo(), 5.0, [callback], Clock(), before={path: request(path)})
+    assert stays.ignored and stays.at(1) == ""
+
+
+def test_a_callback_that_took_the_signal_is_asked():
+    callback = SimpleNamespace(remote_config_file=None, exit=False)
+    leaving = PreemptionHandler(Solo(), 5.0, [callback])
+    assert leaving.at(1) == ""
+    callback.exit = True
+    assert leaving.at(2) == BY_SIGNAL
+
+
+@pytest.mark.parametrize("content, asks", [('{"GracefulExit": 1}', True), ('{"GracefulExit": 0}', False), ("{}", False),
+                                           ("", False), ("[1]", False), ('{"Grac', False), ('{"GracefulExit": "1"}', False)])
+def test_what_the_file_may_hold(tmp_path, content, asks):
+    (tmp_path / "f.json").write_text(content)
+    assert (request(str(tmp_path / "f.json")) is not None) is asks
+    assert request(str(tmp_path / "absent.json")) is None and request(str(tmp_path)) is None

@@ -1,0 +1,139 @@
+"""A reader's checkpoint stays, and nothing moves under it."""
+import os
+from dataclasses import replace
+
+import pytest
+from folders import RUN, STORAGE, save
+from owners import ELSEWHERE, Time, dead_process, left_by, start
+
+from mindresume.coordination.lease import BEAT, fence, lease_holders
+from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
+from mindresume.model.manifest import FOLDER, attempt_name, run_name
+from mindresume.storage.filesystem import PosixStorage
+
+
+def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
+    save(tmp_path, 5, 1)
+    name = next(name for name in os.listdir(tmp_path / FOLDER))
+    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
+    assert set(read_locks(STORAGE, str(tmp_path))) == {name}
+    assert str(os.getpid()) in read_locks(STORAGE, str(tmp_path))[name]
+    lease.release()
+    assert read_locks(STORAGE, str(tmp_path)) == {}
+    gone = attempt_name(99, run_name(1, "0000aaaa"))
+    assert acquire_read_lock(STORAGE, str(tmp_path), gone, str(tmp_path / FOLDER / gone)) is None
+    assert read_locks(STORAGE, str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_reader_waits_while_somebody_is_about_to_remove_it(tmp_path, goes):
+    save(tmp_path, 5, 1)
+    name = os.listdir(tmp_path / FOLDER)[0]
+    commit_dir, others = tmp_path / FOLDER / name, announce_removal(STORAGE, str(tmp_path), [name])
+    assert read_locks(STORAGE, str(tmp_path)) == {}
+
+    def act(now):
+        if now > 2:
+            if goes:
+                commit_dir.rename(tmp_path / "gone")
+            others.release()
+    time = Time(act)
+    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(commit_dir), sleep=time.sleep)
+    assert (lease is None) == goes and 2 < time.now < 4
+    if lease:
+        lease.release()
+    assert [name for name in os.listdir(tmp_path / FOLDER) if name.startswith("claim")] == []
+
+
+@pytest.mark.parametrize("holder, waits", [(ELSEWHERE, True), (None, False)])
+def test_a_reader_does_not_wait_for_ever(tmp_path, holder, waits):
+    """Who removes it may have died: on this machine that is known at once."""
+    save(tmp_path, 5, 1)
+    name = os.listdir(tmp_path / FOLDER)[0]
+    left_by(tmp_path, replace(holder or dead_process(), purpose="removing", holds=(name,), every=0.0), 0)
+    time = Time()
+    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
+    assert lease is not None and (5 < time.now < 20 if waits else time.now == 0)
+    lease.release()
+
+
+def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
+    save(tmp_path, 5, 1)
+    name = os.listdir(tmp_path / FOLDER)[0]
+    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
+    time = Time()
+    job = start(tmp_path, time=time)
+    fence(STORAGE, str(tmp_path), job.run)
+    assert time.now == 0
+    lease.release()
+
+
+def test_a_dead_reader_holds_nothing(tmp_path):
+    dead = replace(dead_process(), purpose="loading", holds=("step-x",))
+    left_by(tmp_path, dead, sequence=0)
+    assert read_locks(STORAGE, str(tmp_path)) == {} and lease_holders(STORAGE, str(tmp_path)) == []
+
+
+def test_a_reader_elsewhere_holds_until_it_was_silent_for_long(tmp_path):
+    reader = left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
+    now = [0.0]
+    seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
+    assert set(seen()) == {"step-x"}
+    now[0] = BEAT * GIVEN_UP
+    reader.beat()
+    assert set(seen()) == {"step-x"}
+    now[0] += BEAT * GIVEN_UP
+    assert set(seen()) == {"step-x"}
+    now[0] += 1
+    assert seen() == {}
+
+
+def test_a_readers_claim_that_cannot_be_read_may_hold_any_of_them(tmp_path):
+    save(tmp_path, 5, 1)
+    save(tmp_path, 10, 1)
+    names = {name for name in os.listdir(tmp_path / FOLDER)}
+    reader = left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
+    path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
+    seen, content = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0]), path.read_bytes()
+    path.write_bytes(b"x")
+    assert set(seen()) == names and "cannot be read" in seen()[min(names)]
+    start(tmp_path, time=(time := Time()))                          # it saves nothing, so it stops nobody from it
+    assert time.now == 0
+    now[0] = BEAT * GIVEN_UP
+    assert set(seen()) == names
+    now[0] += 1
+    assert seen() == {} and path.exists()
+    path.write_bytes(content)
+    assert set(seen()) == {min(names)}
+
+
+def test_a_reader_that_beats_rarely_is_given_time(tmp_path):
+    left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
+    now = [0.0]
+    seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
+    assert set(seen()) == {"step-x"}
+    now[0] = BEAT * GIVEN_UP + 1
+    assert set(seen()) == {"step-x"}
+    now[0] = 2 * BEAT * GIVEN_UP + 1
+    assert seen() == {}
+
+
+def test_a_claim_without_a_number_that_cannot_be_read_may_be_of_who_removes(tmp_path):
+    """As written by another user, whose files nobody else may read."""
+    save(tmp_path, 5, world=1)
+    name = attempt_name(5, RUN)
+    going, waits = announce_removal(STORAGE, str(tmp_path), [name]), []
+
+    class Private(PosixStorage):
+        def open(self, path):
+            if going.run in path:
+                raise PermissionError(13, "Permission denied", path)
+            return super().open(path)
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            going.release()
+    lease = acquire_read_lock(Private(), str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=sleep)
+    assert lease is not None and len(waits) == 3
+    lease.release()

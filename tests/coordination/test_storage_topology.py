@@ -1,0 +1,387 @@
+"""Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders."""
+import io
+import os
+from dataclasses import replace
+
+import pytest
+from folders import STORAGE, Ranks, place_of, save, write_rank
+
+from mindresume.coordination import lease
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.common_checkpoint import (
+    COMMON,
+    clear,
+    committed,
+    newest_common,
+    order_of,
+    protected_by_peers,
+    record,
+)
+from mindresume.coordination.read_locks import ReadLocks
+from mindresume.coordination.storage_topology import (
+    LOOKS,
+    PATIENCE,
+    SharedGroups,
+    check_not_shared,
+    find_shared_groups,
+    next_common_run,
+    single_group,
+)
+from mindresume.errors import AgreementError, FolderInUseError, RecordError
+from mindresume.formats.records import scan_records
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name
+from mindresume.model.record_codec import seal, unseal
+from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
+from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.verifier import check_files
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.filesystem import PosixStorage
+
+RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
+
+
+def seen(tmp_path, nodes):
+    """``nodes``: by rank, the name of its folder."""
+    for name in set(nodes):
+        (tmp_path / name).mkdir(exist_ok=True)
+    found = Ranks(len(nodes)).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    assert all(shared_groups == found[0] for shared_groups in found), found
+    for name in set(nodes):
+        assert os.listdir(tmp_path / name) == []
+    return found[0]
+
+
+@pytest.mark.parametrize("nodes, leaders", [
+    ("aaaa", (0, 0, 0, 0)), ("aabb", (0, 0, 2, 2)), ("abab", (0, 1, 0, 1)), ("abcd", (0, 1, 2, 3)), ("abbc", (0, 1, 1, 3))])
+def test_who_sees_whom(tmp_path, nodes, leaders):
+    shared_groups = seen(tmp_path, nodes)
+    assert shared_groups.leaders == leaders and shared_groups.is_split is (len(set(nodes)) > 1)
+    for rank, name in enumerate(nodes):
+        assert shared_groups.ranks(rank) == tuple(other for other, where in enumerate(nodes) if where == name)
+        assert shared_groups.is_leader(rank) is (nodes.index(name) == rank)
+    assert shared_groups.of_leaders(list("wxyz")) == [list("wxyz")[leader] for leader in sorted(set(leaders))]
+
+
+def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
+    """Mounted under another name, on another host: a file tells, not a name."""
+    (tmp_path / "shared").mkdir()
+    for name in ("mount0", "mount1"):
+        os.symlink(tmp_path / "shared", tmp_path / name)
+    monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
+    found = Ranks(4).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
+    assert found == [single_group(4)] * 4 and os.listdir(tmp_path / "shared") == []
+
+
+class Late(PosixStorage):
+    """A host that lists what the others made only ``seconds`` after it began to look, and finds it by name just as late if
+    ``by_name``. ``now`` moves when its ranks sleep."""
+
+    def __init__(self, seconds, by_name=True):
+        self.now, self.seconds, self.by_name, self.mine = 0.0, seconds, by_name, set()
+
+    def sleep(self, seconds):
+        self.now += seconds / 2                 # two ranks of this host do
+
+    def rename(self, old, new):
+        self.mine.add(os.path.basename(new))
+        super().rename(old, new)
+
+    def _hidden(self, name):
+        return name.startswith("probe-") and name not in self.mine and self.now < self.seconds
+
+    def list(self, folder):
+        return [name for name in super().list(folder) if not self._hidden(name)]
+
+    def status(self, path):
+        return None if self.by_name and self._hidden(os.path.basename(path)) else super().status(path)
+
+
+def looked_from(tmp_path, hosts, local=False):
+    """Two ranks on each host; one folder."""
+    def work(group):
+        host = hosts[group.rank // 2]
+        return find_shared_groups(host, str(tmp_path), group, host.sleep, lambda path: local)
+    found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
+    assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
+    return found[0].leaders
+
+
+@pytest.mark.parametrize("seconds, by_name", [(30, True), (60, True), (1e9, False)])
+def test_a_shared_folder_that_a_host_lists_late(tmp_path, seconds, by_name):
+    """It was taken for a disk of its own, and two leaders wrote one manifest."""
+    hosts = [Late(seconds, by_name), Late(seconds, by_name)]
+    assert looked_from(tmp_path, hosts) == (0, 0, 0, 0)
+    assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
+
+
+def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path):
+    """Both hosts still list what the other has removed. A folder of something else was taken for one where a job saves, because
+    the folder of records stayed in it, and the training began afresh."""
+    class Old(PosixStorage):
+        shown: set = set()
+
+        def list(self, folder):
+            names = super().list(folder)
+            self.shown |= {name for name in names if name.startswith("probe-")}
+            return sorted({*names, *self.shown}) if folder.endswith(FOLDER) else names
+
+        def sleep(self, seconds):
+            pass
+    assert looked_from(tmp_path, [Old(), Old()]) == (0, 0, 0, 0)
+
+
+def test_that_one_sees_the_other_is_enough(tmp_path):
+    hosts = [Late(1e9), Late(0), Late(1e9)]
+    assert looked_from(tmp_path, hosts) == (0,) * 6 and not any(host.now for host in hosts)
+
+
+@pytest.mark.parametrize("local, looks", [(False, PATIENCE), (True, LOOKS)])
+def test_how_long_nodes_that_share_no_disk_wait(tmp_path, local, looks):
+    hosts = [Late(1e9), Late(1e9)]
+    assert looked_from(tmp_path, hosts, local) == (0, 0, 2, 2)
+    assert [host.now for host in hosts] == [looks - 1] * 2
+
+
+def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
+    class Broken(PosixStorage):
+        def list(self, folder):
+            if folder.endswith(FOLDER) and not self.failed:
+                self.failed = True
+                raise OSError(5, "Input/output error", folder)
+            return super().list(folder)
+        failed = False
+    broken = Broken()
+    found = Ranks(2).run(lambda group: find_shared_groups(broken if group.rank else STORAGE, str(tmp_path), group))
+    assert all(isinstance(error, AgreementError) and "rank 1: OSError" in str(error) for error in found)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("nodes", ["aa", "ab"])
+def test_what_a_job_left_that_was_killed_here_long_ago_goes(tmp_path, nodes):
+    """Also where nobody ever saves, so nobody asks whether that is possible."""
+    old, new = "probe-0123abcd-0", "probe-beef0000-0"
+    for name in set(nodes):
+        (tmp_path / name / FOLDER).mkdir(parents=True)
+        for probe in (old, f".{old}.0123abcd.mindresume-tmp", new):
+            (tmp_path / name / FOLDER / probe).write_bytes(b"")
+            now = (tmp_path / name / FOLDER / probe).stat().st_mtime
+            os.utime(tmp_path / name / FOLDER / probe, (now, now - 3700 * ("0123abcd" in probe)))
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    assert [one.is_split for one in found] == [nodes == "ab"] * 2
+    assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
+
+
+def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
+    def sleep(seconds):
+        raise RuntimeError("interrupted")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "ab"[group.rank]), group, sleep))
+    assert [str(error) for error in found] == ["interrupted"] * 2
+    assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
+
+
+def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
+    assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), Solo()) == single_group(1)
+    (tmp_path / "file").write_text("x")
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "file"), group))
+    assert all(isinstance(error, AgreementError) for error in found)
+
+
+def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
+    for name, run in (("a", run_name(3, "0000aaaa")), ("b", run_name(7, "0000bbbb"))):
+        (tmp_path / name / FOLDER / attempt_name(5, run)).mkdir(parents=True)
+    found = Ranks(4).run(lambda group: next_common_run(STORAGE, str(tmp_path / "aabb"[group.rank]), group))
+    assert len(set(found)) == 1 and found[0].startswith("0008-")
+
+
+def test_two_leaders_of_one_folder_find_each_other(tmp_path):
+    """Whatever was wrong with what they saw: before the first step one of them reads the claim of the other."""
+    mine = lease.Lease(STORAGE, str(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN))
+    theirs = lease.Lease(STORAGE, str(tmp_path), replace(mine.holder, host="node7", pid=7))
+    (tmp_path / FOLDER).mkdir()
+    for one in (mine, theirs):
+        one.publish()
+    check_not_shared(theirs)
+    with pytest.raises(FolderInUseError, match="host node7 and host .* find each other"):
+        check_not_shared(mine)
+    mine.publish()
+    check_not_shared(mine)
+
+
+# ---- a node commits its part ---------------------------------------------------------------------------------------------
+
+def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, told=True):
+    """``told``: the records say which ranks share the folder, as those of versions before do not."""
+    for rank in ranks:
+        write_rank(root, step, rank, world, run, part=ranks if told else ())
+    place = SaveTarget(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
+    committer = Committer(place, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
+    if commit:
+        committer.saved(step)
+        assert committer.pending == []
+    return committer
+
+
+def test_a_node_commits_the_ranks_that_it_has(tmp_path):
+    save_part(tmp_path, 5)
+    found = scan(STORAGE, str(tmp_path)).candidates
+    assert [(c.step, c.part, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
+        (5, (2, 3), 4, [2, 3], True, None)]
+    assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
+    refusal = check_files(STORAGE, str(tmp_path), found[0], 4)
+    assert "only the files of rank 2, 3 of 4 are here: nodes saved it that share no disk" in refusal.reason
+    assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
+
+
+def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
+    """As a person would copy them: the last manifest stays, which is of one node."""
+    save_part(tmp_path, 5, (0, 1))
+    save_part(tmp_path, 5, (2, 3))
+    found = scan(STORAGE, str(tmp_path)).candidates[0]
+    assert (found.part, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
+    assert check_files(STORAGE, str(tmp_path), found, 4) is None
+    assert Committer(place_of(tmp_path, 0, 4, LATER)).adopt() == [5]
+    assert scan(STORAGE, str(tmp_path)).candidates[0].committed
+
+
+def test_the_records_of_a_node_are_its_commit(tmp_path):
+    """It died before its manifest; the next run writes that."""
+    save_part(tmp_path, 5, commit=False)
+    found, = scan(STORAGE, str(tmp_path)).candidates
+    assert (found.part, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
+    assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
+    made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
+    assert made.orphans == made.to_delete == ()
+    assert Committer(place_of(tmp_path, 2, 4, LATER, (2, 3))).adopt() == [5]
+    again, = scan(STORAGE, str(tmp_path)).candidates
+    assert again.committed and replace(again, committed=False) == found
+    assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
+
+
+def test_a_node_of_which_a_rank_has_not_recorded_has_no_part_of_it(tmp_path):
+    write_rank(tmp_path, 5, 2, 4, part=(2, 3))
+    for brief in (False, True):
+        found, = scan_records(STORAGE, str(tmp_path), brief=brief)[0]
+        assert found.problem.reason == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
+        assert (found.part, found.maybe_completed) == ((), False)
+
+
+def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
+    """It may have been whole, so nothing of it goes."""
+    save_part(tmp_path, 5, commit=False)
+    (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
+    found, = scan(STORAGE, str(tmp_path)).candidates
+    assert found.maybe_completed and "the record of rank 3 cannot be read" in found.problem.reason
+
+
+def test_records_of_versions_before_do_not_say_who_shares_the_folder(tmp_path):
+    save_part(tmp_path, 5, commit=False, told=False)
+    found, = scan(STORAGE, str(tmp_path)).candidates
+    assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
+
+
+def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path):
+    for ranks in ((4, 5), (0, 1), (2, 3)):
+        found = scan(STORAGE, str(tmp_path)).candidates
+        save_part(tmp_path, 5, ranks, world=6, commit=False)
+        assert len(found) == (ranks != (4, 5))
+    assert [c.part for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
+    whole, = scan(STORAGE, str(tmp_path)).candidates
+    assert whole.part == () and check_files(STORAGE, str(tmp_path), whole, 6) is None
+
+
+@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3], [[0, 3]],
+                                  [[3, 2]], [[2]], [[2, 3, 3]], [[1, 2], [2, 3]], [[1, "2"]]])
+def test_a_record_of_an_impossible_part(tmp_path, part):
+    save_part(tmp_path, 5)
+    with open(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2), "rb") as file:
+        head, _ = unseal(file, "record")
+    assert head["part"] == [[2, 3]]
+    with pytest.raises(RecordError, match="part"):
+        read_record(io.BytesIO(seal({**head, "part": part})))
+
+
+@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]])
+def test_a_manifest_of_an_impossible_part(tmp_path, part):
+    save_part(tmp_path, 5)
+    path = tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json"
+    with open(path, "rb") as file:
+        head, _ = unseal(file, "manifest")
+    path.write_bytes(seal({**head, "part": part}))
+    with open(path, "rb") as file, pytest.raises(RecordError, match="part|ranks"):
+        Manifest.read(file)
+
+
+# ---- what all nodes have stays -------------------------------------------------------------------------------------------
+
+def names(*steps, run=RUN):
+    return [attempt_name(step, run) for step in steps]
+
+
+def test_the_newest_that_all_have():
+    assert newest_common([names(20, 15, 10), names(15, 10), names(25, 15)]) == names(15)[0]
+    assert newest_common([names(5, run=LATER) + names(20), names(20) + names(5, run=LATER)]) == names(5, run=LATER)[0]
+    assert newest_common([names(20), names(15)]) == newest_common([]) == newest_common([names(5), []]) == ""
+
+
+def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
+    """It alone went on to step 25, and keeps one."""
+    root = str(tmp_path)
+    for step in (5, 10):
+        save_part(tmp_path, step)
+    record(STORAGE, root, names(10)[0], RUN)
+    for step in (15, 20, 25):
+        save_part(tmp_path, step, policy=KeepLast(1))
+    assert committed(STORAGE, root) == names(25, 20, 15, 10)
+    record(STORAGE, root, names(20)[0], RUN)
+    save_part(tmp_path, 30, policy=KeepLast(1))
+    assert committed(STORAGE, root) == names(30, 25, 20)
+    clear(STORAGE, root)
+    clear(STORAGE, root)                                # twice is once
+    save_part(tmp_path, 35, policy=KeepLast(1))
+    assert committed(STORAGE, root) == names(35)
+
+
+def test_what_never_completed_goes_although_it_is_newer_than_what_all_nodes_have(tmp_path):
+    save_part(tmp_path, 5)
+    record(STORAGE, str(tmp_path), names(5)[0], RUN)
+    write_rank(tmp_path, 10, 2, 4, part=(2, 3))
+    save_part(tmp_path, 15, commit=False)
+    for over in (False, True):
+        made = plan(STORAGE, str(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
+        assert [c.step for c in made.orphans] == ([10] if over else []) and made.to_delete == ()
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff"])
+def test_where_nothing_is_known_nothing_goes(tmp_path, content):
+    for step in (5, 10):
+        save_part(tmp_path, step)
+    (tmp_path / FOLDER / COMMON).write_bytes(content)
+    assert set(protected_by_peers(STORAGE, str(tmp_path))) == set(names(5, 10))
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].commit_dir]
+
+
+def test_a_folder_that_all_see_has_no_such_note(tmp_path):
+    save(tmp_path, 5)
+    assert protected_by_peers(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
+    assert SharedGroups((0, 0)).is_split is False
+
+
+def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brought_together(tmp_path):
+    for rank, part in ((0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))):
+        write_rank(tmp_path, 10, rank, 4, part=part)
+    Committer(place_of(tmp_path, 0, 4)).saved(10)
+    for rank in (0, 1):
+        write_rank(tmp_path, 20, rank, 4, part=(0, 1))
+    assert Committer(place_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).adopt() == []
+    Committer(place_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                          # it had done that before
+    found = scan(STORAGE, str(tmp_path)).candidates
+    assert [(c.step, c.committed, c.part) for c in found] == [(20, True, (0, 1)), (10, True, ())]
+    made = plan(STORAGE, str(tmp_path), KeepLast(1), {}, ended=lambda run: True)
+    assert made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"

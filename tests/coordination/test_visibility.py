@@ -1,0 +1,197 @@
+"""What one rank sees, whoever chooses waits for, until it lists it too."""
+import os
+import shutil
+
+import pytest
+from folders import STORAGE, Ranks, name_of, save, write_rank
+from iterations import foreign, write_all
+from iterations import save as save_iteration
+
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.storage_topology import SharedGroups, single_group
+from mindresume.coordination.visibility import PATIENCE, Visibility, wait_until_visible
+from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.model.manifest import FOLDER, attempt_name, run_name
+from mindresume.storage.filesystem import PosixStorage
+
+
+def attempt(step, run=1):
+    return attempt_name(step, run_name(run, "0000aaaa"))
+
+
+class Late(PosixStorage):
+    """A host that believes what it listed first for ``seconds``. ``hidden``: by folder, names that are not in that listing.
+    ``also`` is called each second."""
+
+    def __init__(self, root=None, hidden=(), seconds=30, also=lambda now: None):
+        self.now, self.seconds, self.also = 0.0, seconds, also
+        self.hidden = {os.path.join(root, path) for path in hidden}
+
+    def list(self, folder):
+        names = super().list(folder)
+        return names if self.now >= self.seconds else [name for name in names if os.path.join(folder, name) not in self.hidden]
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.also(self.now)
+
+
+def ask(root, late, ranks=3, late_ranks=(0,), shared_groups=None):
+    """What all ranks get; ``late``: the host of ``late_ranks``."""
+    hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
+    found = Ranks(ranks).run(lambda group: wait_until_visible(
+        hosts[group.rank], str(root), group, shared_groups or single_group(ranks), hosts[group.rank].sleep))
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+def waited(root, hidden, **keys):
+    found = ask(root, Late(root, hidden), **keys)
+    assert found.missing == ()
+    return found.wait_seconds
+
+
+def test_nothing_late_nothing_waited(tmp_path):
+    save(tmp_path, 5, 3)
+    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), Solo(), single_group(1))
+
+
+def test_a_whole_step_that_only_the_others_list(tmp_path):
+    """Rank 0 took step 5, after 0 seconds."""
+    save(tmp_path, 5, 3)
+    save(tmp_path, 10, 3)
+    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}"]) == 30
+
+
+def test_the_first_step_of_all(tmp_path):
+    """Rank 0 would have begun afresh."""
+    save(tmp_path, 5, 3)
+    assert waited(tmp_path, [FOLDER]) == 30
+
+
+@pytest.mark.parametrize("name", ["rank_00001.json", "rank_00000.json", "manifest.json"])
+def test_records_and_manifests_that_appear_late(tmp_path, name):
+    save(tmp_path, 5, 3)
+    save(tmp_path, 10, 3)
+    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}/{name}"]) == 30
+
+
+def test_one_that_a_single_rank_lists(tmp_path):
+    save(tmp_path, 5, 3)
+    save(tmp_path, 10, 3)
+    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}"], late_ranks=(0, 1)) == 15          # two of them sleep
+
+
+def test_a_save_that_never_completed_is_not_waited_for(tmp_path):
+    for rank in (0, 1):
+        write_rank(tmp_path, 5, rank, 3)
+    assert ask(tmp_path, Late()) == Visibility()
+
+
+def test_an_empty_or_absent_folder(tmp_path):
+    assert ask(tmp_path, Late()) == Visibility() == ask(tmp_path / "none", Late())
+
+
+def test_another_number_of_ranks_than_saved_it(tmp_path):
+    save(tmp_path, 5, 4)
+    assert ask(tmp_path, Late(), ranks=2) == Visibility()
+    assert waited(tmp_path, [f"{FOLDER}/{attempt(5)}"], ranks=2) == 30
+
+
+def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
+    save(tmp_path, 5, 3)
+    assert waited(tmp_path / "rank_0", [tmp_path / FOLDER]) == 30
+
+
+# ---- Checkpoint 2.0 ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("late", [
+    [iteration_name(10)], [iteration_name(5), iteration_name(10), TRACKER], [f"{iteration_name(10)}/{FOLDER}"],
+    [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}"], [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/manifest.json"],
+    [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/rank_00001.json"], [TRACKER]])
+def test_an_iteration_that_only_the_others_list(tmp_path, late):
+    """It was looked for one folder too high: nothing was ever waited for, and a first save ended in a fresh start."""
+    save_iteration(tmp_path, 5)
+    save_iteration(tmp_path, 10)
+    assert ask(tmp_path, Late(), ranks=2) == Visibility()
+    assert waited(tmp_path, late, ranks=2) == 30
+
+
+def test_an_iteration_in_the_making(tmp_path):
+    save_iteration(tmp_path, 5)
+    write_all(tmp_path, 10)
+    name = attempt(10)
+    assert ask(tmp_path, Late(), ranks=2) == Visibility()
+    assert waited(tmp_path, [f"{FOLDER}/{name}"], ranks=2) == 30
+    assert waited(tmp_path, [f"{FOLDER}/{name}/{FOLDER}/{name}/rank_00001.json"], ranks=2) == 30
+
+
+def test_the_tracker_leads_to_what_nobody_lists(tmp_path):
+    save_iteration(tmp_path, 5)
+    save_iteration(tmp_path, 10)
+    assert waited(tmp_path, [iteration_name(10)], ranks=2, late_ranks=(0, 1)) == 15
+
+
+# ---- what mindformers wrote alone ------------------------------------------------------------------------------------------
+
+def test_an_iteration_of_mindformers(tmp_path):
+    foreign(tmp_path)
+    for late in ([iteration_name(15)], [f"{iteration_name(15)}/common.json"], [TRACKER]):
+        assert waited(tmp_path, late, ranks=2) == 30
+
+
+def test_rank_folders_of_mindformers(tmp_path):
+    save(tmp_path, 5, 3)
+    shutil.rmtree(tmp_path / FOLDER)
+    assert ask(tmp_path, Late()) == Visibility()
+    for late in ("rank_2", f"rank_1/{name_of(1, 5)}"):
+        assert waited(tmp_path, [late]) == 30
+
+
+# ---- an end ----------------------------------------------------------------------------------------------------------------
+
+def test_at_most_until_no_listing_can_be_that_old(tmp_path):
+    """What is still not listed is said: rank, folder, and what was expected."""
+    save(tmp_path, 5, 3)
+    save(tmp_path, 10, 3)
+    found = ask(tmp_path, Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], seconds=1e9))
+    assert found.wait_seconds == PATIENCE
+    assert f"{tmp_path}/{FOLDER}/{attempt(10)}/manifest.json" in found.missing[0]
+    assert "rank 1" in found.missing[0] and "rank 0" in found.missing[0]
+
+
+def test_what_is_removed_meanwhile_is_not_waited_for(tmp_path):
+    save(tmp_path, 5, 3)
+    save(tmp_path, 10, 3)
+    late = Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], 1e9,
+                also=lambda now: shutil.rmtree(tmp_path / FOLDER / attempt(10)) if now == 7 else None)
+    found = ask(tmp_path, late)
+    assert found.missing == () and found.wait_seconds in (7, 8)           # the others look before or after that
+
+
+def test_a_host_that_cannot_list_for_a_moment(tmp_path):
+    class Stale(Late):
+        def list(self, folder):
+            if self.now < 5:
+                raise OSError(116, "Stale file handle", folder)
+            return super().list(folder)
+
+        def status(self, path):
+            if self.now < 5:
+                raise OSError(116, "Stale file handle", path)
+            return super().status(path)
+    save(tmp_path, 5, 3)
+    assert ask(tmp_path, Stale()) == Visibility(5)
+
+
+# ---- nodes that share no disk ------------------------------------------------------------------------------------------------
+
+def test_each_node_waits_for_what_its_own_ranks_see(tmp_path):
+    """Ranks 0 and 1 have nothing; of 2 and 3, which share a disk, one lists late."""
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "b", 5, 4)
+    shared_groups, late = SharedGroups((0, 0, 2, 2)), Late(tmp_path / "b", [FOLDER])
+    hosts = [Late(), Late(), Late(), late]
+    found = Ranks(4).run(lambda group: wait_until_visible(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group,
+                                                          shared_groups, hosts[group.rank].sleep))
+    assert found == [Visibility(30)] * 4

@@ -1,0 +1,28 @@
+"""The product passes. Some operations here; every operation of all stories in the system tests."""
+import pytest
+
+from mindresume.fault_injection.faults import FAULTS
+from mindresume.fault_injection.runner import Setup, count, prepare, units
+
+
+def troubles(setup, stories, every=1, **how):
+    """(cells, those that do not pass or leave something behind)"""
+    tasks = prepare(setup, stories, **how)
+    done = [cell for unit in units(setup, tasks, every=every) for cell in unit]
+    assert len(done) == count(setup, tasks, every=every)
+    assert {cell.fault for cell in done} == set(FAULTS)
+    return len(done), [cell for cell in done if cell.verdict != "PASS" or cell.left]
+
+
+@pytest.mark.parametrize("story, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
+                                        ("pointers", "iteration")])
+def test_every_fault(folder, story, fmt):
+    cells, found = troubles(Setup(folder), [story], every=5, formats=[fmt])
+    assert found == [] and cells > 20
+
+
+@pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])
+def test_three_ranks_in_other_orders(folder, seed, fmt, start):
+    """Seeds in which rank 0 is the first to be done, so that it waits for the others."""
+    cells, found = troubles(Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt])
+    assert found == [] and cells > 40

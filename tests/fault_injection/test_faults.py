@@ -1,0 +1,350 @@
+"""The simulated machine: what each fault does, and what is left after a loss of power."""
+import errno
+import itertools
+import os
+import random
+from itertools import product
+
+import pytest
+
+from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, Killed, Machine
+from mindresume.fault_injection.ranks import Turns
+from mindresume.storage.filesystem import PosixStorage, publish
+
+
+def machine_of(kind=None, at=1, ranks=1, seed=0):
+    return Machine(PosixStorage(), Turns(ranks, random.Random(0)), Fault(kind, at) if kind else None, random.Random(seed))
+
+
+def content(root):
+    """{path below root: bytes, None of a folder}"""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        found.update({os.path.relpath(os.path.join(folder, name), root): None for name in folders})
+        for name in files:
+            with open(os.path.join(folder, name), "rb") as file:
+                found[os.path.relpath(os.path.join(folder, name), root)] = file.read()
+    return found
+
+
+@pytest.fixture
+def root(folder):
+    """``a/f``, ``a/g``: durable."""
+    os.mkdir(folder + "/a")
+    for name, bytes_ in (("f", b"one"), ("g", b"two")):
+        with open(f"{folder}/a/{name}", "wb") as file:
+            file.write(bytes_)
+    return folder
+
+
+def test_every_fault_is_explained_and_told_apart():
+    assert set(EXPLAINED) == set(FAULTS) and len(set(FAULTS)) == len(FAULTS)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+def attempt(call):
+    try:
+        return call()
+    except OSError as error:
+        return error.errno
+
+
+@pytest.mark.parametrize("kind", ["EIO", "ESTALE"])
+@pytest.mark.parametrize("operation", ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "room"])
+def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
+    before, view = content(root), machine_of(kind).view(0)
+    path = os.path.join(root, "a", "f")
+    calls = {"list": lambda: view.list(os.path.dirname(path)), "status": lambda: view.status(path),
+             "open": lambda: view.open(path).close(), "write": lambda: view.write(path + "2", [b"x"]),
+             "rename": lambda: view.rename(path, path + "2"), "sync": lambda: view.sync(os.path.dirname(path)),
+             "remove": lambda: view.remove(path), "make_folder": lambda: view.make_folder(os.path.join(root, "b")),
+             "room": lambda: view.room(root)}
+    assert attempt(calls[operation]) == ERRORS[kind][0]
+    assert content(root) == before
+    assert not isinstance(attempt(calls[operation]), int) or operation in ("write", "room")     # a count, no error
+    assert (content(root) != before) == (operation in ("write", "rename", "remove", "make_folder"))
+
+
+@pytest.mark.parametrize("kind, code", [("ENOSPC", errno.ENOSPC), ("EDQUOT", errno.EDQUOT)])
+def test_a_full_disk_stays_full_and_what_takes_no_room_works(root, kind, code):
+    machine = machine_of(kind, at=2)
+    view, path = machine.view(0), os.path.join(root, "a", "f")
+    assert view.write(path + "2", [b"x"]) == 1
+    assert [attempt(lambda: view.write(path + "3", [b"x"])) for _ in range(3)] == [code] * 3
+    assert attempt(lambda: view.rename(path, path + "4")) == attempt(lambda: view.make_folder(root + "/b")) == code
+    view.remove(path)
+    assert sorted(view.list(root + "/a")) == ["f2", "g"]
+
+
+def test_an_error_that_is_reported_late_has_taken_effect(root):
+    view = machine_of("EIO after", at=1).view(0)
+    assert attempt(lambda: view.remove(os.path.join(root, "a", "f"))) == errno.EIO
+    assert list(content(root)) == ["a", "a/g"]
+    view = machine_of("EIO after", at=1).view(0)
+    assert view.list(root) == ["a"]                                     # a listing changes nothing: not hit
+
+
+def test_combinations_that_cannot_be():
+    assert not Fault("ENOSPC", 1).hits("list") and not Fault("torn", 1).hits("rename") and not Fault("EIO after", 1).hits("open")
+    assert all(Fault(kind, 1).hits("write") for kind in FAULTS)
+    assert all(Fault(kind, 1).hits("sync") for kind in DEATHS if kind != "torn")
+
+
+# ---- deaths --------------------------------------------------------------------------------------------------------
+
+def dead_after(folder, kind, seed=0, ranks=4):
+    """Ranks that are dead after rank 1 was struck at the second operation."""
+    machine = machine_of(kind, 2, ranks, seed)
+    machine.view(0).list("/")
+    with pytest.raises(Killed):
+        machine.view(1).write(folder + "/never", [b"x"])
+
+    def dies(rank):
+        try:
+            machine.view(rank).list("/")
+        except Killed:
+            return True
+        return False
+    return {rank for rank in range(ranks) if dies(rank)}
+
+
+def test_who_is_killed(folder):
+    assert dead_after(folder, "kill one") == {1}
+    assert dead_after(folder, "kill all") == dead_after(folder, "late") == {0, 1, 2, 3}
+    some = [dead_after(folder, "kill some", seed) for seed in range(100)]
+    assert all(1 in dead for dead in some)
+    assert {len(dead) for dead in some} == {1, 2, 3, 4}
+    assert some == [dead_after(folder, "kill some", seed) for seed in range(100)]
+    assert os.listdir(folder) == []
+
+
+def test_no_except_clause_of_the_product_catches_a_death(root):
+    view = machine_of("kill one", 2).view(0)
+    with pytest.raises(Killed):
+        publish(view, os.path.join(root, "a", "h"), [b"x"], "t")
+    assert sorted(content(root)) == ["a", "a/.h.t.mindresume-tmp", "a/f", "a/g"]       # killed before the rename, nothing cleaned
+
+
+def test_a_kill_keeps_what_the_operating_system_has(root):
+    view = machine_of("kill all", 3).view(0)
+    view.write(root + "/a/h", [b"new"])
+    view.rename(root + "/a/f", root + "/a/i")
+    with pytest.raises(Killed):
+        view.sync(root + "/a")
+    assert content(root) == {"a": None, "a/g": b"two", "a/h": b"new", "a/i": b"one"}
+
+
+def test_a_torn_write_leaves_its_first_half(root):
+    view = machine_of("torn").view(0)
+    with pytest.raises(Killed):
+        view.write(root + "/a/h", iter([b"0123", memoryview(b"456789")]))
+    assert content(root)["a/h"] == b"01234"
+
+
+def test_writes_out_of_order_leave_a_hole(root):
+    found = set()
+    for seed in range(12):
+        machine = machine_of("reorder", seed=seed)
+        with pytest.raises(Killed):
+            machine.view(0).write(root + "/a/h", [bytes(range(1, 13))])
+        found.add(content(root).get("a/h"))
+        if os.path.exists(root + "/a/h"):
+            os.remove(root + "/a/h")
+    assert found == {None, b"\1\2\3\0\0\0\7\10\11"}                       # the middle never arrived; or not even the name
+
+
+# ---- loss of power -------------------------------------------------------------------------------------------------
+
+def lost(root, steps, survives=lambda: False):
+    """What is left of ``steps(view)`` after the power was lost."""
+    machine = machine_of()
+    steps(machine.view(0))
+    machine.lose_power(survives)
+    return content(root)
+
+
+def test_unsynced_names_are_lost_and_synced_ones_stay(root):
+    def steps(view):
+        view.write(root + "/a/h", [b"three"])
+        view.sync(root + "/a")
+        view.write(root + "/a/i", [b"four"])
+    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "a/h": b"three"}
+
+
+def test_a_replaced_file_is_as_before(root):
+    def steps(view):
+        view.write(root + "/a/t", [b"new"])
+        view.rename(root + "/a/t", root + "/a/f")
+    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
+
+
+def test_publish_is_durable(root):
+    assert lost(root, lambda view: publish(view, root + "/a/f", [b"new"], "t")) == {"a": None, "a/f": b"new", "a/g": b"two"}
+
+
+def test_a_removal_comes_back_until_it_is_synced(root):
+    assert lost(root, lambda view: view.remove(root + "/a/f")) == {"a": None, "a/f": b"one", "a/g": b"two"}
+
+    def steps(view):
+        view.remove(root + "/a/f")
+        view.sync(root + "/a")
+    assert lost(root, steps) == {"a": None, "a/g": b"two"}
+
+
+def test_a_folder_has_its_name_back_with_all_that_is_in_it(root):
+    assert lost(root, lambda view: view.rename(root + "/a", root + "/b")) == {"a": None, "a/f": b"one", "a/g": b"two"}
+
+
+def test_changes_inside_a_renamed_folder_belong_to_it(root):
+    def steps(view):
+        view.rename(root + "/a", root + "/b")
+        view.remove(root + "/b/f")
+        view.write(root + "/b/h", [b"x"])
+    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
+
+    def synced_inside(view):
+        view.rename(root + "/a", root + "/b")
+        view.remove(root + "/b/f")
+        view.sync(root + "/b")
+    assert lost(root, synced_inside) == {"a": None, "a/g": b"two"}
+
+
+def test_a_folder_that_was_renamed_and_removed_is_there_again(root):
+    def steps(view):
+        view.rename(root + "/a", root + "/b")
+        for name in "fg":
+            view.remove(f"{root}/b/{name}")
+        view.remove(root + "/b")
+    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
+
+
+def test_a_folder_whose_removal_is_durable_does_not_come_back(root):
+    def steps(view):
+        for name in "fg":
+            view.remove(f"{root}/a/{name}")
+        view.remove(root + "/a")
+        view.sync(root)
+    assert lost(root, steps) == {}
+
+
+def test_of_a_rename_to_another_folder_both_names_change_or_none(root):
+    os.mkdir(root + "/b")
+
+    def steps(view):
+        view.rename(root + "/a", root + "/b/c")
+    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "b": None}
+    for survives, synced in ((True, None), (False, "/b"), (False, "")):
+        def then(view, synced=synced):
+            steps(view)
+            if synced is not None:
+                view.sync(root + synced)
+        assert lost(root, then, lambda survives=survives: survives) == {
+            "b": None, "b/c": None, "b/c/f": b"one", "b/c/g": b"two"}, (survives, synced)
+        os.rename(root + "/b/c", root + "/a")
+
+
+@pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
+def test_a_folder_that_makes_way_for_another(root, fates):
+    """As an iteration that is saved once more: the old one goes to the trash, the new one takes its name."""
+    os.makedirs(root + "/hidden/new")
+    os.rename(root + "/a", root + "/old")
+
+    def steps(view):
+        view.rename(root + "/old", root + "/hidden/trash")
+        view.rename(root + "/hidden/new", root + "/old")
+        view.write(root + "/old/x", [b"x"])
+        view.sync(root + "/old")
+    left = iter(fates)
+    found = {name for name in lost(root, steps, lambda: next(left)) if not name.endswith(("f", "g"))}
+    new = {(True, True): {"old", "old/x"}, (True, False): {"hidden/new", "hidden/new/x"},
+           (False, False): {"old", "hidden/new", "hidden/new/x"}}
+    if fates in new:
+        assert found == {"hidden", *new[fates], *({"hidden/trash"} if fates[0] else ())}
+
+
+def test_a_new_folder_makes_the_changes_beside_it_durable(root):
+    def steps(view):
+        view.rename(root + "/a", root + "/b")
+        view.make_folder(root + "/a")
+    assert set(lost(root, steps)) == {"a", "b", "b/f", "b/g"}
+
+
+def test_a_new_folder_is_durable_at_once(root):
+    assert "b/c" in lost(root, lambda view: view.make_folder(root + "/b/c"))
+
+
+def test_power_at_an_operation_strikes_all_ranks(root):
+    machine = machine_of("power", 3, ranks=2)
+    machine.view(0).write(root + "/a/h", [b"x"])
+    machine.view(1).write(root + "/a/i", [b"x"])
+    with pytest.raises(Killed):
+        machine.view(0).sync(root + "/a")
+    assert content(root) == {"a": None, "a/f": b"one", "a/g": b"two"}
+    with pytest.raises(Killed):
+        machine.view(1).list(root)
+
+
+def test_reordering_keeps_any_subset(folder):
+    """Three unsynced changes of names: all eight outcomes appear, the same one for the same seed."""
+    def outcome(seed):
+        root = f"{folder}/{seed}-{len(os.listdir(folder))}"
+        os.makedirs(root)
+        for name in "xy":
+            with open(f"{root}/{name}", "wb") as file:
+                file.write(b"old")
+        machine = machine_of("reorder", 4, seed=seed)
+        view = machine.view(0)
+        view.write(root + "/z", [b"new"])
+        view.remove(root + "/x")
+        view.rename(root + "/y", root + "/w")
+        with pytest.raises(Killed):
+            view.sync(root)
+        found = content(root)
+        assert ("y" in found) != ("w" in found), "a rename happens or it does not"
+        return "z" in found, "x" in found, "w" in found
+    outcomes = [outcome(seed) for seed in range(60)]
+    assert set(outcomes) == set(product([False, True], repeat=3))
+    assert outcomes == [outcome(seed) for seed in range(60)]
+
+
+# ---- seeing late ---------------------------------------------------------------------------------------------------
+
+def test_names_of_others_arrive_late_and_own_ones_at_once(root):
+    machine = machine_of("late", at=1000, ranks=2)
+    mine, other = machine.view(0), machine.view(1)
+    assert mine.list(root + "/a") == other.list(root + "/a") == ["f", "g"]
+    other.write(root + "/a/h", [b"x"])
+    assert other.list(root + "/a") == ["f", "g", "h"] and other.status(root + "/a/h") is not None
+    assert mine.list(root + "/a") == ["f", "g"] and mine.status(root + "/a/h") is None
+    with pytest.raises(FileNotFoundError):
+        mine.open(root + "/a/h")
+    machine.sleep(LAG / 2)
+    assert mine.status(root + "/a/h") is None
+    machine.sleep(LAG / 2)
+    assert mine.status(root + "/a/h").size == 1 and mine.list(root + "/a") == ["f", "g", "h"]
+
+
+def test_a_host_that_changes_a_folder_looks_anew(root):
+    machine = machine_of("late", at=1000, ranks=2)
+    mine, other = machine.view(0), machine.view(1)
+    mine.list(root + "/a")
+    other.write(root + "/a/h", [b"x"])
+    mine.remove(root + "/a/f")
+    assert mine.list(root + "/a") == ["g", "h"]
+
+
+def test_without_that_fault_everybody_sees_everything(root):
+    machine = machine_of("power", at=1000, ranks=2)
+    assert machine.view(0).list(root + "/a") == ["f", "g"]
+    machine.view(1).write(root + "/a/h", [b"x"])
+    assert machine.view(0).list(root + "/a") == ["f", "g", "h"]
+
+
+def test_operations_are_counted_over_all_ranks(root):
+    machine = machine_of(ranks=2)
+    machine.view(1).list(root)
+    machine.view(0).write(root + "/h", [b"x"])
+    assert [(o.number, o.rank, o.name, o.path) for o in machine.operations] == [
+        (1, 1, "list", root), (2, 0, "write", root + "/h")]
+    assert machine.clock() > 0

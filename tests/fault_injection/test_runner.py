@@ -1,0 +1,168 @@
+"""Cells: which there are, that a number means the same operation every time, and that the same seed gives the same result."""
+import os
+import threading
+
+import pytest
+
+from mindresume.errors import LoadError, SaveError
+from mindresume.fault_injection import runner, scenarios
+from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Operation
+from mindresume.fault_injection.ranks import Hang, Turns
+from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, cells, count, prepare, quick, sampled
+from mindresume.fault_injection.scenarios import STORIES, Story
+from mindresume.storage.filesystem import PosixStorage
+
+
+@pytest.fixture
+def setup(folder):
+    return Setup(folder)
+
+
+def test_the_same_seed_gives_the_same_operations(setup, folder):
+    first, second = prepare(setup, ["save"], ["ckpt"]), prepare(setup, ["save"], ["ckpt"])
+    assert first == second
+    assert len({prepare(Setup(folder, seed=seed), ["first save"], ["ckpt"])[0].operations for seed in range(4)}) > 1
+
+
+def test_every_story_and_format_and_rank_has_operations(setup, folder):
+    tasks = prepare(setup)
+    assert {(task.story, task.format) for task in tasks} == {(name, fmt) for name in STORIES
+                                                          for fmt in ("safetensors", "ckpt", "iteration")}
+    for task in tasks:
+        assert [operation.number for operation in task.operations] == list(range(1, len(task.operations) + 1))
+        assert {operation.rank for operation in task.operations} == ({0} if task.story == "pointers" else {0, 1})
+        assert all(not os.path.isabs(operation.path) for operation in task.operations)
+    assert os.listdir(folder) == []
+
+
+def test_one_cell_for_every_fault_and_operation_it_can_hit(setup, monkeypatch):
+    task, = prepare(setup, ["pointers"], ["ckpt"])
+    monkeypatch.setattr(runner, "cell", lambda setup, task, fault: fault)
+    found = list(cells(setup, task))
+    names = {operation.number: operation.name for operation in task.operations}
+    assert found == [Fault(kind, number) for kind in FAULTS for number in names if Fault(kind, number).hits(names[number])]
+    assert {fault.at for fault in found if fault.kind == "torn"} == {n for n, name in names.items() if name == "write"}
+    assert {fault.at for fault in found if fault.kind == "EIO"} == set(names)
+    assert list(cells(setup, task, ["torn"])) == [fault for fault in found if fault.kind == "torn"]
+
+
+@pytest.mark.parametrize("story, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
+def test_a_number_means_the_same_operation_with_a_fault(setup, story, fmt):
+    task, = prepare(setup, [story], [fmt])
+    for kind in FAULTS:                     # who sees names "late" may do something else before it is struck
+        for operation in task.operations[7::31]:
+            if Fault(kind, operation.number).hits(operation.name):
+                found = cell(setup, task, Fault(kind, operation.number))
+                assert kind == "late" or (found.rank, found.name, found.path) == (operation.rank, operation.name, operation.path)
+
+
+@pytest.mark.parametrize("kind", ["kill some", "reorder", "late", "ENOSPC"])
+def test_a_cell_can_be_repeated(setup, kind):
+    task, = prepare(setup, ["prune"], ["safetensors"])
+    number = next(operation.number for operation in task.operations[20:] if operation.name == "write")
+    first = cell(setup, task, Fault(kind, number))
+    assert first == cell(setup, task, Fault(kind, number))
+    assert (first.story, first.format, first.ranks, first.fault, first.operation) == ("prune", "safetensors", 2, kind, number)
+    assert first.to_json()["verdict"] == first.verdict == "PASS"
+
+
+def test_a_death_ends_the_rank_and_an_error_does_not(setup):
+    """What comes after the fault is part of the attack: a run goes on after an error."""
+    task, = prepare(setup, ["first save"], ["ckpt"])
+    number = next(operation.number for operation in task.operations if operation.name == "write")
+
+    def operations(kind):
+        machine, _ = runner._play(setup, STORIES["first save"], "ckpt", Fault(kind, number))
+        return len(machine.operations)
+    assert all(operations(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some"))
+    assert operations("kill one") > number and operations("EIO") > number
+
+
+def broken(attack, past=((0, 10),)):
+    return Story("broken", "of this test", attack, past)
+
+
+def test_what_fails_without_a_fault_is_not_drilled(setup, monkeypatch):
+    def loses(world, rank):
+        world.did(rank, 0, 20)                  # it says so
+    monkeypatch.setattr(runner, "STORIES", {"broken": broken(loses)})
+    with pytest.raises(SaveError, match="broken, ckpt: without any fault: LOST_WORK"):
+        prepare(setup, ["broken"], ["ckpt"])
+
+
+def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeypatch):
+    def raises(world, rank):
+        world.machine.view(rank).list(world.root)
+        raise ZeroDivisionError("in the product")
+    monkeypatch.setattr(runner, "STORIES", {"broken": broken(raises)})
+    found = cell(setup, Task("broken", "ckpt", ()), Fault("EIO", 1))
+    assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
+
+
+def test_an_error_of_the_product_is_not(setup, monkeypatch):
+    def raises(world, rank):
+        world.machine.view(rank).list(world.root)
+        raise LoadError("said clearly")
+    monkeypatch.setattr(runner, "STORIES", {"broken": broken(raises)})
+    assert cell(setup, Task("broken", "ckpt", ()), Fault("EIO", 1)).verdict == "PASS"
+
+
+def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
+    def hangs(self, works):
+        raise Hang("ranks [0] hang")
+    monkeypatch.setattr(Turns, "run", hangs)
+    machine, verdict = runner._play(setup, STORIES["first save"], "ckpt", None)
+    assert verdict.verdict == "HARD_FAIL" and "ranks [0] hang" in verdict.reason
+
+
+def test_a_fault_that_is_never_reached(setup):
+    """It may change what a rank sees so much that the run ends earlier."""
+    task, = prepare(setup, ["pointers"], ["ckpt"])
+    missed = Operation(len(task.operations) + 1, 0, "write", "never")
+    found = cell(setup, Task(task.story, task.format, (missed,)), Fault("EIO", missed.number))
+    assert (found.verdict, found.operation, found.path) == ("PASS", missed.number, "never")
+
+
+def test_nothing_is_left_behind(setup, folder):
+    hook = threading.excepthook
+    task, = prepare(setup, ["background"], ["ckpt"])
+    for kind in ("kill all", "reorder"):
+        cell(setup, task, Fault(kind, 30))
+    assert os.listdir(folder) == [] and threading.excepthook is hook
+
+
+def test_a_storage_of_ones_own_lies_below_the_machine(folder):
+    seen = []
+
+    class Seen(PosixStorage):
+        def write(self, path, pieces, size=0):
+            seen.append(path)
+            return super().write(path, pieces, size)
+    task, = prepare(Setup(folder, storage=Seen), ["pointers"], ["ckpt"])
+    assert len(seen) == sum(operation.name == "write" for operation in task.operations) > 0
+
+
+def test_weights_differ_by_run_step_and_rank():
+    places = [(run, step, rank) for run in (0, 1) for step in (10, 20) for rank in (0, 1)]
+    assert len({scenarios.tensors(*place)["embedding.weight"].tobytes() for place in places}) == len(places)
+
+
+def test_a_sample_hits_every_story_format_and_fault_and_other_operations_in_each(setup):
+    tasks = prepare(setup, ["first save", "save", "pointers"])
+    found = {(task.story, task.format, kind): [operation.number for operation in sampled(setup, task, kind, 10)]
+             for task in tasks for kind in FAULTS}
+    assert all(found.values())
+    assert count(setup, tasks, every=10) == sum(map(len, found.values())) < count(setup, tasks) / 8
+    for task in tasks:
+        struck = {number for kind in FAULTS for number in found[task.story, task.format, kind]}
+        assert len(struck) > len(task.operations) / 3       # not the same tenth twelve times
+    again = Setup(setup.folder, seed=0), Setup(setup.folder, seed=1)
+    assert [sampled(again[0], task, "EIO", 10) for task in tasks] == [sampled(setup, task, "EIO", 10) for task in tasks]
+    assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [sampled(setup, task, "EIO", 10) for task in tasks]
+
+
+def test_every_one_is_all_of_them(setup):
+    task, = prepare(setup, ["pointers"], ["ckpt"])
+    for kind in FAULTS:
+        assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(kind, o.number).hits(o.name)]
+    assert quick(0) == quick(QUICK) == 1 and quick(QUICK + 1) == 2 and quick(24_442) == 9

@@ -1,0 +1,618 @@
+"""The drill finds broken products: known ways to get saving wrong, put back in one by one, and where each is found.
+
+A mutant breaks one rule of ``docs/format.md``. It counts as found only if the product passes when the same operation is struck.
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mindresume.coordination import lease, lease_acquisition
+from mindresume.errors import FolderInUseError, SaveError
+from mindresume.fault_injection import oracle as judging
+from mindresume.fault_injection import runner, scenarios
+from mindresume.fault_injection.faults import Fault, View
+from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
+from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
+from mindresume.fault_injection.scenarios import Story, World
+from mindresume.formats import rank_folders
+from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name
+from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
+from mindresume.formats.records import scan_records
+from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
+from mindresume.resume import selector, verifier
+from mindresume.resume.verifier import ShardSource, VerifiedShard
+from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer, sync_saver
+from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import Committer
+from mindresume.saving.sync_saver import Outcome, SaveJob
+from mindresume.storage import filesystem
+from mindresume.storage.filesystem import PosixStorage, temporary_name
+from mindresume.tensor_files import FORMATS, read_header
+
+CONTROL, LEFT = "CONTROL", "LEFT"       # found although nothing is struck; by what nobody removes
+FAR = 10**6                             # number of an operation that never comes
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``verdict``: what the drill says of it in ``story`` under ``fault``. ``where``: only operations with this in their name or
+    path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: default one of the rank folders."""
+    name: str
+    mutate: Callable[[Patch], None]
+    story: str
+    fault: str
+    verdict: str
+    where: str = ""
+    seed: int = 0
+    format: str = ""
+
+
+def patch_all(patch: Patch, name: str, value: object) -> None:
+    """In every module that has imported it."""
+    for module in (filesystem, shard_writer, committer, iteration_publisher, lease, lease_acquisition, sync_saver,
+                   garbage_collector, scenarios, judging, rank_folders, verifier, selector):
+        if hasattr(module, name):
+            patch.setattr(module, name, value)
+
+
+# ---- publishing ----------------------------------------------------------------------------------------------------
+
+def publish_without_sync(patch: Patch) -> None:
+    def publish(disk, path, pieces, tag, size=0):
+        temporary = temporary_name(path, tag)
+        count = disk.write(temporary, pieces, size)
+        disk.rename(temporary, path)
+        return count
+    patch_all(patch, "publish", publish)
+
+
+def weights_published_without_sync(patch: Patch) -> None:
+    right = filesystem.publish
+
+    class NoSync:
+        def __init__(self, disk):
+            self.disk = disk
+
+        def __getattr__(self, name):
+            return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
+
+    def publish(disk, path, pieces, tag, size=0):
+        return right(disk if FOLDER in path else NoSync(disk), path, pieces, tag, size)
+    patch_all(patch, "publish", publish)
+
+
+def publish_without_rename(patch: Patch) -> None:
+    def publish(disk, path, pieces, tag, size=0):
+        count = disk.write(path, pieces, size)
+        disk.sync(os.path.dirname(path))
+        return count
+    patch_all(patch, "publish", publish)
+
+
+def pointers_written_in_place(patch: Patch) -> None:
+    right = filesystem.publish
+
+    def publish(disk, path, pieces, tag, size=0):
+        return disk.write(path, pieces, size) if path.endswith(META) else right(disk, path, pieces, tag, size)
+    patch_all(patch, "publish", publish)
+
+
+def record_before_weights(patch: Patch) -> None:
+    right, waiting = filesystem.publish, threading.local()
+
+    def publish(disk, path, pieces, tag, size=0):
+        if os.path.basename(path).startswith("drill_rank"):
+            content = b"".join(map(bytes, pieces))
+            waiting.file = (path, content)
+            return len(content)
+        count = right(disk, path, pieces, tag, size)
+        if record_rank(os.path.basename(path)) is not None:
+            right(disk, waiting.file[0], [waiting.file[1]], tag)
+        return count
+    patch_all(patch, "publish", publish)
+
+
+def errors_of_writing_swallowed(patch: Patch) -> None:
+    right = filesystem.publish
+
+    def publish(disk, path, pieces, tag, size=0):
+        pieces = list(pieces)
+        with suppress(OSError):
+            right(disk, path, pieces, tag, size)
+        return sum(map(len, pieces))
+    patch_all(patch, "publish", publish)
+
+
+def failed_saves_reported_as_saved(patch: Patch) -> None:
+    right = SaveJob.write
+    patch.setattr(SaveJob, "write", lambda self, save: replace(right(self, save), saved=True))
+
+
+def saved_before_it_is_written(patch: Patch) -> None:
+    """The training hears of success when the writer takes the save."""
+    right = AsyncSaver.save
+
+    def save(self, save):
+        right(self, save)
+        self._outcomes.append(Outcome(save.step, True))
+        self._flight = None
+    patch.setattr(AsyncSaver, "save", save)
+
+
+def pointer_before_the_file(patch: Patch) -> None:
+    right = shard_writer.write_shard
+
+    def write_shard(place, part, **how):
+        folder = os.path.join(place.root, folder_name(place.rank))
+        place.storage.make_folder(folder)
+        name = parse_name(os.path.basename(part.files[0].path))
+        filesystem.publish_json(place.storage, os.path.join(folder, META), meta_json(name), place.run)
+        return right(place, part, **how)
+    patch_all(patch, "write_shard", write_shard)
+
+
+# ---- committing ----------------------------------------------------------------------------------------------------
+
+def manifest_without_all_ranks(patch: Patch) -> None:
+    """Whoever is there is enough."""
+    def _manifest(self, place, step):
+        found, attempt = [], place.attempt(step)
+        for name in self.place.storage.list(attempt):
+            if record_rank(name) is not None:
+                with self.place.storage.open(os.path.join(attempt, name)) as file:
+                    found.append(read_record(file))
+        first = found[0][0]
+        return Manifest(first.run, first.state, 0.0, tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
+    missing = Committer._missing
+    patch.setattr(Committer, "_missing", lambda self, step, by_name=False: [
+        rank for rank in missing(self, step, by_name) if rank == 0])
+    patch.setattr(Committer, "_manifest", _manifest)
+
+
+def commit_that_gives_up_cleans_up(patch: Patch) -> None:
+    """Who does not see the records of all ranks in time takes the save for dead and removes it."""
+    right = Committer.finish
+
+    def finish(self, deadline, pause=0.2):
+        left = right(self, deadline, pause)
+        for step in left:
+            disk, attempt = self.place.storage, self.place.attempt(step)
+            for name in disk.list(attempt):
+                disk.remove(os.path.join(attempt, name))
+        return left
+    patch.setattr(Committer, "finish", finish)
+
+
+def half_written_files_are_not_cleaned(patch: Patch) -> None:
+    patch_all(patch, "clean_own_folder", lambda place: [])
+
+
+# ---- choosing ------------------------------------------------------------------------------------------------------
+
+def oldest_first(patch: Patch) -> None:
+    right = selector.scan
+    patch.setattr(selector, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+        right(disk, root)))
+
+
+def highest_step_first(patch: Patch) -> None:
+    """Of whatever run."""
+    right = selector.scan
+    patch.setattr(selector, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
+        found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
+
+
+def missing_ranks_forgiven(patch: Patch) -> None:
+    """A save without manifest counts as soon as one rank recorded it."""
+    right = selector.scan
+
+    def scan(disk, root):
+        found = right(disk, root)
+        return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
+                                               for c in found.candidates))
+    patch.setattr(selector, "scan", scan)
+
+
+def only_manifests_count(patch: Patch) -> None:
+    """What all ranks recorded and nobody committed is not looked at."""
+    right = selector.scan
+
+    def scan(disk, root):
+        found = right(disk, root)
+        return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
+    patch.setattr(selector, "scan", scan)
+
+
+def believe_everything(patch: Patch) -> None:
+    """Records and files are taken as they are."""
+    def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, layouts=None):
+        return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
+    patch.setattr(selector, "verify_rank", prove_nothing)
+    patch.setattr(selector, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
+
+
+def believe_everything_and_write_in_place(patch: Patch) -> None:
+    record_before_weights(patch)
+    publish = filesystem.publish
+    patch_all(patch, "publish", lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size))
+    believe_everything(patch)
+
+
+class _InPlace:
+    """Temporary names are the final ones."""
+
+    def __init__(self, disk):
+        self.disk = disk
+
+    def __getattr__(self, name):
+        return getattr(self.disk, name)
+
+    def write(self, path, pieces, size=0):
+        folder, name = os.path.split(path)
+        return self.disk.write(os.path.join(folder, name[1:].rsplit(".", 2)[0] if "drill_rank" in name else name), pieces, size)
+
+    def rename(self, old, new):
+        if "drill_rank" not in old:
+            self.disk.rename(old, new)
+
+
+# ---- removing ------------------------------------------------------------------------------------------------------
+
+def prune_before_saving(patch: Patch) -> None:
+    """Room is made first, as if the new one were there already."""
+    right = shard_writer.write_shard
+
+    def write_shard(place, part, **how):
+        if place.rank == 0 and part.state.step in (20, 30):
+            found = [c for c in scan_records(place.storage, place.root)[0] if c.committed]
+            garbage_collector.carry_out(place.storage, place.root, garbage_collector.Plan(to_delete=tuple(found)))
+        return right(place, part, **how)
+    patch_all(patch, "write_shard", write_shard)
+
+
+def prune_keeps_nothing(patch: Patch) -> None:
+    patch.setattr(garbage_collector, "protected", lambda *args: {})
+    patch.setattr(garbage_collector, "_policy_says", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
+
+
+def prune_takes_what_is_unfinished(patch: Patch) -> None:
+    """Also what other ranks are just writing."""
+    right = garbage_collector.plan
+
+    def plan(*args, **how):
+        made = right(*args, **how)
+        return replace(made, orphans=made.orphans + made.unfinished, unfinished=())
+    patch_all(patch, "plan", plan)
+
+
+def removal_without_rename(patch: Patch) -> None:
+    def carry_out(disk, root, made, read_locks=dict, emit=print):
+        to_delete = [*made.to_delete, *made.orphans]
+        for candidate in to_delete:
+            garbage_collector._clear(disk, root, candidate.attempt, ())
+        garbage_collector.empty_trash(disk, root, read_locks)
+        return to_delete
+    patch_all(patch, "carry_out", carry_out)
+
+
+def records_removed_before_weights(patch: Patch) -> None:
+    def _clear(disk, root, trash, claimed):
+        paths = garbage_collector.weights_of(disk, root, trash)
+        for entry in disk.list(trash):
+            disk.remove(os.path.join(trash, entry))
+        disk.remove(trash)
+        for path in paths:
+            disk.remove(path)
+    patch.setattr(garbage_collector, "_clear", _clear)
+
+
+def weights_removed_without_sync(patch: Patch) -> None:
+    def _clear(disk, root, trash, claimed):
+        for path in garbage_collector.weights_of(disk, root, trash):
+            disk.remove(path)
+        for entry in disk.list(trash):
+            disk.remove(os.path.join(trash, entry))
+        disk.remove(trash)
+    patch.setattr(garbage_collector, "_clear", _clear)
+
+
+def trash_is_never_emptied(patch: Patch) -> None:
+    patch.setattr(garbage_collector, "empty_trash", lambda *args, **how: None)
+
+
+# ---- iteration folders -----------------------------------------------------------------------------------------------
+
+def tracker_before_the_rename(patch: Patch) -> None:
+    right = iteration_publisher.publish_iteration
+
+    def publish_iteration(place, step, newest=True, emit=print):
+        iteration_publisher.set_tracker(place.storage, place.root, step, place.run)
+        right(place, step, newest, emit)
+    patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
+
+
+def rename_before_the_manifest(patch: Patch) -> None:
+    """It has its name first, and is completed there."""
+    class There(shard_writer.Place):
+        def base(self, step):
+            return os.path.join(self.root, iteration_name(step))
+
+    def try_commit(self, step, by_name=False):
+        missing = self._missing(step, by_name)
+        if not missing:
+            iteration_publisher.publish_iteration(self.place, step)
+            place = There(**vars(self.place))
+            manifest = self._manifest(place, step)
+            committer.publish(place.storage, os.path.join(place.attempt(step), MANIFEST), [manifest.encode()], place.run)
+            self.prune()
+        return missing
+    patch.setattr(Committer, "try_commit", try_commit)
+
+
+def small_files_after_the_manifest(patch: Patch) -> None:
+    right, late = iteration_publisher.publish, threading.local()
+
+    def publish(disk, path, pieces, tag, size=0):
+        name = os.path.basename(path)
+        if name in (COMMON, METADATA):
+            late.files = [*getattr(late, "files", ()), (path, list(pieces))]
+            return sum(map(len, late.files[-1][1]))
+        return right(disk, path, pieces, tag, size)
+
+    def manifest_first(disk, path, pieces, tag, size=0):
+        count = right(disk, path, pieces, tag, size)
+        files, late.files = getattr(late, "files", ()), ()
+        for small, content in files:
+            right(disk, small, content, tag)
+        return count
+    patch.setattr(iteration_publisher, "publish", publish)
+    patch.setattr(committer, "publish", manifest_first)
+
+
+def replaced_folder_removed_first(patch: Patch) -> None:
+    """Room is made before the new one is complete, as mindformers does."""
+    right = shard_writer.write_shard
+
+    def write_shard(place, part, **how):
+        target = os.path.join(place.root, iteration_name(part.state.step))
+        if place.rank == 0 and place.storage.status(target) is not None:
+            filesystem.remove_tree(place.storage, target)
+        return right(place, part, **how)
+    patch_all(patch, "write_shard", write_shard)
+
+
+def replaced_folder_written_into(patch: Patch) -> None:
+    """Its files are replaced one by one."""
+    right = iteration_publisher.publish_iteration
+
+    def publish_iteration(place, step, newest=True, emit=print):
+        disk, target = place.storage, os.path.join(place.root, iteration_name(step))
+        if disk.status(target) is None:
+            return right(place, step, newest, emit)
+        for name in disk.list(place.base(step)):
+            if name != FOLDER:
+                disk.rename(os.path.join(place.base(step), name), os.path.join(target, name))
+        disk.rename(place.attempt(step), os.path.join(target, FOLDER, os.path.basename(place.attempt(step))))
+        filesystem.remove_tree(disk, place.base(step))
+        return iteration_publisher.set_tracker(disk, place.root, step, place.run)
+    patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
+
+
+def tracker_names_what_is_being_replaced(patch: Patch) -> None:
+    patch.setattr(iteration_publisher, "_lead_elsewhere", lambda *args: None)
+
+
+def intent_forgotten(patch: Patch) -> None:
+    right = iteration_publisher.publish
+    patch.setattr(iteration_publisher, "publish", lambda disk, path, pieces, tag, size=0: 0 if os.path.basename(path).startswith(
+        "tracker-") else right(disk, path, pieces, tag, size))
+
+
+def intents_are_never_settled(patch: Patch) -> None:
+    patch.setattr(iteration_publisher, "intents", lambda names: set())  # neither by the next run nor by the next save
+
+
+def renamed_without_sync(patch: Patch) -> None:
+    class NoSync:
+        def __init__(self, disk):
+            self.disk = disk
+
+        def __getattr__(self, name):
+            return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
+    right = iteration_publisher.publish_iteration
+
+    def set_tracker(disk, root, step, tag):
+        temporary = temporary_name(os.path.join(root, TRACKER), tag)
+        disk.write(temporary, [str(step).encode()])
+        disk.rename(temporary, os.path.join(root, TRACKER))
+        PosixStorage().sync(root) if isinstance(disk, PosixStorage) else disk.disk.sync(root)
+
+    def publish_iteration(place, step, newest=True, emit=print):
+        patch.setattr(iteration_publisher, "set_tracker", set_tracker)
+        right(replace(place, storage=NoSync(place.storage)), step, newest, emit)
+    patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
+
+
+def iteration_removed_without_rename(patch: Patch) -> None:
+    def carry_out(disk, root, made, read_locks=dict, emit=print):
+        to_delete = [*made.to_delete, *made.orphans]
+        for candidate in to_delete:
+            filesystem.remove_tree(disk, candidate.commit_dir)
+        garbage_collector.empty_trash(disk, root, read_locks)
+        return to_delete
+    patch_all(patch, "carry_out", carry_out)
+
+
+ITERATION_MUTANTS = [
+    Mutant("tracker before the rename", tracker_before_the_rename, "pointers", "kill all", HARD_FAIL, "rename"),
+    Mutant("rename before the manifest", rename_before_the_manifest, "pointers", "kill all", HARD_FAIL, "json"),
+    Mutant("small files after the manifest", small_files_after_the_manifest, "pointers", "kill all", HARD_FAIL, "common"),
+    Mutant("replaced folder removed first", replaced_folder_removed_first, "save again", "kill all", LOST_WORK, "sync"),
+    Mutant("replaced folder written into", replaced_folder_written_into, "save again", "kill all", HARD_FAIL,
+           "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/"),
+    Mutant("tracker names what is being replaced", tracker_names_what_is_being_replaced, "save again", "kill all", HARD_FAIL,
+           "rename checkpoint/.mindresume/step-0000000020"),
+    Mutant("intent forgotten", intent_forgotten, "pointers", "kill all", LOST_WORK, "latest"),
+    Mutant("intents are never settled", intents_are_never_settled, "pointers", "kill all", LEFT, "remove"),
+    Mutant("renamed without sync", renamed_without_sync, "pointers", "reorder", LOST_WORK, "sync checkpoint", seed=8),
+    Mutant("iteration removed without rename", iteration_removed_without_rename, "prune", "kill all", LEFT, "remove"),
+    Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK, "list"),
+    Mutant("publish without sync", publish_without_sync, "pointers", "power", LOST_WORK, "latest"),
+    Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL, "json"),
+    Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT, "remove"),
+]
+
+MUTANTS = [
+    Mutant("publish without sync", publish_without_sync, "save", "power", LOST_WORK),
+    Mutant("publish without sync", publish_without_sync, "first save", "power", HARD_FAIL),
+    Mutant("weights published without sync", weights_published_without_sync, "save", "reorder", LOST_WORK, "meta.json"),
+    Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL),
+    Mutant("pointers written in place", pointers_written_in_place, "pointers", "torn", HARD_FAIL),
+    Mutant("record before weights", record_before_weights, "first save", "kill all", HARD_FAIL, "rank_0"),
+    Mutant("errors of writing swallowed", errors_of_writing_swallowed, "first save", "EIO", HARD_FAIL),
+    Mutant("errors of writing swallowed", errors_of_writing_swallowed, "save", "ENOSPC", LOST_WORK),
+    Mutant("failed saves reported as saved", failed_saves_reported_as_saved, "save", "EIO", LOST_WORK, "write"),
+    Mutant("saved before it is written", saved_before_it_is_written, "background", "kill all", LOST_WORK),
+    Mutant("pointer before the file", pointer_before_the_file, "first save", "kill all", HARD_FAIL),
+    Mutant("manifest without all ranks", manifest_without_all_ranks, "first save", "kill one", HARD_FAIL),
+    Mutant("a commit that gives up cleans up", commit_that_gives_up_cleans_up, "first save", "late", CONTROL, seed=3),
+    Mutant("half-written files are not cleaned", half_written_files_are_not_cleaned, "first save", "kill all", LEFT, "rename"),
+    Mutant("oldest first", oldest_first, "save", "", CONTROL),
+    Mutant("highest step first", highest_step_first, "save again", "kill all", LOST_WORK, "rename"),
+    Mutant("missing ranks forgiven", missing_ranks_forgiven, "first save", "kill all", SILENT_DIVERGENCE, "write"),
+    Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK),
+    Mutant("only manifests count", only_manifests_count, "save", "kill one", LOST_WORK, "manifest"),
+    Mutant("believe everything and write in place", believe_everything_and_write_in_place, "first save", "torn",
+           SILENT_DIVERGENCE),
+    Mutant("prune before saving", prune_before_saving, "prune", "kill all", HARD_FAIL, "write"),
+    Mutant("prune keeps nothing", prune_keeps_nothing, "prune", "", CONTROL),
+    Mutant("prune takes what is unfinished", prune_takes_what_is_unfinished, "save", "", CONTROL),
+    Mutant("removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"),
+    Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
+    Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),
+    Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT),
+    *(replace(mutant, format=scenarios.ITERATION) for mutant in ITERATION_MUTANTS),
+]
+
+
+def verdict_of(found: Cell) -> str:
+    return LEFT if found.verdict == "PASS" and found.left else found.verdict
+
+
+def hunt(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
+    for operation in task.operations:
+        fault = Fault(mutant.fault, operation.number)
+        if fault.hits(operation.name) and mutant.where in f"{operation.name} {operation.path}":
+            yield cell(setup, task, fault)
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    """The table of docs/reliability.md: pytest -s tests/fault_injection/test_teeth.py."""
+    rows: list[str] = []
+    yield rows
+    print("\n" + "\n".join(["| mutant | found by | in | fault | cells |", "|---|---|---|---|---|", *rows]))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.story}, {mutant.format}")
+def test_a_mutant_is_found(mutant, folder, table):
+    setup, fmt = Setup(folder, seed=mutant.seed), mutant.format or FORMATS[MUTANTS.index(mutant) % 2]
+    right, = prepare(setup, [mutant.story], [fmt])
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.mutate(patch)
+        if mutant.verdict == CONTROL:
+            table.append(f"| {mutant.name} | the story itself | {mutant.story}, {fmt} | {mutant.fault} | 1 |")
+            if mutant.fault:
+                assert runner._play(setup, scenarios.STORIES[mutant.story], fmt, Fault(mutant.fault, FAR))[1].verdict != "PASS"
+            else:
+                with pytest.raises(SaveError, match="without any fault"):
+                    prepare(setup, [mutant.story], [fmt])
+            return
+        task, = prepare(setup, [mutant.story], [fmt])
+        cells = ((number, found) for number, found in enumerate(hunt(setup, task, mutant), 1) if verdict_of(found) != "PASS")
+        needed, found = next(cells, (0, None))
+    assert found is not None, "the mutant survives"
+    assert verdict_of(found) == mutant.verdict, found
+    table.append(f"| {mutant.name} | {mutant.verdict} | {mutant.story}, {fmt} | {mutant.fault} | {needed} |")
+    # ... and it was the mutant: the product passes when the same operation is struck.
+    struck = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
+    for number in struck[:2] or [min(found.operation, len(right.operations))]:
+        fault = Fault(mutant.fault, number)
+        assert not fault.hits(right.operations[number - 1].name) or verdict_of(cell(setup, right, fault)) == "PASS"
+
+
+def test_there_is_a_mutant_for_every_way_to_fail():
+    assert {mutant.verdict for mutant in MUTANTS} == {HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE, LEFT, CONTROL}
+    assert len({mutant.name for mutant in MUTANTS}) >= 20
+
+
+# ---- what the seven stories do not reach, with stories and disks of this test -----------------------------------------
+
+def play(patch: Patch, folder: str, story: Story, fault: Fault | None = None, disk: type[PosixStorage] = PosixStorage) -> str:
+    """The verdict of one run of a story."""
+    patch.setattr(runner, "STORIES", {**scenarios.STORIES, story.name: story})
+    return runner._play(Setup(folder, storage=disk), story, "safetensors", fault)[1].verdict
+
+
+def _taken_over(world: World, rank: int) -> None:
+    """Run 1 was taken for dead; now it wakes up and goes on."""
+    try:
+        shard_writer.write_shard(world.place(rank, 0), scenarios.shard(world.place(rank, 0), 30, world.format))
+    except FolderInUseError:
+        return
+    raise AssertionError("a run that lost its folder saves into it")
+
+
+TAKEN_OVER = Story("taken over", "a run that was taken for dead wakes up", _taken_over,
+                   also=lambda root, fmt, ranks: scenarios.save_quietly(root, fmt, ranks, 1, 20))
+
+
+def test_a_late_writer_without_a_fence(folder, monkeypatch):
+    assert play(monkeypatch, folder, TAKEN_OVER) == "PASS"
+    monkeypatch.setattr(shard_writer, "fence", lambda *args: None)
+    assert play(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
+
+
+def _same_names(world: World, rank: int) -> None:
+    """Another job saves step 10 under the names of the first run."""
+    place, part = world.place(rank, 1), scenarios.shard(world.place(rank, 1), 10, world.format)
+    taken = scenarios.shard(world.place(rank, 0), 10, world.format).files[0].path
+    shard_writer.write_shard(place, replace(part, files=(replace(part.files[0], path=taken),)))
+
+
+SAME_NAMES = Story("same names", "another job uses the names of the first run", _same_names)
+
+
+def test_files_that_are_overwritten(folder, monkeypatch):
+    assert play(monkeypatch, folder, SAME_NAMES) == "PASS"
+    assert {play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
+    monkeypatch.setattr(View, "status", lambda self, path: None)            # "nothing is there"
+    assert HARD_FAIL in [play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
+
+
+class Rotten(PosixStorage):
+    """Says that it wrote what it was given, and wrote something else into the weights of step 30."""
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        if new.endswith("-3_10.safetensors"):
+            with open(new, "r+b") as file:
+                at = read_header(file, new).tensors["embedding.weight"].ranges[0][0]
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1]))
+
+
+def test_a_disk_that_lies(folder, monkeypatch):
+    save = scenarios.STORIES["save"]
+    assert play(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
+    believe_everything(monkeypatch)
+    assert play(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE

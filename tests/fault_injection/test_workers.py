@@ -1,0 +1,84 @@
+"""The command's processes: they answer, they end with it, and nothing of them stays."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindresume.fault_injection.workers import Workers
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 600.0                        # seconds after which a test on a busy machine is given up
+
+
+def square(number):
+    return number * number
+
+
+def refuse(number):
+    raise ValueError(f"no {number}")
+
+
+def die(number):
+    os._exit(3)
+
+
+def folder_of(tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "file").touch()
+    return folder
+
+
+def test_results_errors_and_deaths(tmp_path):
+    folder = folder_of(tmp_path)
+    with Workers(2, str(folder)) as workers:
+        assert sorted(workers.map(square, range(7))) == [0, 1, 4, 9, 16, 25, 36]
+        assert list(workers.map(square, [])) == []
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="no 5"), Workers(1, str(folder_of(tmp_path))) as workers:
+        list(workers.map(refuse, [5]))
+    with pytest.raises(ChildProcessError, match="died"), Workers(1, str(folder_of(tmp_path))) as workers:
+        list(workers.map(die, [5]))
+    assert os.listdir(tmp_path) == []
+
+
+def processes_of(session):
+    """{pid: command} of the living processes in a session."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+                state, _, _, own = file.read().rpartition(")")[2].split()[:4]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(own) == session and state != "Z":
+            found[int(pid)] = command
+    return found
+
+
+def until(condition):
+    late = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < late, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_the_drill_and_nothing_stays(tmp_path, number):
+    """To the process alone, as ``kill`` does it; striking takes minutes, so that it is always at work."""
+    drill = subprocess.Popen([sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    until(lambda: list(tmp_path.glob("mindresume-drill-*/cell-*")))
+    drill.send_signal(number)
+    out, err = drill.communicate(timeout=PATIENCE)
+    until(lambda: not processes_of(drill.pid) and os.listdir(tmp_path) == [])
+    assert "Traceback" not in err
+    if number == signal.SIGKILL:
+        assert drill.returncode == -number
+    else:
+        assert drill.returncode == 128 + number and "the drill was stopped" in err and out.startswith("| story | format |")

@@ -1,0 +1,235 @@
+"""Iteration folders as candidates: what is recognised, what foreign ones tell, the order that the tracker gives."""
+import os
+
+import pytest
+from folders import RUN, STORAGE
+from iterations import FOREIGN, folder_of, foreign, intend, making, save, track, unname, write_all, write_rank
+
+from mindresume.errors import DamagedFileError
+from mindresume.formats import MINDFORMERS, OURS
+from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, Common
+from mindresume.formats.iteration_scan import (
+    common_from,
+    common_of,
+    foreign_candidate,
+    intent_name,
+    intents,
+    is_iteration,
+    state_of,
+    tracked,
+)
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER, run_name
+from mindresume.model.training_state import TrainingState
+from mindresume.storage.filesystem import PosixStorage
+
+NEXT = run_name(2, "0000bbbb")
+
+
+def found(root):
+    return [(c.step, c.run) for c in scan(STORAGE, str(root)).candidates]
+
+
+# ---- what is one -----------------------------------------------------------------------------------------------------
+
+def test_an_iteration_folder_is_told_by_its_name_or_its_files(tmp_path):
+    save(tmp_path, 10)
+    foreign(tmp_path, "mf190_20_single", (15,))
+    for step in (10, 15):
+        assert is_iteration(STORAGE, str(folder_of(tmp_path, step)))
+        os.rename(folder_of(tmp_path, step), tmp_path / f"best {step}")
+        assert is_iteration(STORAGE, str(tmp_path / f"best {step}"))
+    assert not is_iteration(STORAGE, str(tmp_path)) and not is_iteration(STORAGE, str(tmp_path / "none"))
+    (tmp_path / "iteration_00000020").write_text("")
+    assert not is_iteration(STORAGE, str(tmp_path / "iteration_00000020"))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "net-model-0000000-0000001.safetensors").write_bytes(b"")
+    assert not is_iteration(STORAGE, str(tmp_path / "weights"))             # weights alone: no counters to resume from
+
+
+@pytest.mark.parametrize("name", ["iteration_0000010", "iteration_00000010", "iteration_10", "iteration_000000000010"])
+def test_any_number_of_digits(tmp_path, name):
+    save(tmp_path, 10)
+    os.rename(folder_of(tmp_path, 10), tmp_path / name)
+    assert found(tmp_path) == [(10, RUN)]
+    assert scan(STORAGE, str(tmp_path)).candidates[0].problem is None
+
+
+@pytest.mark.parametrize("name", ["iteration_", "iteration_1x", "iteration_-1", "Iteration_00000010", "iteration_" + "1" * 19,
+                                  "iteration_10.bak", "iteration_١٠"])
+def test_other_names_are_none(tmp_path, name):
+    save(tmp_path, 10)
+    os.rename(folder_of(tmp_path, 10), tmp_path / name)
+    assert found(tmp_path) == []
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+def test_without_a_tracker_the_later_run_goes_first_whatever_its_steps(tmp_path):
+    save(tmp_path, 10, 30)
+    save(tmp_path, 20, run=NEXT)
+    os.remove(tmp_path / TRACKER)
+    assert found(tmp_path) == [(20, NEXT), (30, RUN), (10, RUN)]
+
+
+def test_with_a_tracker_steps_go_down_from_it_and_newer_ones_come_last(tmp_path):
+    save(tmp_path, 10, 30, 40)
+    save(tmp_path, 20, run=NEXT)
+    assert found(tmp_path) == [(20, NEXT), (10, RUN), (40, RUN), (30, RUN)]
+    track(tmp_path, 30)
+    assert found(tmp_path) == [(30, RUN), (20, NEXT), (10, RUN), (40, RUN)]
+
+
+def test_of_one_step_the_later_run_goes_first(tmp_path):
+    save(tmp_path, 10)
+    unname(tmp_path, 10)
+    save(tmp_path, 10, run=NEXT)
+    assert found(tmp_path) == [(10, NEXT), (10, RUN)]
+
+
+def test_all_that_is_ready_goes_before_what_the_tracker_names(tmp_path):
+    save(tmp_path, 10)
+    write_all(tmp_path, 20)
+    write_all(tmp_path, 30)
+    write_rank(tmp_path, 40, 0)
+    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN), (40, RUN)]
+
+
+def test_what_is_ready_and_what_was_meant_to_be_tracked_go_together(tmp_path):
+    save(tmp_path, 10, 20)
+    unname(tmp_path, 20)
+    track(tmp_path, 10)
+    intend(tmp_path, 20)
+    write_all(tmp_path, 30)
+    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
+
+
+@pytest.mark.parametrize("finish", [write_all, lambda root, step: (save(root, step), unname(root, step))])
+def test_a_tracker_that_is_late_is_not_taken_for_set_back_when_more_was_saved_since(tmp_path, finish):
+    """Step 20 was committed and shown, but the tracker could not be written; then all ranks died before step 30 had a name."""
+    save(tmp_path, 10, 20)
+    finish(tmp_path, 30)
+    track(tmp_path, 10)
+    intend(tmp_path, 20)
+    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
+    assert any("names step 10: the job that saved step 20 died" in note for note in scan(STORAGE, str(tmp_path)).notes)
+
+
+def test_a_tracker_that_was_set_back_is_honoured_although_an_older_intent_was_left(tmp_path):
+    save(tmp_path, 10, 20, 30)
+    intend(tmp_path, 20)                                        # its removal had failed; step 30 came to the tracker
+    track(tmp_path, 10)
+    assert found(tmp_path) == [(10, RUN), (30, RUN), (20, RUN)]
+    write_all(tmp_path, 40)
+    assert found(tmp_path) == [(10, RUN), (40, RUN), (30, RUN), (20, RUN)]
+
+
+@pytest.mark.parametrize("time", [1.0, 4e9])
+def test_foreign_folders_lie_between_our_runs_by_their_steps_whatever_the_times(tmp_path, time):
+    foreign(tmp_path, "mf190_20_single", (10, 15))
+    save(tmp_path, 12)
+    save(tmp_path, 20, run=NEXT)
+    os.remove(tmp_path / TRACKER)
+    for step in (10, 15):
+        for path in folder_of(tmp_path, step).iterdir():
+            os.utime(path, (time, time))
+    assert found(tmp_path) == [(20, NEXT), (15, None), (12, RUN), (10, None)]
+
+
+# ---- tracker and intents ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("content, step", [(b"20", 20), (b" 20\n", 20), (b"0", 0), (b"", None), (b"-1", None), (b"\xff", None),
+                                           (b"9" * 2000, None), (b"0" * 1000 + b"7", 7)])
+def test_what_the_tracker_names(tmp_path, content, step):
+    track(tmp_path, content)
+    assert tracked(STORAGE, str(tmp_path)) == step
+
+
+def test_no_tracker_names_nothing(tmp_path):
+    assert tracked(STORAGE, str(tmp_path)) is None
+    (tmp_path / TRACKER).mkdir()
+    assert tracked(STORAGE, str(tmp_path)) is None
+
+
+def test_intents_are_told_from_other_names():
+    assert intents([intent_name(step) for step in (0, 20, 10**17)]) == {0, 20, 10**17}
+    others = [f".{intent_name(20)}.{RUN}.mindresume-tmp", "tracker-20", "tracker-", "trash-x", f"claim-{RUN}.json"]
+    assert intents(others) == set()
+
+
+# ---- folders of mindformers ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_folder(tmp_path, name):
+    foreign(tmp_path, name, (10,))
+    candidate = foreign_candidate(STORAGE, str(tmp_path), "iteration_00000010")
+    world = {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
+    assert (candidate.step, candidate.origin, candidate.world_size, candidate.problem) == (10, MINDFORMERS, world, None)
+    assert {rank: [file.path for file in files] for rank, files in candidate.files.items()} == {
+        rank: [f"iteration_00000010/qwen3-{kind}-{rank:07d}-{world:07d}.safetensors" for kind in ("model", "opt")]
+        for rank in range(world)}
+    state = candidate.state
+    assert (state.step, state.global_step, state.global_batch_size, candidate.epoch) == (10, 10, 8, 1)
+    assert (candidate.attempt, candidate.commit_dir, candidate.name, candidate.committed) == (None, "", "", False)
+
+
+def test_a_foreign_folder_under_another_name_has_the_step_of_its_common(tmp_path):
+    foreign(tmp_path, "mf190_20_single", (10,))
+    os.rename(folder_of(tmp_path, 10), tmp_path / "best")
+    candidate = foreign_candidate(STORAGE, str(tmp_path), "best")
+    assert (candidate.step, candidate.problem) == (10, None)
+
+
+def test_a_refusal_carries_the_step_of_the_folder(tmp_path):
+    foreign(tmp_path, "mf190_20_single", (10,))
+    os.rename(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
+    candidate = foreign_candidate(STORAGE, str(tmp_path), "iteration_00000020")
+    assert (candidate.step, candidate.problem.step) == (20, 20) and "common.json is of step 10" in candidate.problem.reason
+
+
+def test_weights_without_optimizer_are_whole(tmp_path):
+    """save_optimizer: False."""
+    foreign(tmp_path, "mf190_20_dp2tp2opt", (10,))
+    for path in folder_of(tmp_path, 10).glob("*-opt-*"):
+        path.unlink()
+    assert foreign_candidate(STORAGE, str(tmp_path), "iteration_00000010").problem is None
+
+
+def test_what_is_no_folder_is_no_candidate(tmp_path):
+    (tmp_path / "iteration_00000010").write_text("")
+    assert foreign_candidate(STORAGE, str(tmp_path), "iteration_00000010") is None
+    assert foreign_candidate(STORAGE, str(tmp_path), "iteration_00000020") is None
+
+
+def test_common_that_cannot_be_read(tmp_path):
+    folder_of(tmp_path, 10).mkdir()
+    with pytest.raises(DamagedFileError, match="No such file"):
+        common_of(STORAGE, str(tmp_path), "iteration_00000010")
+    path = folder_of(tmp_path, 10) / COMMON
+    path.write_bytes(b" " * (MAX_COMMON + 1))
+    with pytest.raises(DamagedFileError, match="at most"):
+        common_of(STORAGE, str(tmp_path), "iteration_00000010")
+
+    class Trouble(PosixStorage):
+        def open(self, path):
+            raise OSError(116, "Stale file handle", path)
+    with pytest.raises(DamagedFileError, match="Stale file handle"):
+        common_of(Trouble(), str(tmp_path), "iteration_00000010")
+
+
+def test_counters_there_and_back():
+    state = TrainingState(15, 10, 15, 8, 1024.0, None, 10, health=1)
+    common = common_from(state)
+    assert common == Common(2, 15, 15, 1024.0, 8, 1)
+    again = state_of(common)
+    assert (again.step, again.epoch, again.global_step, again.global_batch_size, again.loss_scale, again.health) == (
+        15, 2, 15, 8, 1024.0, 1)
+    assert state_of(Common(step_num=7)).step == 7
+
+
+def test_a_folder_in_the_making_is_ours_and_not_foreign(tmp_path):
+    write_all(tmp_path, 10)
+    candidate, = scan(STORAGE, str(tmp_path)).candidates
+    assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)
+    assert candidate.base == str(making(tmp_path, 10).relative_to(tmp_path)) and candidate.base.startswith(FOLDER)
+    assert candidate.commit_dir == str(making(tmp_path, 10))

@@ -1,0 +1,503 @@
+import json
+import random
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from mindresume.errors import StrategyError
+from mindresume.formats import strategy as module
+from mindresume.formats import strategy_codec
+from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
+from mindresume.formats.strategy_codec import _field, decode_strategy, encode_strategy
+from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files.protobuf import encode_varint
+
+few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
+
+
+@st.composite
+def layouts(draw, size, nested=True):
+    """Of a stage of ``size`` ranks, every kind a file can hold."""
+    matrix, rest = [], size
+    while rest > 1 or not matrix:
+        divisors = [n for n in range(1, rest + 1) if rest % n == 0 and (n > 1 or rest == 1 or len(matrix) < 4)]
+        matrix.append(draw(st.sampled_from(divisors)))
+        rest //= matrix[-1]
+    axes, dims, cuts = draw(st.permutations(range(len(matrix)))), draw(st.integers(0, 4)), []
+    for _ in range(dims):
+        count = draw(st.integers(0, min(2 if nested and dims > 1 else 1, len(axes))))
+        taken, axes = tuple(axes[:count]), axes[count:]
+        cuts.append(-1 if not taken else taken[0] if count == 1 else taken)
+    replicas = TensorLayout(matrix, cuts).replicas
+    return TensorLayout(matrix, cuts, draw(st.sampled_from([-1] + [n for n in range(replicas) if not n or replicas % n == 0])))
+
+
+@st.composite
+def strategies(draw, nested=True):
+    size = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
+    return Strategy(tuple(draw(st.lists(st.dictionaries(NAMES, layouts(size, nested), min_size=1, max_size=5), min_size=1,
+                                        max_size=3))))
+
+
+def numbered(strategy):
+    return dict(enumerate(strategy.stages))
+
+
+W, B, N = TensorLayout((2, 2), (0, -1)), TensorLayout((2, 2), (-1,)), TensorLayout((2, 2), ((1, 0), -1))
+ONE = {"w": W, "b": B}
+TWO = Strategy((ONE, {"v": W, "c": TensorLayout((2, 1, 2), (-1,), -1)}))
+
+
+# ---- what is written is read -----------------------------------------------------------------------------------------
+
+@few
+@given(strategies())
+def test_protobuf_round_trip(strategy):
+    stages = decode_strategy(encode_strategy(numbered(strategy), "ckpt"), "s.ckpt")
+    assert Strategy(tuple(stages[number] for number in sorted(stages))) == strategy
+
+
+@few
+@given(strategies(nested=False))
+def test_json_round_trip(strategy):
+    stages = decode_strategy(encode_strategy(numbered(strategy), "json"), "s.json")
+    assert Strategy(tuple(stages[number] for number in sorted(stages))) == strategy
+
+
+@few
+@given(strategies())
+def test_round_trip_as_a_value_of_json_with_each_layout_once(strategy):
+    value = json.loads(json.dumps({**strategy.to_json(), "of a later version": 1}))
+    assert Strategy.from_json(value) == strategy
+    assert len({json.dumps(layout) for layout in value["layouts"]}) == len(value["layouts"])
+
+
+@few
+@given(strategies(), st.sampled_from(["ckpt", "json"]))
+def test_the_layouts_of_a_file_cut_as_those_that_were_written(strategy, fmt):
+    assume(fmt == "ckpt" or not any(isinstance(cut, tuple) for stage in strategy.stages for layout in stage.values()
+                                    for cut in layout.tensor_map))
+    for number, stage in enumerate(strategy.stages):
+        (found, read), = decode_strategy(encode_strategy({number: stage}, fmt), f"s.{fmt}").items()
+        assert found == number and list(read) == list(stage)
+        for name, layout in stage.items():
+            shape = layout.pieces([0] * len(layout.tensor_map))
+            assert [read[name].slices(rank, shape) for rank in range(layout.stage_size)] \
+                == [layout.slices(rank, shape) for rank in range(layout.stage_size)]
+
+
+def test_layouts_that_cut_alike_become_one():
+    alike = [W, TensorLayout((2, 2), ((0,), (-1,))), TensorLayout((2, 2), ((0, -1), -1), 1)]
+    assert all(Strategy(({"w": layout},)).stages == ({"w": W},) for layout in alike)
+    assert Strategy(({"w": TensorLayout((4,), (0,), -1)},)).stages[0]["w"].optimizer_shards == 0
+
+
+def test_ranks_stages_and_names():
+    assert (TWO.stage_size, TWO.world_size) == (4, 8)
+    assert [TWO.stages.index(TWO.of_rank(rank)) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert (TWO.stage_of("w"), TWO.stage_of("c"), TWO.stage_of("x")) == (0, 1, None)
+    assert Strategy((ONE, {**ONE, "v": W})).stage_of("w") == 0
+    for rank in (-1, 8):
+        with pytest.raises(StrategyError, match=f"rank {rank} is not one of the 8 ranks"):
+            TWO.of_rank(rank)
+
+
+def test_packed_numbers_and_unknown_fields_are_read():
+    packed = _field(1, b"".join(map(encode_varint, (2, 2))))
+    body = _field(1, packed) + _field(2, _field(1, encode_varint(0) + encode_varint(-1)))
+    body += _field(5, 0) + _field(6, 0) + _field(7, 0)
+    body += _field(900, "of a later version") + encode_varint(11 << 3 | 1) + bytes(8) + encode_varint(12 << 3 | 5) + bytes(4)
+    content = encode_strategy({3: {"b": B}}) + _field(3, _field(1, "w") + _field(2, body)) + _field(9, 7)
+    assert decode_strategy(content, "s.ckpt") == {3: {"b": B, "w": W}}
+
+
+# ---- dimensions ------------------------------------------------------------------------------------------------------
+
+def test_two_axes_in_a_file_are_of_a_matrix_until_the_tensor_is_known_to_be_a_vector():
+    strategy = Strategy(({"w": TensorLayout((2, 4), (1, 0)), "v": TensorLayout((2, 2, 2), (1, 0), 2),
+                          "x": TensorLayout((8,), (0, -1))},))
+    fitted = strategy.fitted({"w": 1, "v": 1, "x": 2, "absent": 5})
+    assert fitted.stages == ({"w": TensorLayout((2, 4), ((1, 0),)), "v": TensorLayout((2, 2, 2), ((1, 0),), 2),
+                              "x": TensorLayout((8,), (0, -1))},)
+    assert strategy.fitted({"w": 2}) == strategy
+
+
+def test_a_stage_of_one_rank_says_nothing_about_dimensions():
+    (stage,) = decode_strategy(parameter(body(matrix=(), maps=((),)), "b"), "s.ckpt").values()
+    assert Strategy((stage,)).fitted({"b": 2}).stages == ({"b": TensorLayout((1,), (-1, -1))},)
+
+
+@pytest.mark.parametrize("layout, dimensions", [(W, 3), (W, 0), (B, 2), (N, 1), (TensorLayout((4,), ()), 1)])
+def test_other_dimensions_do_not_fit(layout, dimensions):
+    says = f"here: parameter w has {dimensions} dimensions, the strategy cuts {len(layout.tensor_map)}"
+    with pytest.raises(StrategyError, match=says):
+        Strategy(({"w": layout},), "here").fitted({"w": dimensions})
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["ckpt", "json"])
+def test_a_folder_of_eight_ranks_in_two_stages(tmp_path, fmt):
+    paths = write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt)
+    assert paths == [str(tmp_path / "new" / "strategy" / f"ckpt_strategy_rank_{rank}.{fmt}") for rank in range(8)]
+    found = read_strategy(str(tmp_path / "new" / "strategy"))
+    assert found == TWO and found.source == str(tmp_path / "new" / "strategy")
+    assert write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt) == paths        # again: the files are there
+    assert read_strategy(paths[0]).stages == (TWO.stages[0],)
+    with pytest.raises(StrategyError, match="rank_5.*: the highest pipeline stage is 1, and 1 below it are missing, the first is "
+                                            "0: give the folder"):
+        read_strategy(paths[5])
+
+
+def test_rank_10_comes_after_rank_2(tmp_path):
+    strategy = Strategy(tuple({f"layers.{stage}.w": W} for stage in range(3)))
+    write_strategy(strategy, str(tmp_path))
+    assert (tmp_path / "ckpt_strategy_rank_10.ckpt").exists() and read_strategy(str(tmp_path)) == strategy
+    (tmp_path / "ckpt_strategy_rank_2.ckpt").rename(tmp_path / "x_rank_9_rank_2.ckpt")       # the last number counts
+    (tmp_path / "ckpt_strategy_rank_10.ckpt").rename(tmp_path / "my_strategy_rank_10_of_12.ckpt")
+    assert read_strategy(str(tmp_path)) == strategy
+    (tmp_path / "my_strategy_rank_10_of_12.ckpt").write_bytes(encode_strategy({0: {"layers.0.w": TensorLayout((4,), (0, -1))}}))
+    for rank in (0, 1, 3):
+        (tmp_path / f"ckpt_strategy_rank_{rank}.ckpt").unlink()
+    with pytest.raises(StrategyError, match="x_rank_9_rank_2.ckpt and my_strategy_rank_10_of_12.ckpt are both of stage 0 and "
+                                            "differ, in layers.0.w"):
+        read_strategy(str(tmp_path))
+
+
+def test_one_file_a_stage_is_enough_and_each_content_is_parsed_once(tmp_path, monkeypatch):
+    write_strategy(TWO, str(tmp_path))
+    parsed = []
+    monkeypatch.setattr(module, "decode_strategy", lambda content, path: parsed.append(path) or decode_strategy(content, path))
+    assert read_strategy(str(tmp_path)) == TWO and len(parsed) == 2
+    for rank in (0, 2, 3, 4, 5, 7):
+        (tmp_path / f"ckpt_strategy_rank_{rank}.ckpt").unlink()
+    assert read_strategy(str(tmp_path)) == TWO
+
+
+def test_the_same_layouts_in_other_bytes_are_no_other_job(tmp_path):
+    write_strategy(TWO, str(tmp_path))
+    (tmp_path / "ckpt_strategy_rank_1.ckpt").write_bytes(encode_strategy({0: dict(reversed(ONE.items()))}))
+    (tmp_path / "ckpt_strategy_rank_2.ckpt").unlink()
+    (tmp_path / "ckpt_strategy_rank_2.json").write_bytes(encode_strategy({0: ONE}, "json"))
+    assert read_strategy(str(tmp_path)) == TWO
+
+
+@pytest.mark.parametrize("name", ["merged_ckpt_strategy.ckpt", "merged_ckpt_strategy_by_rank_3.ckpt", "merged.json",
+                                  "dst_strategy.ckpt"])
+def test_a_merged_file_counts_where_it_is_alone(tmp_path, name):
+    merged = encode_strategy(numbered(TWO), name.rpartition(".")[2])
+    (tmp_path / name).write_bytes(merged)
+    for other in ("meta.json", "merge_succeed.txt", "llama_rank_0-1_10.ckpt", ".ckpt_strategy_rank_1.ckpt", "net.safetensors"):
+        (tmp_path / other).write_bytes(b"no strategy")
+    assert read_strategy(str(tmp_path)) == TWO == read_strategy(str(tmp_path / name))
+    (tmp_path / ("merged_again" + name)).write_bytes(merged)
+    assert read_strategy(str(tmp_path)) == TWO
+    (tmp_path / name).write_bytes(b"old, of another job, or being written")
+    write_strategy(Strategy((ONE,)), str(tmp_path))
+    assert read_strategy(str(tmp_path)).stages == (ONE,)
+
+
+def test_a_merged_file_of_one_stage_is_read():
+    row = _field(3, _field(1, "0-layers-0.w") + _field(2, body()))
+    assert decode_strategy(items(0) + row, "s.ckpt") == {0: {"layers-0.w": W}}
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+def body(matrix=(2, 2), maps=((0, -1),), split=(), offset=(), uneven=0, step=0, size=0):
+    return b"".join([_field(1, matrix), *(_field(2, cut) for cut in maps), _field(3, split), _field(4, offset), _field(5, uneven),
+                     _field(6, step), _field(7, size)])
+
+
+def items(stage=0):
+    return _field(1, 1) + _field(2, _field(1, "MatMul") + _field(2, _field(1, stage) + _field(2, (1,))))
+
+
+def parameter(row, name="layers.0.w"):
+    return items() + _field(3, _field(1, name) + _field(2, row))
+
+
+UNEVEN = "parameter 'layers.0.w': .*cut unevenly"
+
+
+@pytest.mark.parametrize("content, says", [
+    (b"", "it is empty; a failed compile"),
+    (_field(1, 1), "no strategy items .*a failed compile"),
+    (_field(1, 1) + parameter(body())[len(items()):], "no strategy items"),
+    (items(), "names no parameter; a failed compile"),
+    (items(MAX_RANKS + 1) + parameter(body())[len(items()):], f"the stage is {MAX_RANKS + 1}"),
+    (items(-1) + parameter(body())[len(items()):], "the stage is -1"),
+    (parameter(body(split=(4, 4))), UNEVEN), (parameter(body(offset=(1,))), UNEVEN), (parameter(body(uneven=2)), UNEVEN),
+    (parameter(body(step=1, size=2)), r"layers.0.w': .*opt_weight_shard_step is 1, expected 2 ranks"),
+    (parameter(body(maps=((-1, -1),), step=2, size=-1)), "opt_weight_shard_step is 2, expected 1 ranks"),
+    (parameter(body(step=-1, size=2)), "opt_weight_shard_step is -1"),
+    (parameter(body(step=2, size=3)), "layers.0.w': .*3 optimizer shards do not divide 2 replicas"),
+    (parameter(body(maps=((2, -1),))), "layers.0.w': .*not in device_matrix"),
+    (parameter(body(maps=((0, 0),))), "cuts twice"),
+    (parameter(body(matrix=(2, 0))), "length >= 1"),
+    (parameter(body(matrix=(MAX_RANKS, 2))), f"at most {MAX_AXES} axes and {MAX_RANKS} ranks"),
+    (parameter(body(matrix=(1,) * 33)), f"at most {MAX_AXES} axes"),
+    (parameter(body(maps=((-1,),) * 33)), "33 tensor maps"),
+    (parameter(body(maps=())), "layers.0.w'"),
+    (parameter(body() + body()), "there 2 times, expected one"),
+    (parameter(body())[:-1], "cut short"),
+    (parameter(body()) + b"\x0b", "wire type 3"), (parameter(body()) + b"\x00\x00", "field 0"),
+    (parameter(body()) + encode_varint(3 << 3 | 2) + encode_varint(-5), "field 3 has -5 bytes"),
+    (parameter(body()) + b"\x08" + b"\xff" * 12, "has no end"),
+    (parameter(body()) + _field(3, _field(1, b"\xff") + _field(2, body())), "utf-8"),
+    (parameter(body()) + _field(3, _field(1, "layers.0.w") + _field(2, body(maps=((-1, 0),)))), "'layers.0.w' is in it twice"),
+    (parameter(body(), "0-w") + _field(3, _field(1, "00-w") + _field(2, body())), "'0-w' begins with a stage.*'00-w' does not"),
+    (parameter(body(), "0-w") + _field(3, _field(1, "b") + _field(2, body())), "'0-w' begins with a stage.*'b' does not"),
+])
+def test_refused_with_path_and_reason(tmp_path, content, says):
+    path = tmp_path / "ckpt_strategy_rank_0.ckpt"
+    path.write_bytes(content)
+    for where in (path, tmp_path):
+        with pytest.raises(StrategyError, match=f"{path}: not a strategy file that can be used: .*{says}"):
+            read_strategy(str(where))
+
+
+def test_optimizer_shard_with_step_0_is_none_and_equal_parameters_may_come_twice():
+    content = parameter(body(size=-1)) + _field(3, _field(1, "layers.0.w") + _field(2, body(step=2)))
+    assert decode_strategy(content, "s.ckpt") == {0: {"layers.0.w": W}}
+
+
+ROW = {"dev_matrix": [2, 2], "tensor_map": [0, -1], "param_split_shape": [], "indices_offset": [], "field": 0,
+       "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}
+OPERATORS = '"parallel_strategy_item": {"MatMul": {"stage": 0, "parallel_strategy": [[1]]}}'
+
+
+def json_of(rows, operators=OPERATORS):
+    return f'{{{operators}, "parallel_layout_item": {{{rows}}}}}'
+
+
+@pytest.mark.parametrize("content, says", [
+    ("", "it is empty"), ("{", "JSONDecodeError"), ("[]", "AttributeError"), ("{}", "no strategy items"),
+    ("[" * 20_000, "nested more than"), ("9" * 6000, "digit"), ('{"parallel_strategy_item": [1]}', "AttributeError"),
+    ("\ufeff{}", "BOM"),
+    (json_of("", '"parallel_strategy_item": {"a": {"stage": "0"}}'), "the stage is '0'"),
+    (json_of(""), "names no parameter"), (f"{{{OPERATORS}}}", "names no parameter"),
+    (json_of('"w": 3'), "parameter 'w': AttributeError"), (json_of('"w": {}'), "parameter 'w': KeyError: 'dev_matrix'"),
+    (json_of(f'"\\ud800": {json.dumps(ROW)}'), "surrogates"),
+    (json_of(f'"w": {json.dumps(ROW)}, "w": {json.dumps({**ROW, "tensor_map": [-1, -1]})}'), "'w' is in it twice"),
+    *((json_of(f'"w": {json.dumps({**ROW, **change})}'), says) for change, says in [
+        ({"field": 1}, "unevenly"), ({"param_split_shape": [3, 5]}, "unevenly"), ({"indices_offset": [0, 3]}, "unevenly"),
+        ({"dev_matrix": [2, True]}, "whole"), ({"dev_matrix": 4}, "not a tensor layout"),
+        ({"tensor_map": None}, "not a tensor layout"),
+        ({"opt_weight_shard_step": 1, "opt_weight_shard_size": -1}, "expected 2 ranks"),
+        ({"opt_weight_shard_step": None}, "None")]),
+])
+def test_json_is_refused_with_path_and_reason(tmp_path, content, says):
+    path = tmp_path / "strategy.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(StrategyError, match=f"{path}: not a strategy file that can be used: (?s:.*){says}"):
+        read_strategy(str(path))
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """A folder with the files of TWO, and one to take files of other jobs from."""
+    write_strategy(TWO, str(tmp_path / "job"))
+    write_strategy(Strategy(({**ONE, "w": N}, TWO.stages[1], {"x": W})), str(tmp_path / "other"))
+    write_strategy(Strategy(({"w": TensorLayout((2,), (0, -1))}, {"v": TensorLayout((2,), (0, -1))})), str(tmp_path / "small"))
+    return tmp_path
+
+
+def put(jobs, source, rank, to):
+    shutil.copyfile(jobs / source / f"ckpt_strategy_rank_{rank}.ckpt", jobs / "job" / f"ckpt_strategy_rank_{to}.ckpt")
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda jobs: put(jobs, "other", 2, 2),
+     "rank_0.ckpt and ckpt_strategy_rank_2.ckpt are both of stage 0 and differ, in w: .*Keep"),
+    (lambda jobs: put(jobs, "job", 1, 8),
+     "rank_8.ckpt is of stage 0; with 4 ranks a stage and 2 stages, rank 8 is one too many, there are 8"),
+    (lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3), "are both of stage 0 and differ, in"),
+    (lambda jobs: [(jobs / "job" / f"ckpt_strategy_rank_{rank}.ckpt").unlink() for rank in range(4)],
+     "the highest pipeline stage is 1, and 1 below it are missing, the first is 0"),
+    (lambda jobs: shutil.copyfile(jobs / "job" / "ckpt_strategy_rank_3.ckpt", jobs / "job" / "x_rank_03.ckpt"),
+     "ckpt_strategy_rank_3.ckpt and x_rank_03.ckpt are both the file of rank 3"),
+    (lambda jobs: (jobs / "job" / "ckpt_strategy_rank_3.ckpt").write_bytes(encode_strategy(numbered(TWO))),
+     "rank_3.ckpt is named like the file of rank 3, but holds 2 stages"),
+    (lambda jobs: (jobs / "job" / "ckpt_strategy_rank_6.ckpt").write_bytes(b""), "rank_6.ckpt: .*it is empty"),
+])
+def test_files_of_several_jobs_or_missing_stages_are_refused(jobs, change, says):
+    change(jobs)
+    with pytest.raises(StrategyError, match=f"{jobs / 'job'}.*{says}"):
+        read_strategy(str(jobs / "job"))
+
+
+def test_a_file_of_another_stage_than_its_rank_is_refused(jobs):
+    for rank in range(4):
+        put(jobs, "other", 4, rank)     # stage 1
+    for rank in range(4, 8):
+        put(jobs, "small", 0, rank)     # stage 0, of 2 ranks
+    with pytest.raises(StrategyError, match=r"same number of ranks a stage, found 2 \(w of stage 0\), 4 \(. of stage 1\)"):
+        read_strategy(str(jobs / "job"))
+    for rank in range(4, 8):
+        put(jobs, "other", 0, rank)
+    with pytest.raises(StrategyError, match="rank_0.ckpt is of stage 1; with 4 ranks a stage and 2 stages, rank 0 is of stage 0"):
+        read_strategy(str(jobs / "job"))
+
+
+def test_what_is_no_strategy_at_all(tmp_path):
+    with pytest.raises(StrategyError, match="nowhere: there is no such strategy file or folder"):
+        read_strategy(str(tmp_path / "nowhere"))
+    with pytest.raises(StrategyError, match="no file of a rank .* nor a merged one; found nothing"):
+        read_strategy(str(tmp_path))
+    (tmp_path / "llama_rank_0-1_10.ckpt").touch()
+    with pytest.raises(StrategyError, match="found llama_rank_0-1_10.ckpt"):
+        read_strategy(str(tmp_path))
+    (tmp_path / "a_strategy.ckpt").write_bytes(b"a")
+    (tmp_path / "b_strategy.ckpt").write_bytes(b"b")
+    with pytest.raises(StrategyError, match="2 others that differ: a_strategy.ckpt, b_strategy.ckpt; name one of them"):
+        read_strategy(str(tmp_path))
+    with open(tmp_path / "large.ckpt", "wb") as file:
+        file.truncate(module.MAX_BYTES + 1)
+    with pytest.raises(StrategyError, match=f"large.ckpt: {module.MAX_BYTES + 1} bytes"):
+        read_strategy(str(tmp_path / "large.ckpt"))
+
+
+def test_a_merged_file_with_a_gap_is_refused(tmp_path):
+    (tmp_path / "merged.ckpt").write_bytes(encode_strategy({0: ONE, 2: ONE, 99_999: ONE}))
+    with pytest.raises(StrategyError, match="stage is 99999, and 99997 below it are missing, the first is 1"):
+        read_strategy(str(tmp_path))
+
+
+@pytest.mark.parametrize("stages, says", [
+    ((), "0 stages"), (({},), "1 stages, 0 of them with parameters"), ((ONE, {}), "2 stages, 1 of them"),
+    (({"w": W, "b": TensorLayout((8,), (0,))},), "same number of ranks"),
+    (tuple({f"{i}": TensorLayout((50_000,), (0,))} for i in range(3)), "3 stages of 50000 ranks; a job has up to 100000"),
+])
+def test_impossible_strategies_are_refused(stages, says):
+    with pytest.raises(StrategyError, match=f"here: .*{says}"):
+        Strategy(stages, "here")
+
+
+@pytest.mark.parametrize("value", [
+    None, [], {}, {"source": "", "layouts": [], "stages": [{"w": 0}]},
+    {"source": "", "layouts": [W.to_json()], "stages": [{"w": True}]},
+    {"source": "", "layouts": [W.to_json()], "stages": [{"w": -1}]}, {"source": "", "layouts": [W.to_json()], "stages": [["w"]]},
+    {"source": "", "layouts": [W.to_json()], "stages": []}, {"source": "", "layouts": [{}], "stages": [{"w": 0}]},
+    {"layouts": [W.to_json()], "stages": [{"w": 0}]},
+])
+def test_broken_values_of_json_are_refused(value):
+    with pytest.raises(StrategyError):
+        Strategy.from_json(value)
+
+
+@pytest.mark.parametrize("name, layout, fmt, says", [
+    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"), ("", W, "json", "a name is not empty"),
+    ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "parameter w: MindSpore cannot read from json"),
+    ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can say that several axes cut a vector"),
+])
+def test_what_mindspore_cannot_read_is_not_written(tmp_path, name, layout, fmt, says):
+    strategy = Strategy(({"b": B}, {name: layout}))
+    with pytest.raises(StrategyError, match=says):
+        encode_strategy(numbered(strategy), fmt)
+    with pytest.raises(StrategyError, match=says):
+        write_strategy(strategy, str(tmp_path), fmt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_as_an_unknown_format_or_as_nothing():
+    with pytest.raises(ValueError, match="format 'pkl'"):
+        encode_strategy({0: ONE}, "pkl")
+    for stages in ({}, {0: {}}):
+        with pytest.raises(StrategyError, match="at least one stage"):
+            encode_strategy(stages)
+
+
+def test_a_folder_with_another_strategy_is_not_written_into(jobs):
+    before = {path.name: path.read_bytes() for path in (jobs / "job").iterdir()}
+    for other in (Strategy((ONE,)), Strategy((ONE, {"v": W})), Strategy((*TWO.stages, {"x": W}))):
+        fmt = "json" if len(other.stages) == 3 else "ckpt"
+        with pytest.raises(StrategyError, match="job: ckpt_strategy_rank_. ?.*is there already"):
+            write_strategy(other, str(jobs / "job"), fmt)
+    assert {path.name: path.read_bytes() for path in (jobs / "job").iterdir()} == before
+
+
+def test_an_interrupted_writing_goes_on(tmp_path):
+    class Full(PosixStorage):
+        width, left = 1, 3
+
+        def write(self, path, pieces, size=0):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(28, "No space left on device", path)
+            return super().write(path, pieces, size)
+    with pytest.raises(OSError, match="No space left"):
+        write_strategy(TWO, str(tmp_path), storage=Full())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"ckpt_strategy_rank_{rank}.ckpt" for rank in range(3)]
+    write_strategy(TWO, str(tmp_path))
+    assert read_strategy(str(tmp_path)) == TWO
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+DAMAGED = {"ckpt": encode_strategy({0: {"embedding.weight": N, "b": B}, 1: {"w": TensorLayout((2, 2), (0, -1), -1)}}),
+           "json": encode_strategy(numbered(TWO), "json")}
+
+
+def survives(content, path):
+    """A strategy, or the one error that names the file."""
+    try:
+        stages = decode_strategy(content, path)
+    except StrategyError as error:
+        assert str(error).startswith(path) and len(str(error)) < 1100
+        return
+    for layouts in stages.values():
+        assert all(layout.stage_size <= MAX_RANKS and len(layout.tensor_map) <= MAX_AXES for layout in layouts.values())
+
+
+@pytest.mark.parametrize("fmt", ["ckpt", "json"])
+def test_every_truncation(fmt):
+    for length in range(len(DAMAGED[fmt])):
+        survives(DAMAGED[fmt][:length], f"s.{fmt}")
+
+
+@pytest.mark.parametrize("fmt", ["ckpt", "json"])
+def test_every_byte_altered(fmt):
+    chance = random.Random(0)
+    for position in range(len(DAMAGED[fmt])):
+        for value in {0, 0x7F, 0x80, 0xFF, DAMAGED[fmt][position] ^ 1, chance.randrange(256)}:
+            content = bytearray(DAMAGED[fmt])
+            content[position] = value
+            survives(bytes(content), f"s.{fmt}")
+
+
+@few
+@given(st.sampled_from(["ckpt", "json"]),
+       st.lists(st.tuples(st.integers(0, 10_000), st.binary(max_size=6), st.integers(0, 6)), min_size=2, max_size=8))
+def test_bytes_replaced_inserted_and_removed(fmt, changes):
+    content = DAMAGED[fmt]
+    for position, new, old in changes:
+        position %= len(content) + 1
+        content = content[:position] + new + content[position + old:]
+    survives(content, f"s.{fmt}")
+
+
+@few
+@given(st.binary(max_size=200))
+def test_any_bytes(content):
+    survives(content, "s.ckpt")
+    survives(items() + content, "s.ckpt")
+    survives(items() + _field(3, _field(1, "w") + _field(2, content)), "s.ckpt")
+    survives(content, "s.json")
+
+
+def test_a_message_of_endless_fields_is_refused(monkeypatch):
+    monkeypatch.setattr(strategy_codec, "MAX_FIELDS", 100)
+    assert decode_strategy(items() + _field(1, 1) * 95 + parameter(body())[len(items()):], "s.ckpt") == {0: {"layers.0.w": W}}
+    with pytest.raises(StrategyError, match="more than 100 fields"):
+        decode_strategy(items() + _field(1, 1) * 98 + parameter(body())[len(items()):], "s.ckpt")
+
+
+def test_two_thousand_parameters_have_few_layouts_in_memory():
+    many = {f"layers.{i}.weight": (W, B, N)[i % 3] for i in range(2000)}
+    (stage,) = decode_strategy(encode_strategy({0: many}), "s.ckpt").values()
+    assert stage == many and len({id(layout) for layout in stage.values()}) == 3

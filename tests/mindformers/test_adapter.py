@@ -1,0 +1,185 @@
+"""Handing arrays to real MindSpore parameters. No operator runs here: the first takes over the SIGINT of the process."""
+import numpy as np
+import pytest
+
+ms = pytest.importorskip("mindspore")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+from mindresume.errors import SaveError  # noqa: E402
+from mindresume.mindformers import adapter  # noqa: E402
+
+
+class Holder(ms.nn.Cell):
+    def __init__(self, arrays):
+        super().__init__()
+        for name, (shape, dtype) in arrays.items():
+            self.insert_param_to_cell(name, ms.Parameter(ms.Tensor(np.zeros(shape), dtype), name=name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64"])
+@pytest.mark.parametrize("shape", [(3, 4), (1,), ()])
+def test_the_bits_arrive(shape, dtype):
+    bits = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    array = (np.arange(12).reshape(3, 4)[tuple(slice(n) for n in shape)] if len(shape) == 2 else np.full(shape, 7)).astype(bits)
+    network = Holder({"a": (shape, getattr(ms, dtype))})
+    assert adapter.load_into(network, {"a": array.copy()}, False) == []
+    found = network.parameters_dict()["a"]
+    assert found.dtype == getattr(ms, dtype) and tuple(found.shape) == shape
+    assert found.asnumpy().tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_copied_and_no_bit_is_lost(dtype):
+    array = np.arange(1 << 16, dtype=np.float32).astype(dtype)
+    array.view(np.uint16)[3] = 0x7f81                      # with bfloat16: a signalling NaN
+    network, arrays = Holder({"a": ((1 << 16,), getattr(ms, dtype))}), {"a": array}
+    adapter.load_into(network, arrays, False)
+    assert not arrays and network.parameters_dict()["a"].data_ptr() == array.ctypes.data
+    assert network.parameters_dict()["a"].asnumpy().tobytes() == array.tobytes()
+
+
+def test_names_of_what_got_nothing():
+    network = Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)})
+    assert adapter.load_into(network, {"a": np.ones(2, np.float32), "other": np.ones(1, np.float32)}, False) == ["b"]
+
+
+# ---- a graph out of MindSpore's compile cache: there the counters are not marked as sliced ---------------------------------
+
+COUNTERS = {"global_step": ((1,), ms.int32), "scale_sense": ((), ms.float32)}
+
+
+def cached_network(monkeypatch):
+    """As after the compilation of a job of several ranks (mindspore 2.9.0 on four processes, MS_COMPILER_CACHE_ENABLE=1)."""
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    network = Holder({"w": ((4, 2), ms.float32), "of_another_stage": ((4, 2), ms.float32), **COUNTERS})
+    network.parameters_dict()["w"].sliced = True
+    return network
+
+
+def test_counters_of_a_cached_graph_are_saved(monkeypatch):
+    network = cached_network(monkeypatch)
+    weight = network.parameters_dict()["w"]
+    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: [("w", weight)])
+    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: True)] == ["w", *COUNTERS]
+    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: name != "scale_sense")] == [
+        "w", "global_step"]
+    network.parameters_dict()["global_step"].set_data(ms.Tensor([7], ms.int32))
+    saved = dict(adapter.parameters_to_save(network, False, lambda name: True))
+    assert saved["global_step"].asnumpy().tolist() == [7]
+
+
+def test_where_one_rank_compiles_nothing_is_added(monkeypatch):
+    network = cached_network(monkeypatch)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: False)
+    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: [])
+    assert adapter.parameters_to_save(network, False, lambda name: True) == []
+
+
+def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
+    network = cached_network(monkeypatch)
+    assert adapter.wanted_of(network) == {"w": ((4, 2), "float32")}
+    assert adapter.wanted_of(network, {"w", "global_step", "of_another_stage"}) == {"w": ((4, 2), "float32"),
+                                                                                   "global_step": ((1,), "int32")}
+
+
+# ---- the ranks that are left when others are gone --------------------------------------------------------------------------
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Nobody answers: whatever asks other ranks fails the test."""
+    from mindspore.train import serialization
+
+    def ask(*arguments):
+        raise AssertionError("this waits for ranks that are gone")
+    for name in ("sync_pipeline_shared_parameters", "_get_merged_param_data", "get_allgather_cell"):
+        monkeypatch.setattr(serialization, name, ask)
+
+
+def row(shared=False, is_send=False):
+    """Of ``parameter_layout_dict``."""
+    return ((2,), (0, -1), (2, 2), 0, True, "", (4, 2), (2, 2), shared, is_send, 4, 0)
+
+
+def test_a_rescue_asks_nobody(alone):
+    network = Holder({"a": ((2, 2), ms.float32), "b": ((3,), ms.int32)})
+    network.parameter_layout_dict = {"a": row()}
+    network.parallel_parameter_merge_net_dict = {"a": lambda tensor: 1 / 0}            # of an earlier save with integrated_save
+    found = adapter.rescued_parameters(network, lambda name: True)
+    assert [(name, tensor.shape) for name, tensor in found] == [("a", (2, 2)), ("b", (3,))]
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    get = ms.context.get_auto_parallel_context
+    monkeypatch.setattr(ms.context, "get_auto_parallel_context", lambda name: 2 if name == "pipeline_stages" else get(name))
+
+
+def test_a_shared_parameter_is_rescued_by_its_owner(alone, stages):
+    network = Holder({"embedding": ((2, 2), ms.float32)})
+    network.parameter_layout_dict = {"embedding": row(shared=True, is_send=True)}
+    assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["embedding"]
+    assert adapter.collecting_exchanges(network, False)
+
+
+def test_a_stage_that_receives_a_shared_parameter_leaves_it_out(alone, stages):
+    network = Holder({"embedding": ((2, 2), ms.float32), "a": ((2,), ms.float32)})
+    network.parameters_dict()["embedding"].param_info.is_pipeline_shared_param = True
+    network.parameter_layout_dict = {"embedding": row(shared=True)}
+    assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["a"]
+
+
+def test_what_may_be_old_here_is_not_rescued(alone, stages):
+    network = Holder({"embedding": ((2, 2), ms.float32)})
+    network.parameter_layout_dict = {"embedding": row(shared=True)}
+    with pytest.raises(SaveError, match="cannot save embedding: another pipeline stage has its newest value"):
+        adapter.rescued_parameters(network, lambda name: True)
+
+
+def test_which_collecting_is_an_exchange(stages, monkeypatch):
+    network = Holder({"a": ((2, 2), ms.float32)})
+    network.parameter_layout_dict = {"a": row()}
+    assert not adapter.collecting_exchanges(network, False)
+    assert not adapter.collecting_exchanges(network, True)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    assert adapter.collecting_exchanges(network, True)
+
+
+# ---- between compiling and computing ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+def test_what_is_to_be_done_between_compiling_and_computing(mode):
+    done = []
+
+    class Network(Holder):
+        def compile(self, *args, **kwargs):
+            done.append(("compiled", args, kwargs))
+            return "phase"
+    network, before = Network({}), ms.get_context("mode")
+    ms.set_context(mode=mode)
+    try:
+        for _ in range(2):                              # asked again before anything was compiled: still once
+            adapter.when_compiled(network, lambda: done.append("work"))
+        if mode == ms.PYNATIVE_MODE:                    # nothing will ever be compiled
+            assert done == ["work", "work"]
+            return
+        assert done == [] and network.compile(1, a=2) == "phase"
+        assert done == [("compiled", (1,), {"a": 2}), "work"] and "compile" not in network.__dict__
+        network.compile()
+        assert done[2:] == [("compiled", (), {})]
+    finally:
+        ms.set_context(mode=before)
+
+
+def test_a_compilation_that_fails_is_followed_by_nothing():
+    class Network(Holder):
+        def compile(self, *args, **kwargs):
+            raise ValueError("For primitive[Add]")
+    network, done, before = Network({}), [], ms.get_context("mode")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        adapter.when_compiled(network, lambda: done.append("work"))
+        with pytest.raises(ValueError, match="primitive"):
+            network.compile()
+    finally:
+        ms.set_context(mode=before)
+    assert done == []

@@ -1,0 +1,275 @@
+"""auto_trans_ckpt on several ranks (threads), with a network that only says which parameters it holds."""
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import STORAGE, Threads, flip_bit
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
+
+pytest.importorskip("mindformers.tools")
+
+from mindformers import MindFormerConfig  # noqa: E402
+
+from mindresume.errors import AgreementError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
+from mindresume.formats.strategy import write_strategy  # noqa: E402
+from mindresume.mindformers import adapter, auto_transform, job_start, state_restorer, training_context  # noqa: E402
+from mindresume.reshard.compare import compare  # noqa: E402
+from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
+from mindresume.resume.selector import select  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+
+NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
+TENSORS = random_tensors(NET)
+GLOBAL_STEP = COUNTERS["global_step"].shape
+
+
+class Network:
+    """What one rank of a job under ``plan`` holds, and its layouts as ``parameter_layout_dict`` tells them."""
+
+    def __init__(self, plan: Plan, rank: int, **changed):
+        shapes = {name: array.shape for name, array in plan.shard(TENSORS, rank).items()}
+        self.wanted = {name: (shape, str(TENSORS[name].dtype)) for name, shape in shapes.items()}
+        self.wanted |= {"global_step": (GLOBAL_STEP, "int32")} | changed
+        rows = {}
+        for name, layout in plan.layouts(rank).items():
+            group = "" if layout.optimizer_pieces == 1 else "group"
+            rows[name] = (list(layout.device_matrix), [list(m) if isinstance(m, tuple) else m for m in layout.tensor_map],
+                          list(shapes[name]), 0, True, group, list(TENSORS[name].shape))
+        self.parameter_layout_dict = rows
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    monkeypatch.setattr(adapter, "wanted_of", lambda network, offered: network.wanted)
+
+
+def job(group, path, output, plan, settings=None, **values):
+    """What the hooks do on one rank, up to the load. Returns (session, configuration)."""
+    config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
+                              load_ckpt_format="safetensors", **values)
+    current = training_context.TrainingContext(settings or Settings(), training_context.TRAIN, training_context.Resources(group))
+    job_start.select_checkpoint(config, current)
+    assert config.auto_trans_ckpt is False
+    current.progress.global_step = STEP
+    if group.rank == 0 and plan.world_size > 1:                 # the compiler
+        write_strategy(plan.strategy(), os.path.join(str(output), "strategy"))
+    group.gather(b"")
+    return current, config
+
+
+def load(group, path, output, plan, settings=None, **values):
+    current, config = job(group, path, output, plan, settings, **values)
+    return arrays_for(config, Network(plan, group.rank), current), current
+
+
+def arrays_for(config, network, current):
+    """The arrays; None if files were converted, which are in the plan then."""
+    found = auto_transform.arrays_for(config, network, current, STORAGE)
+    if isinstance(found, tuple):
+        return found[0]
+    current.plan = replace(current.plan, choice=found)
+    return None
+
+
+def run(plan, function):
+    return Threads(plan.world_size).run(function)
+
+
+def right(plan, rank, arrays):
+    shard = plan.shard(TENSORS, rank)
+    assert {name: array.tobytes() for name, array in arrays.items() if name != "global_step"} == {
+        name: array.tobytes() for name, array in shard.items()}
+    assert arrays["global_step"].tobytes() == COUNTERS["global_step"].tobytes()
+
+
+@pytest.mark.parametrize("target", ["tp4", "dp2tp2opt2", "dp4opt4", "tp2pp2", "dp2"])
+@pytest.mark.parametrize("origin", ["records", "strategy beside", "strategy given", "complete"])
+def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
+    source, plan = Plan.parse("dp2tp2opt2", NET), Plan.parse(target, NET)
+    path, values = tmp_path / "run" / "checkpoint", {}
+    if origin == "complete":
+        complete(path, TENSORS)
+    elif origin == "records":
+        recorded(path, source, TENSORS)
+    else:
+        foreign(path, source, TENSORS)
+        where = tmp_path / ("run/strategy" if origin == "strategy beside" else "elsewhere")
+        write_strategy(source.strategy(), str(where))
+        values = {"src_strategy_path_or_dir": str(where)} if origin == "strategy given" else {}
+    for rank, found in enumerate(run(plan, lambda group: load(group, path, tmp_path / "out", plan, **values))):
+        assert not isinstance(found, Exception), found
+        right(plan, rank, found[0])
+        assert found[1].plan.choice.chosen.step == STEP
+
+
+def test_the_same_command_again_finds_the_strategy_that_was_set_aside(tmp_path):
+    """mindformers' own folders: the source's strategy lies where this job writes its own."""
+    source, plan = Plan.parse("dp2tp2", NET), Plan.parse("dp2", NET)
+    foreign(tmp_path / "checkpoint", source, TENSORS)
+    write_strategy(source.strategy(), str(tmp_path / "strategy"))
+    for _ in range(3):
+        for rank, found in enumerate(run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan))):
+            assert not isinstance(found, Exception), found
+            right(plan, rank, found[0])
+
+
+def test_a_strategy_of_other_ranks_does_not_stop_what_has_records(tmp_path):
+    plan = Plan.parse("dp2", NET)
+    recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS)
+    write_strategy(Plan.parse("tp8", NET).strategy(), str(tmp_path / "old"))
+    found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan,
+                                         src_strategy_path_or_dir=str(tmp_path / "old")))
+    right(plan, 1, found[1][0])
+
+
+def test_a_strategy_that_contradicts_the_records_is_an_error_on_all_ranks(tmp_path):
+    plan = Plan.parse("dp2", NET)
+    recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS)
+    write_strategy(Plan.parse("dp4opt4", NET).strategy(), str(tmp_path / "wrong"))
+    for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan,
+                                              src_strategy_path_or_dir=str(tmp_path / "wrong"))):
+        assert "the strategy that is given cuts it as" in str(error)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    plan = Plan.parse("tp2", NET)
+    recorded(tmp_path / "checkpoint", Plan.parse("dp1", NET), TENSORS)
+
+    def attempt(group):
+        current, config = job(group, tmp_path / "checkpoint", tmp_path, plan)
+        network = Network(plan, group.rank, **{"new.weight": ((3,), "float32"), "norm.weight": ((8,), "float16")})
+        network.parameter_layout_dict["head.weight"][6][0] *= 2
+        network.wanted["head.weight"] = ((16, 8), "float32")
+        return arrays_for(config, network, current)
+    for error in run(plan, attempt):
+        assert isinstance(error, AgreementError) and "rank 0: LoadError" in str(error) and "(3 tensors)" in str(error)
+        for text in ("new.weight is not in the checkpoint", "norm.weight is float32 in the checkpoint, float16 in the network",
+                     "head.weight is (16, 8) in the checkpoint, (32, 8) in the network"):
+            assert text in str(error)
+
+
+@pytest.mark.parametrize("processes", [None, 1, 2, 4])
+def test_ckpt_files_go_through_the_disk_and_are_loaded_later_as_they_are(tmp_path, processes):
+    source, plan = Plan.parse("dp2tp2", NET), Plan.parse("tp4", NET)
+    recorded(tmp_path / "checkpoint", source, TENSORS, fmt="ckpt")
+    settings = Settings(transform_engine="direct")
+
+    def start(path):
+        return run(plan, lambda group: load(group, path, tmp_path / "out", plan, settings, transform_process_num=processes))
+    made = tmp_path / "out" / "transformed_checkpoint" / "checkpoint"
+    for path in (tmp_path / "checkpoint", tmp_path / "checkpoint", made):
+        times = {file: file.stat().st_mtime_ns for file in made.rglob("*.ckpt")}
+        for rank, found in enumerate(start(path)):
+            assert not isinstance(found, Exception), found
+            if path == made:                                    # nothing is left to transform
+                right(plan, rank, found[0])
+            else:
+                assert found[0] is None and found[1].plan.choice.root == str(made) and found[1].shard.rank == rank
+                read = state_restorer.read_shard(STORAGE, str(made), found[1].shard)[0]
+                right(plan, rank, {name: array for name, array in read.items()
+                                   if name not in COUNTERS or name == "global_step"})
+        assert len(list(made.rglob("*.ckpt"))) == 4
+        assert not times or times == {file: file.stat().st_mtime_ns for file in made.rglob("*.ckpt")}
+    assert os.listdir(tmp_path / "out" / "transformed_checkpoint") == ["checkpoint"]
+
+
+@pytest.mark.parametrize("processes", [3, 0, -1, "2", True, 2.0])
+def test_transform_process_num_must_divide(tmp_path, processes):
+    plan = Plan.parse("dp2", NET)
+    recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS, fmt="ckpt")
+    for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan, Settings(transform_engine="direct"),
+                                              transform_process_num=processes)):
+        if processes in (0,):                                   # not given
+            assert not isinstance(error, Exception)
+        else:
+            assert isinstance(error, ConfigError) and "a number that divides the 2 ranks" in str(error)
+
+
+@pytest.mark.parametrize("engine", ["auto", "mindspore"])
+def test_what_mindspores_engine_refuses_is_done_by_ours_unless_it_was_asked_for(tmp_path, engine, monkeypatch):
+    source, plan = Plan.parse("tp2", NET), Plan.parse("dp2", NET)
+    recorded(tmp_path / "checkpoint", source, TENSORS, fmt="ckpt")
+
+    def refuse(*args, **kwargs):
+        raise EngineError("not this one")
+    monkeypatch.setattr("mindresume.reshard.mindspore_engine.rewrite", refuse)
+    settings = Settings(transform_engine=engine)
+    found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, settings))
+    if engine == "auto":
+        made = tmp_path / "out" / "transformed_checkpoint" / "checkpoint"
+        assert [rank.plan.choice.root for _, rank in found] == [str(made)] * 2
+    else:
+        assert all(isinstance(error, EngineError) and "not this one" in str(error) for error in found)
+        assert not any((tmp_path / "out" / "transformed_checkpoint").rglob("*.ckpt"))
+
+
+def test_another_conversion_in_the_way_is_left_alone(tmp_path):
+    plan, settings = Plan.parse("dp2", NET), Settings(transform_engine="direct")
+    recorded(tmp_path / "checkpoint", Plan.parse("tp2", NET), TENSORS, fmt="ckpt")
+    (tmp_path / "out" / "transformed_checkpoint" / "checkpoint").mkdir(parents=True)
+    mine = tmp_path / "out" / "transformed_checkpoint" / "checkpoint" / "notes.txt"
+    mine.write_text("mine")
+    found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, settings))
+    roots = {rank.plan.choice.root for _, rank in found}
+    assert len(roots) == 1 and f"checkpoint_step_{STEP}_" in roots.pop() and mine.read_text() == "mine"
+
+
+def test_merged_weights_besides(tmp_path):
+    source, plan = Plan.parse("tp4", NET), Plan.parse("dp2", NET)
+    recorded(tmp_path / "checkpoint", source, TENSORS)
+    found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, Settings(unified_checkpoint=1)))
+    right(plan, 0, found[0][0])
+    merged = open_checkpoint(STORAGE, str(tmp_path / "out" / "unified_checkpoint"))
+    assert compare(merged.weights, open_checkpoint(STORAGE, str(tmp_path / "checkpoint")).weights) == []
+    assert merged.state.step == STEP
+
+
+def test_damage_to_merged_weights_of_ours_reaches_all_ranks(tmp_path):
+    plan = Plan.parse("dp2", NET)
+    recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS)
+    run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, Settings(unified_checkpoint=1)))
+    merged = tmp_path / "out" / "unified_checkpoint"
+    flip_bit(next(merged.glob("part0.safetensors")))
+    for verify in ("full", "quick"):                    # quick: not at the choice, but while it is loaded
+        settings = Settings(verify=verify)
+        for error in run(plan, lambda group, settings=settings: load(group, merged, tmp_path / "again", plan, settings)):
+            assert isinstance(error, AgreementError) and "is not what was written" in str(error) and "part0" in str(error)
+
+
+def test_merged_weights_without_a_step_are_no_training(tmp_path):
+    put(tmp_path / "weights" / "model.safetensors", TENSORS)
+    for error in run(Plan.parse("dp2", NET), lambda group: load(group, tmp_path / "weights", tmp_path, Plan.parse("dp2", NET))):
+        assert isinstance(error, MissingCheckpointError) and "holds complete weights, but no step_num" in str(error)
+
+
+def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):
+    """The newest is damaged: weights and step are those of the one before."""
+    plan, source = Plan.parse("dp2", NET), Plan.parse("tp4", NET)
+    recorded(tmp_path / "checkpoint", source, TENSORS)
+    chosen = select(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
+        rank=0, size=1, broadcast=lambda message: message, gather=lambda message: [message]))
+    assert chosen.chosen.step == STEP
+    flip_bit(tmp_path / "checkpoint" / chosen.chosen.files[3][0].path)
+    for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan)):
+        assert isinstance(error, Exception) and "the file of rank 3 is not what was written" in str(error)
+
+
+def test_a_load_without_resume_never_empties_the_folder_of_its_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output" / "strategy").mkdir(parents=True)
+    for source in ("output/strategy", "./output/strategy/", "output/strategy/a.ckpt", str(tmp_path / "output" / "strategy")):
+        with pytest.raises(ConfigError, match="which mindformers empties"):
+            job_start.check_not_cleared("./output", None, source, load_ckpt_format="safetensors")
+    job_start.check_not_cleared("./output", "output/checkpoint", "output/strategy_old", load_ckpt_format="safetensors")
+    job_start.check_not_cleared("./output", "output/transformed_checkpoint", "", load_ckpt_format="safetensors")
+    with pytest.raises(ConfigError):
+        job_start.check_not_cleared("./output", "output/transformed_checkpoint/", "", load_ckpt_format="ckpt")
+
+
+def test_the_tensors_of_these_tests_have_what_is_easily_lost():
+    """NaN of bfloat16: that they arrive bit by bit is checked above, with everything else."""
+    assert any(array.dtype == ml_dtypes.bfloat16 and np.isnan(array.astype(np.float32)).any() for array in TENSORS.values())

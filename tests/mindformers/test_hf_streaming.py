@@ -1,0 +1,106 @@
+"""Streaming data of Hugging Face: it goes on at its own place in the data, from the state that was saved there, or not at all."""
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("mindformers.tools")
+from datasets import IterableDataset  # noqa: E402
+from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _resume_hf_iterable_dataset  # noqa: E402
+
+from mindresume.errors import AgreementError, ProgressError  # noqa: E402
+from mindresume.mindformers import hf_streaming, patches, training_context  # noqa: E402
+from mindresume.model.data_position import DataPosition  # noqa: E402
+from mindresume.resume.progress import ResumeProgress  # noqa: E402
+
+SAMPLES, BATCH = 20, 2                          # 10 steps a pass
+
+
+def samples():
+    for number in range(SAMPLES):
+        yield {"input_ids": [number], "labels": [number]}
+
+
+def reader(folder, batch=BATCH):
+    """mindformers' own, in a pipeline as mindspore's datasets form it."""
+    config = SimpleNamespace(size=SAMPLES, dataset_state_dir=str(folder), save_step=1, resume_step=None, batch_size=batch,
+                             process=None, create_compressed_eod_mask=False, compressed_eod_mask_length=128)
+    source = HFIterableDataset(config, IterableDataset.from_generator(samples), None, None)
+    return SimpleNamespace(children=[SimpleNamespace(source=source)], get_dataset_size=lambda: SAMPLES // batch), source
+
+
+def read(source, skip, steps, batch=BATCH):
+    """As mindspore asks for samples behind ``skip`` steps: by their numbers in a pass."""
+    numbers = [number % SAMPLES for number in range(skip * batch, (skip + steps) * batch)]
+    return [source[number][0][0] for number in numbers]
+
+
+@pytest.fixture
+def states(tmp_path):
+    """Of two passes."""
+    read(reader(tmp_path)[1], 0, 20)
+    return tmp_path
+
+
+def at(skip, begins=False):
+    return ResumeProgress(99, 9, 99, 1.0, DataPosition(), skip, begins=begins)
+
+
+@pytest.fixture
+def current():
+    before = training_context.current()
+    yield training_context.begin(training_context.TrainingContext(task=training_context.TRAIN))
+    training_context.begin(before)
+
+
+def gone_on(dataset, progress, current):
+    """Through the hook; the step of the training is 99."""
+    current.progress.restored = progress
+    patches._streaming(_resume_hf_iterable_dataset)(dataset, 99)
+
+
+@pytest.mark.parametrize("skip", [1, 3, 9, 10, 11, 13, 20])
+def test_it_goes_on_at_its_place(states, current, skip):
+    """Also between two passes, where mindformers gives the first sample for ever; the states that follow have the right names."""
+    dataset, source = reader(states)
+    gone_on(dataset, at(skip), current)
+    assert read(source, skip, 9) == [number % SAMPLES for number in range(skip * BATCH, (skip + 9) * BATCH)]
+    assert source.global_step == skip + 9
+
+
+def test_a_new_data_set_begins_at_its_beginning(states, current):
+    """mindformers jumps to the old place behind the first sample."""
+    dataset, source = reader(states)
+    gone_on(dataset, at(0, begins=True), current)
+    assert read(source, 0, 5) == list(range(10)) and source.global_step == 5
+
+
+@pytest.mark.parametrize("skip, batch, match", [
+    (2, 4, "step_2/dataset_state_rank0.json: the state of the streaming data set is of another place: {'cur_epoch': 1, "
+           "'cur_step': 2, 'cur_iter': 4}, expected {'cur_epoch': 1, 'cur_step': 2, 'cur_iter': 8}"),
+    (25, 2, "step_25/dataset_state_rank0.json: the state .* behind 25 steps cannot be read .FileNotFoundError")])
+def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, batch, match):
+    dataset, source = reader(states, batch)
+    with pytest.raises(AgreementError, match=match):
+        gone_on(dataset, at(skip), current)
+    assert source.resume_step is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"_train_state": {"cur_epoch": 1}})])
+def test_a_damaged_state_is_an_error(states, content):
+    (states / "step_3" / "dataset_state_rank0.json").write_text(content)
+    with pytest.raises(ProgressError, match="cannot be read"):
+        hf_streaming.resume_data(reader(states)[0], at(3))
+
+
+def test_steps_of_it_cannot_be_skipped(states):
+    for run in (lambda data: hf_streaming.resume_data(data, at(3, begins=True)), lambda data: hf_streaming.refuse_skip(data, 3)):
+        with pytest.raises(ProgressError, match="data_skip_steps: 3 steps of a streaming data set .* cannot be skipped"):
+            run(reader(states)[0])
+    hf_streaming.refuse_skip(reader(states)[0], 0)
+
+
+def test_other_data_is_left_alone():
+    for dataset in (SimpleNamespace(children=[SimpleNamespace(source=[1, 2])]), SimpleNamespace(children=[]), None):
+        hf_streaming.resume_data(dataset, at(3))
+        hf_streaming.refuse_skip(dataset, 3)

@@ -1,0 +1,289 @@
+"""Checkpoint 2.0 in the trainer: both dialects of the keys, the choice, and the numbers that mindformers computes with."""
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindformers.tools")
+
+from folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
+from mindformers.tools.register import MindFormerConfig  # noqa: E402
+
+from mindresume.errors import ConfigError, LoadError, MissingCheckpointError  # noqa: E402
+from mindresume.mindformers import load_iteration, training_context  # noqa: E402
+from mindresume.mindformers.load_iteration import common_for, load_request  # noqa: E402
+from mindresume.model.training_state import TrainingState  # noqa: E402
+from mindresume.reshard.checkpoint_view import (  # noqa: E402 # noqa: E402
+    CheckpointView,
+    Tensor,
+)
+from mindresume.saving.committer import Committer  # noqa: E402
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+
+
+@pytest.fixture
+def current():
+    before = training_context.current()
+    yield training_context.begin(training_context.TrainingContext(Settings(), task=training_context.TRAIN))
+    training_context.begin(before)
+
+
+def config_of(**values):
+    return MindFormerConfig(**{"use_legacy_format": False, "output_dir": "output", "callbacks": [{"type": "CheckpointMonitor"}],
+                               **values})
+
+
+def saved(root, *steps, optimizer=True):
+    for step in steps:
+        place = SaveTarget(STORAGE, str(root), "0001-0000aaaa", 0, 1, True)
+        write_shard(place, iteration_shard("net", place, state_of(step), {"w": np.full(3, step, np.float32)},
+                                           {"adam_m.w": np.zeros(3, np.float32)} if optimizer else None))
+        Committer(place).saved(step)
+    return root
+
+
+# ---- what is asked for --------------------------------------------------------------------------------------------------
+
+def asks(path, resume, balanced=False):
+    return training_context.LoadRequest(path, resume, iterations=True, balanced=balanced)
+
+
+@pytest.mark.parametrize("values, asked", [
+    ({"load_checkpoint": "a", "resume_training": True}, asks("a", True)),
+    ({"load_checkpoint": "a", "resume_training": False}, asks("a", False)),
+    ({"load_checkpoint": "a"}, asks("a", True)),                                # mindformers: a key that is not there at all
+    ({"load_checkpoint": "a", "resume_training": None}, asks("a", False)),
+    ({"load_checkpoint": "", "resume_training": True}, asks("", True)),
+    ({"load_checkpoint": "a", "resume_training": True, "balanced_load": True}, asks("a", True, True)),
+    ({"checkpoint": {"load_path": "b"}, "load_checkpoint": "./b/", "resume_training": True}, asks("b", True)),
+    ({"checkpoint": {"load_path": "b"}, "resume_training": True}, asks("b", True)),         # there it would start at step 0
+    ({"checkpoint": {"load_path": "b", "no_load_optim": False}, "resume_training": False}, asks("b", True)),
+    ({"checkpoint": {"load_path": "b", "no_load_optim": True}, "resume_training": False}, asks("b", False)),
+    ({"checkpoint": {"save_max": 3}, "load_checkpoint": "a", "resume_training": True}, asks("a", True)),
+    ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, asks("b", True)),
+    ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, asks("b", True, True))])
+def test_both_dialects_ask_for_the_same(values, asked):
+    assert load_request(MindFormerConfig(**values)) == asked
+
+
+def test_two_paths_are_one_error_that_names_both():
+    with pytest.raises(ConfigError, match="checkpoint.load_path is b, load_checkpoint is a, .* remove one"):
+        load_request(config_of(checkpoint={"load_path": "b"}, load_checkpoint="a", resume_training=True))
+
+
+@pytest.mark.parametrize("name", ["net_rank_0-2_5.safetensors", "iteration_00000010", "10"])
+def test_a_name_is_the_documented_error(name):
+    with pytest.raises(ConfigError, match="The resume_training must be a boolean value .* give its folder as load_checkpoint"):
+        load_request(config_of(load_checkpoint="a", resume_training=name))
+
+
+def test_a_contradiction_is_an_error():
+    with pytest.raises(ConfigError, match="resume_training is set, and checkpoint.no_load_optim: True"):
+        load_request(config_of(checkpoint={"load_path": "b", "no_load_optim": True}, resume_training=True))
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("section", [False, True])
+def test_both_dialects_are_set_to_the_choice(tmp_path, current, section):
+    saved(tmp_path, 5, 10)
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=True, auto_trans_ckpt=True, load_ckpt_format="ckpt",
+                       **({"checkpoint": {"load_path": str(tmp_path)}} if section else {}))
+    load_iteration.select(config, current, STORAGE)
+    folder = str(tmp_path / "iteration_00000010")
+    assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format, config.auto_trans_ckpt) == (
+        folder, True, "safetensors", False)
+    assert not section or (config.checkpoint.load_path, config.checkpoint.no_load_optim) == (folder, False)
+    assert current.plan.resumes and current.plan.request.resume and current.plan.choice.chosen.step == 10
+    assert config.callbacks[0]["checkpoint_format"] == "safetensors"
+    current.resources.release()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_path, current, exists):
+    if exists:
+        (tmp_path / "c").mkdir()
+    config = config_of(load_checkpoint=str(tmp_path / "c"), resume_training=True)
+    load_iteration.select(config, current, STORAGE)
+    assert (config.load_checkpoint, config.resume_training) == ("", False)
+    assert current.plan == training_context.ResumePlan() and not current.plan.resumes
+    with pytest.raises(MissingCheckpointError, match=str(tmp_path / "c")):
+        load_iteration.select(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
+
+
+def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tmp_path, current):
+    (tmp_path / "data.bin").write_bytes(b"x")
+    with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
+        load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+    saved(tmp_path / "checkpoint", 5)
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
+    load_iteration.select(config, current, STORAGE)
+    assert config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005") and current.plan.choice.chosen.step == 5
+    current.resources.release()
+
+
+def test_weights_alone_are_no_resume(tmp_path, current):
+    saved(tmp_path, 5)
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})
+    load_iteration.select(config, current, STORAGE)
+    assert not current.plan.resumes and current.plan.request and not current.plan.request.resume
+    assert (config.checkpoint.no_load_optim, config.resume_training) == (True, False)
+    current.resources.release()
+
+
+def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_path, current):
+    saved(tmp_path, 5)
+    os.remove(tmp_path / "iteration_00000005" / "common.json")
+    config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
+    load_iteration.select(config, current, STORAGE)
+    assert os.path.isfile(os.path.join(config.load_checkpoint, "common.json")) and current.plan.choice.chosen.step == 5
+    assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
+    current.resources.release()
+
+
+def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
+    """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders are newer."""
+    save(tmp_path, 5, world=2)
+    load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
+                          STORAGE)
+    assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.base == "" and current.plan.open_source is not None
+    current.resources.release()
+    saved(tmp_path, 7)
+    load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
+                          STORAGE)
+    assert current.plan.choice.chosen.base == "iteration_00000007"
+    current.resources.release()
+
+
+def test_weights_of_hugging_face(tmp_path, current):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_rank(tmp_path / "x", 5, 0, 1)
+    source, = (tmp_path / "x" / "rank_0").glob("*.safetensors")
+    (folder / "model.safetensors").write_bytes(source.read_bytes())
+    with pytest.raises(ConfigError, match="holds weights of Hugging Face, from which no training can be resumed"):
+        load_iteration.select(config_of(load_checkpoint=str(folder), resume_training=True), current, STORAGE)
+    config = config_of(load_checkpoint="", pretrained_model_dir=str(folder), resume_training=False)
+    load_iteration.select(config, current, STORAGE)
+    assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and not current.plan.resumes
+    config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
+    load_iteration.select(config, current, STORAGE)
+    assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and config.resume_training is False
+    saved(tmp_path / "none", 5)
+    config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
+    load_iteration.select(config, current, STORAGE)
+    assert current.plan.resumes and not current.plan.request.pretrained                    # load_checkpoint wins
+    current.resources.release()
+
+
+def test_a_sick_one_is_not_taken_unless_it_is_named(tmp_path, current):
+    saved(tmp_path, 5)
+    place = SaveTarget(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
+    from dataclasses import replace
+    write_shard(place, iteration_shard("net", place, replace(state_of(10), health=1), {"w": np.ones(3, np.float32)}, {}))
+    Committer(place).saved(10)
+    monitored = {"monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}}, "resume_training": True}
+    for path, step, more in ((tmp_path, 5, monitored), (tmp_path / "iteration_00000010", 10, monitored),
+                             (tmp_path, 10, {"resume_training": True})):
+        load_iteration.select(config_of(load_checkpoint=str(path), **more), current, STORAGE)
+        assert current.plan.choice.chosen.step == step
+        current.resources.release()
+
+
+def test_a_damaged_one_is_refused_with_its_reason(tmp_path, current):
+    saved(tmp_path, 5, 10)
+    flip_bit(tmp_path / "iteration_00000010" / "net-model-0000000-0000001.safetensors", -3)
+    load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+    assert current.plan.choice.chosen.step == 5 and "damaged: w" in current.plan.choice.refused[0].reason
+    current.resources.release()
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+def computed(common, runner, data_size):
+    """The formulas of mindformers 1.9.0 (trainer/base_trainer.py, training_process)."""
+    scale = common["global_batch_size"] / runner.global_batch_size
+    step = int(common["step_num"] * scale)
+    if runner.sink_mode:
+        return step, int(common["epoch_num"] * scale)
+    return step, int(common["epoch_num"]) - int(step % data_size != 0)
+
+
+@pytest.mark.parametrize("step, old, new, data_size, sink, expected", [
+    (15, 8, 8, 10, None, (15, 1, 15)), (20, 8, 8, 10, None, (20, 2, 20)), (15, 8, 4, 20, None, (30, 1, 30)),
+    (10, 8, 16, 5, None, (5, 1, 5)), (20, 8, 8, 10, 2, (20, 10, 20)), (20, 8, 4, 20, 4, (40, 10, 40)),
+    (20, 8, 8, 10, -1, (20, 2, 20))])
+def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, old, new, data_size, sink, expected):
+    current.plan = training_context.ResumePlan(choice=SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(step, 10, step,
+                                                                                                                 old))))
+    runner = SimpleNamespace(global_batch_size=new, sink_mode=sink is not None, sink_size=sink)
+    config = MindFormerConfig(runner_wrapper={"scale_sense": 64.0})
+    config.runner_config = runner
+    common = common_for(config, data_size, current)
+    assert computed(common, runner, data_size) == expected[:2]
+    assert (common["global_step"], current.progress.global_step) == (expected[2], expected[2])
+    assert common["loss_scale"] == 64.0                     # none was saved: what the configuration says stays
+
+
+@pytest.mark.parametrize("sink, epoch", [(None, 4), (1, 60), (2, 30), (5, 12), (-1, 4)])
+def test_a_new_data_set_in_both_modes(current, sink, epoch):
+    """Step 40 of 10 a pass; the new data set has 15, of 6 epochs 2 are left."""
+    state = TrainingState(40, 10, 40, 8, dataset_size=10)
+    current.plan = training_context.ResumePlan(choice=SimpleNamespace(chosen=SimpleNamespace(state=state)))
+    config = MindFormerConfig(ignore_data_skip=True)
+    config.runner_config = SimpleNamespace(global_batch_size=8, sink_mode=sink is not None, sink_size=sink, epochs=6)
+    common = common_for(config, 15, current)
+    assert computed(common, config.runner_config, 15) == (40, epoch)
+    assert (config.data_skip_steps, config.ignore_data_skip) == (0, True)
+
+
+def test_a_step_that_does_not_scale_is_rounded_down(current):
+    current.plan = training_context.ResumePlan(choice=SimpleNamespace(chosen=SimpleNamespace(state=TrainingState(15, 10, 15, 8,
+                                                                                                                 1.0))))
+    config = MindFormerConfig()
+    config.runner_config = SimpleNamespace(global_batch_size=16, sink_mode=False, sink_size=1)
+    common = common_for(config, 5, current)
+    assert computed(common, config.runner_config, 5) == (7, 1) and (config.data_skip_steps, config.ignore_data_skip) == (7, False)
+
+
+# ---- what is wanted --------------------------------------------------------------------------------------------------
+
+def weights_of(**shapes):
+    return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
+                                       for name, shape in shapes.items()}, lambda rank, name: None)
+
+
+def wanted(**shapes):
+    return {name.replace("__", "."): (shape, "float32") for name, shape in shapes.items()}
+
+
+def test_no_optimizer_state_names_the_key():
+    with pytest.raises(LoadError, match="holds no optimizer state.*set no_load_optim: True"):
+        load_iteration._regions(weights_of(w=(3,)), wanted(w=(3,), adam_m__w=(3,)), {}, {"w"}, 0, lambda name: False)
+
+
+@pytest.mark.parametrize("shapes, message", [
+    ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
+    ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
+    ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint")])
+def test_what_does_not_fit_is_named(shapes, message):
+    with pytest.raises(LoadError, match=message):
+        load_iteration._regions(weights_of(w=(3,), adam_m__w=(3,)), wanted(**shapes), {}, {"w", "v"}, 0, lambda name: False)
+
+
+@pytest.mark.parametrize("name, may", [("accu_grads.w", True), ("global_step", True), ("scale_sense", True), ("lora_a.w", True),
+                                       ("w", False), ("adam_m.w", False)])
+def test_what_a_checkpoint_need_not_have(current, name, may):
+    current.settings = Settings(allow_missing=("lora_*",))
+    assert load_iteration._optional(current, {"scale_sense"})(name) is may
+
+
+def test_settings_take_a_list_or_text():
+    assert Settings.load({"allow_missing": ["a*", "b"]}, {}).allow_missing == ("a*", "b")
+    assert Settings.load({}, {"MINDRESUME_ALLOW_MISSING": "a*, b"}).allow_missing == ("a*", "b")
+    for wrong in (3, [1], [""], {"a": 1}):
+        with pytest.raises(ConfigError, match="expected a list of patterns"):
+            Settings.load({"allow_missing": wrong}, {})

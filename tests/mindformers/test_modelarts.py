@@ -1,0 +1,108 @@
+"""When checkpoints go to an object store, and into which folder they come back. Real mindformers, a fake moxing."""
+
+import pytest
+from fakes import moxing
+
+pytest.importorskip("mindformers.tools")
+
+from mindformers.tools.register import MindFormerConfig  # noqa: E402
+from mindformers.tools.utils import check_in_modelarts  # noqa: E402
+
+from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.errors import ConfigError, RemoteError  # noqa: E402
+from mindresume.events import WARNING, warning  # noqa: E402
+from mindresume.mindformers import adapter, modelarts  # noqa: E402
+from mindresume.resume import remote_fetch  # noqa: E402
+from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints  # noqa: E402
+from mindresume.storage.filesystem import PosixStorage  # noqa: E402
+from mindresume.storage.object_store import FsspecStore  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+    for name in modelarts.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "moxing", moxing)
+
+
+@pytest.mark.parametrize("name", modelarts.VARIABLES)
+def test_modelarts_is_where_mindformers_says_so(monkeypatch, name):
+    assert not modelarts.variable() and not check_in_modelarts()
+    monkeypatch.setenv(name, "x")
+    assert modelarts.variable() == name and check_in_modelarts()
+
+
+def test_outside_the_url_is_ignored_with_one_warning():
+    events = []
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append) is None
+    assert [event.level for event in events] == [WARNING] and "obs://bucket/job" in events[0].text
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/job/", "memory://job"])
+def test_outside_any_object_store_that_fsspec_knows_is_used(url):
+    pytest.importorskip("s3fs")
+    events = []
+    remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append)
+    assert isinstance(remote.store, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and events == []
+
+
+@pytest.mark.parametrize("url", [5, "bucket/job"])
+def test_outside_what_is_no_url_is_an_error(url):
+    with pytest.raises(ConfigError, match=f"{url}.*expected .*s3://"):
+        modelarts.remote_of(MindFormerConfig(remote_save_url=url))
+
+
+@pytest.mark.parametrize("url", [None, ""])
+def test_without_a_url_nothing_is_said(monkeypatch, url):
+    monkeypatch.setenv("MA_JOB_DIR", "x")
+    events = []
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None and events == []
+
+
+@pytest.mark.parametrize("url", ["obs://bucket/job", "s3://bucket/job/"])
+def test_below_the_url(monkeypatch, url):
+    monkeypatch.setenv("MA_JOB_DIR", "x")
+    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url)).url == url.rstrip("/") + "/checkpoint"
+
+
+@pytest.mark.parametrize("url", ["/cache/job", 5])
+def test_what_is_no_url_is_named_with_what_is_expected(monkeypatch, url):
+    monkeypatch.setenv("MA_JOB_DIR", "x")
+    with pytest.raises(ConfigError, match=f"remote_save_url is {url!r}; expected .* obs:// or s3://"):
+        modelarts.remote_of(MindFormerConfig(remote_save_url=url))
+
+
+def test_modelarts_without_moxing(monkeypatch):
+    monkeypatch.setattr(modelarts, "find_spec", lambda name: None)
+    modelarts.require_moxing()
+    monkeypatch.setenv("BATCH_GROUP_NAME", "x")
+    with pytest.raises(ConfigError, match="BATCH_GROUP_NAME is set.*moxing"):
+        modelarts.require_moxing()
+
+
+@pytest.mark.parametrize("directory, path, looked_at", [
+    (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
+    (None, "output", True), (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
+    ("other", "output/checkpoint", False)])
+def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_path, directory, path, looked_at):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
+    asked, events = [], []
+    monkeypatch.setattr(remote_fetch.RemoteFetch, "select", lambda self, pick: (asked.append(self.root), pick())[1])
+    config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
+    source = remote_fetch.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.saved_to(config))
+    picked = remote_fetch.select_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
+                                             events.append)
+    assert picked == "choice" and bool(asked) is looked_at
+    assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
+
+
+def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(tmp_path):
+    class Refuses:
+        def list(self, prefix):
+            raise RemoteError("403")
+    events = []
+    remote_fetch.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
+    remote_fetch.number_runs(None, events.append, PosixStorage(), str(tmp_path))
+    assert events == [warning("403")]

@@ -1,0 +1,85 @@
+"""Wrong arguments of CheckpointMonitor are named with what is allowed, before anything is made of them."""
+import pytest
+
+from mindresume.errors import ConfigError
+from mindresume.mindformers.monitor_arguments import check_section, checked
+
+
+def built_in(self, prefix="CKP", directory=None, save_checkpoint_steps=1, save_checkpoint_seconds=0, keep_checkpoint_max=5,
+             keep_checkpoint_per_n_minutes=0, integrated_save=True, save_network_params=False, save_trainable_params=False,
+             async_save=False, enc_key=None, exception_save=False, checkpoint_format="ckpt"):
+    """The checked part of mindformers' signature, with its defaults (tests/mindformers/test_checkpoint_monitor.py has the real
+    one)."""
+
+
+def check(*args, **kwargs):
+    return checked(built_in, args, kwargs)
+
+
+def test_defaults_are_filled_in():
+    assert check("net")["prefix"] == "net" and check()["keep_checkpoint_max"] == 5
+
+
+@pytest.mark.parametrize("key, value, allowed", [
+    ("save_checkpoint_steps", -1, "at least 0"), ("save_checkpoint_steps", 2.5, "whole number"),
+    ("save_checkpoint_steps", True, "whole number"), ("keep_checkpoint_max", "3", "whole number"),
+    ("keep_checkpoint_max", "three", "whole number"), ("keep_checkpoint_max", 0, "at least 1, or null"),
+    ("keep_checkpoint_per_n_minutes", -5, "at least 0"), ("save_checkpoint_seconds", "10", "whole number"),
+    ("async_save", "fork", "'thread', 'process'"), ("async_save", 1, "one of False"), ("async_save", None, "one of False"),
+    ("checkpoint_format", "npz", "safetensors, ckpt"), ("prefix", "", "a text"), ("prefix", "a/b", "without /"),
+    ("prefix", 3, "a text"), ("integrated_save", "yes", "True or False"), ("directory", 5, "a path"),
+])
+def test_a_wrong_value_is_named_with_what_is_allowed(key, value, allowed):
+    with pytest.raises(ConfigError) as error:
+        check(**{key: value})
+    assert f"{key} is {value!r}" in str(error.value) and allowed in str(error.value)
+
+
+@pytest.mark.parametrize("value", [False, True, "thread", "process"])
+def test_ways_of_saving_behind_the_training(value):
+    assert check(async_save=value)["async_save"] is value
+
+
+def test_an_unknown_key_is_named_with_the_nearest_and_all():
+    with pytest.raises(ConfigError, match="^unknown key 'keep_max', did you mean 'keep_checkpoint_max'.*prefix, directory"):
+        check(keep_max=3)
+    with pytest.raises(ConfigError, match="unknown key 'zzz'. The keys are prefix"):
+        check(zzz=3)
+
+
+def test_keys_that_contradict_each_other():
+    with pytest.raises(ConfigError, match=r"save_checkpoint_steps \(10\) and save_checkpoint_seconds \(60\) contradict"):
+        check(save_checkpoint_steps=10, save_checkpoint_seconds=60)
+    with pytest.raises(ConfigError, match="keep_checkpoint_max .* and keep_checkpoint_per_n_minutes"):
+        check(keep_checkpoint_max=3, keep_checkpoint_per_n_minutes=10)
+
+
+@pytest.mark.parametrize("key, value", [("exception_save", True), ("enc_key", b"0" * 16)])
+def test_what_safetensors_cannot_hold(key, value):
+    with pytest.raises(ConfigError, match=f"{key} is set, and checkpoint_format is 'safetensors'.*set checkpoint_format: ckpt"):
+        check(checkpoint_format="safetensors", **{key: value})
+    assert check(**{key: value})[key] == value
+
+
+def test_the_section_is_checked_before_mindformers_reads_it():
+    """mindformers would say that save_max in checkpoint_config, which nobody wrote, should be at least 1."""
+    monitor = {"type": "CheckpointMonitor", "keep_checkpoint_max": 0}
+    with pytest.raises(ConfigError, match="^callbacks: CheckpointMonitor: keep_checkpoint_max is 0; expected at least 1"):
+        check_section(built_in, [{"type": "MFLossMonitor", "what": 1}, monitor])
+    monitor["keep_checkpoint_per_n_minutes"] = 10
+    check_section(built_in, [monitor, None])
+    assert monitor == {"type": "CheckpointMonitor", "keep_checkpoint_max": None, "keep_checkpoint_per_n_minutes": 10}
+
+
+def test_what_the_user_wrote_wins_over_a_default():
+    assert check(save_checkpoint_seconds=60)["save_checkpoint_steps"] == 0
+    assert check(keep_checkpoint_per_n_minutes=10)["keep_checkpoint_max"] == 0
+    assert check(save_checkpoint_seconds=0)["save_checkpoint_steps"] == 1
+
+
+def test_a_directory_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="directory is .*this is a file"):
+            check(directory=str(path))
+    assert check(directory=str(tmp_path / "not" / "yet"))

@@ -1,0 +1,282 @@
+"""The arrays of a live MindSpore network, what their layouts are read from, and whether a checkpoint fits. CPU, one process."""
+import json
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+ms = pytest.importorskip("mindspore")
+
+from mindresume.errors import LoadError, SaveError  # noqa: E402
+from mindresume.mindformers.network_state import (  # noqa: E402
+    capture_random,
+    check_fit,
+    deferred,
+    layouts,
+    restore_random,
+    snapshot,
+    to_numpy,
+)
+from mindresume.model.layout import TensorLayout  # noqa: E402
+from mindresume.model.training_state import TRANSIENT, is_transient  # noqa: E402
+from mindresume.tensor_files import encode, read_header, read_tensor  # noqa: E402
+from mindresume.tensor_files.header import tensor_bytes  # noqa: E402
+
+BITS = np.array([0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x0001, 0x4049, 0xC2F7], np.uint16)     # infinities, a denormal
+
+
+def bf16(name="w"):
+    return ms.Parameter(ms.Tensor(BITS.view(ml_dtypes.bfloat16).astype(np.float32), ms.bfloat16), name=name)
+
+
+# ---- arrays ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("value, dtype", [
+    (7, "int64"), (-2**62, "int64"), (np.int32(3), "int64"), (0.5, "float32"), (np.float64(0.5), "float32"), (True, "bool"),
+    (np.bool_(False), "bool"), ("text", "<U4")])
+def test_plain_numbers(value, dtype):
+    array = to_numpy("x", value)
+    assert array.dtype == np.dtype(dtype) and array.shape == () and array.item() == value
+
+
+@pytest.mark.parametrize("value", [np.arange(6, dtype=np.int8).reshape(2, 3), np.array(1.5, np.float64)])
+def test_arrays_stay_as_they_are(value):
+    assert to_numpy("x", value) is value
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(SaveError, match="parameter table is a list; only tensors can be saved"):
+        to_numpy("table", [1, 2])
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.float64, ms.int32, ms.int64, ms.int8, ms.uint8, ms.bool_])
+def test_tensors_of_every_dtype(dtype):
+    value = ms.Tensor(np.array([[0, 1], [1, 0]]), dtype)
+    array = to_numpy("x", value)
+    assert array.dtype.name == str(dtype).lower().rstrip("_") and np.array_equal(array, value.asnumpy())
+
+
+def test_bfloat16_keeps_its_bits():
+    array = to_numpy("w", bf16())
+    assert array.dtype == ml_dtypes.bfloat16 and np.array_equal(array.view(np.uint16), BITS)
+
+
+def test_a_parameter_that_was_never_filled_is_initialised():
+    from mindspore.common.initializer import initializer
+    parameter = ms.Parameter(initializer("ones", (2, 3), ms.float32), name="w")
+    assert np.array_equal(to_numpy("w", parameter), np.ones((2, 3), np.float32))
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_the_same_names_dtypes_shapes_and_bytes_as_mindspore_save_checkpoint(tmp_path, fmt):
+    parameters = {"w": bf16("w"), "half": ms.Parameter(ms.Tensor([[1.5]], ms.float16), name="half"),
+                  "scalar": ms.Parameter(ms.Tensor(2.5, ms.float32), name="scalar"),
+                  "count": ms.Parameter(ms.Tensor([3], ms.int32), name="count")}
+    plain = {"step_num": 7, "loss_scale": 0.5, "flag": True, "global_step": parameters["count"]}
+    path = str(tmp_path / f"theirs.{fmt}")
+    ms.save_checkpoint([{"name": name, "data": value} for name, value in parameters.items()], path,
+                       append_dict=dict(plain), format=fmt)
+    ours = snapshot([*parameters.items(), *plain.items()])
+    with open(path, "rb") as file:
+        theirs = {name: read_tensor(file, entry) for name, entry in read_header(file, path).tensors.items()}
+    assert set(ours) == set(theirs)
+    for name, array in theirs.items():
+        assert (ours[name].dtype, ours[name].tobytes()) == (array.dtype, array.tobytes()), name
+        assert ours[name].shape == array.shape, name
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_mindspore_reads_our_file(tmp_path, fmt):
+    arrays = snapshot([("w", bf16()), ("step_num", 7), ("loss_scale", 0.5), ("m", ms.Tensor([[1, 2]], ms.float32))])
+    path = tmp_path / f"ours.{fmt}"
+    path.write_bytes(b"".join(bytes(piece) for _, piece in encode(fmt, arrays, {"format": "ms"})))
+    found = ms.load_checkpoint(str(path), format=fmt)
+    assert np.array_equal(to_numpy("w", found["w"]).view(np.uint16), BITS)
+    assert int(found["step_num"]) == 7 and float(found["loss_scale"]) == 0.5 and found["step_num"].shape == ()
+    assert np.array_equal(found["m"].asnumpy(), [[1, 2]])
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+def row(matrix, tensor_map, slice_shape, full, group=""):
+    """As ``network.parameter_layout_dict`` has them after a compile."""
+    return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, list(full), [], False, False, -1, -1)
+
+
+def no_warning(text):
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("matrix, tensor_map, held, full, pieces", [
+    ((2, 2), [0, -1], (4, 4), (8, 4), 0),                   # dp 2 x tp 2, rows cut
+    ((2, 2), [-1, 0], (8, 2), (8, 4), 0),
+    ((2, 2), [0, -1], (2, 4), (8, 4), 2),                   # and the optimizer's share of the dp replicas
+    ((2, 2), [-1], (2,), (8,), 4),                          # replicated: cut over all four ranks
+    ((2, 2), [-1], (4,), (8,), 2),
+    ((4,), [-1, -1], (4, 4), (4, 4), 0),                    # dp 4, nothing cut
+    ((2, 2), [[1, 0], -1], (2, 4), (8, 4), 0),              # two axes on one dimension
+    ((2, 2, 2), [(2, 0), -1], (1, 4), (8, 4), 2),
+    ((2, 2), [], (), (), 0),                                # no dimensions
+])
+def test_layouts_with_the_optimizer_shard_that_the_sizes_tell(matrix, tensor_map, held, full, pieces):
+    # the row says the slice before the optimizer shard: only the shape of the parameter tells (facts of MindSpore 2.9.0)
+    found = layouts({"w": row(matrix, tensor_map, full, full, "4-1234")}, {"w": held}, no_warning)
+    layout, shape = found["w"]
+    assert shape == full and layout.optimizer_shards == pieces and layout.local_shape(full) == held
+    assert layout == TensorLayout(matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces)
+
+
+def cached(matrix, tensor_map, slice_shape, group=""):
+    """As they are of a graph out of the compile cache: without the full shape (mindspore 2.9.0)."""
+    return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, [], [], False, False, 0, 0, [])
+
+
+@pytest.mark.parametrize("matrix, tensor_map, before, held, full, pieces", [
+    ((2, 2), [0, -1], (4, 4), (4, 4), (8, 4), 0),
+    ((2, 2), [-1, 0], (8, 2), (8, 2), (8, 4), 0),
+    ((2, 2), [-1, -1], (8, 4), (8, 4), (8, 4), 0),
+    ((2, 2), [0, -1], (4, 4), (2, 4), (8, 4), 2),           # the row says the slice before the optimizer shard
+    ((2, 2), [[1, 0], -1], (2, 4), (2, 4), (8, 4), 0),
+    ((2, 2), [], (), (), (), 0)])
+def test_layouts_of_a_graph_out_of_the_compile_cache(matrix, tensor_map, before, held, full, pieces):
+    found = layouts({"w": cached(matrix, tensor_map, before, "4-1234" if pieces else "")}, {"w": held}, no_warning)
+    assert found == {"w": (TensorLayout(matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces), full)}
+
+
+def test_a_cached_row_that_hides_the_optimizer_shard_is_left_out_with_a_warning():
+    told = []
+    assert layouts({"w": cached((2, 2), [0, -1], (2, 4), "4-1234")}, {"w": (2, 4)}, told.append) == {}
+    assert len(told) == 1 and told[0].startswith("w: its layout is not recorded: the optimizer cuts it over the group 4-1234")
+
+
+@pytest.mark.parametrize("what, held, full", [
+    ("more than there is", (8, 4), (8, 4)), ("not divisible", (3, 4), (8, 4)), ("another rank", (4,), (8, 4)),
+    ("cut in the other dimension", (8, 2), (8, 4)), ("smaller than the smallest piece", (1, 4), (8, 4)),
+    ("indivisible full shape", (4, 4), (7, 4))])
+def test_a_row_that_does_not_fit_is_left_out_with_a_warning(what, held, full):
+    told = []
+    found = layouts({"w": row((2, 2), [0, -1], held, full), "v": row((2, 2), [0], (4,), (8,))}, {"w": held, "v": (4,)},
+                    told.append)
+    assert list(found) == ["v"] and len(told) == 1 and told[0].startswith("w: its layout is not recorded")
+
+
+@pytest.mark.parametrize("matrix, tensor_map", [([], [0, -1]), ([2, 2], [5, -1]), ([2, 2], [0, 0]), ([0, 2], [0, -1])])
+def test_an_impossible_layout_is_left_out_with_a_warning(matrix, tensor_map):
+    told = []
+    assert layouts({"w": row(matrix, tensor_map, (4, 4), (8, 4))}, {"w": (4, 4)}, told.append) == {} and len(told) == 1
+
+
+def test_rows_of_what_is_not_saved_are_ignored_and_no_table_is_no_layouts():
+    assert layouts({"inputs0": row((2,), [0], (4,), (8,))}, {"w": (4,)}, no_warning) == {}
+    assert layouts(None, {"w": (4,)}, no_warning) == {} and layouts({}, {"w": (4,)}, no_warning) == {}
+
+
+def test_an_empty_tensor_has_a_layout():
+    assert layouts({"w": row((2, 2), [0, -1], (0, 4), (0, 4))}, {"w": (0, 4)}, no_warning)["w"][1] == (0, 4)
+
+
+# ---- fit -------------------------------------------------------------------------------------------------------------
+
+WANTED = {"w": ((8, 4), "float32"), "bias": ((4,), "bfloat16"), "global_step": ((1,), "int32")}
+
+
+def fitting():
+    return {"w": np.zeros((8, 4), np.float32), "bias": np.zeros(4, ml_dtypes.bfloat16), "global_step": np.zeros(1, np.int32)}
+
+
+def test_a_checkpoint_that_fits_with_more_in_it_than_the_network_has():
+    check_fit({**fitting(), "epoch_num": np.array(3)}, WANTED)
+
+
+@pytest.mark.parametrize("name, array, told", [
+    ("w", None, "w is not in the checkpoint"),
+    ("w", np.zeros((4, 4), np.float32), r"w is \(4, 4\) in the checkpoint, \(8, 4\) in the network"),
+    ("w", np.zeros((1,), np.float32), r"w is \(1,\) in the checkpoint, \(8, 4\) in the network"),
+    ("bias", np.zeros(4, np.float16), "bias is float16 in the checkpoint, bfloat16 in the network"),
+    ("global_step", np.zeros(2, np.int32), r"global_step is \(2,\) in the checkpoint, \(1,\) in the network")])
+def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array, told):
+    arrays = {**fitting(), name: array}
+    if array is None:
+        del arrays[name]
+    with pytest.raises(LoadError, match=rf"does not fit the network \(1 tensors\): {told}\..*auto_trans_ckpt: True"):
+        check_fit(arrays, WANTED)
+
+
+def test_one_number_fits_whatever_its_number_of_dimensions():
+    check_fit({**fitting(), "global_step": np.array(5, np.int32)}, WANTED)
+
+
+def test_all_problems_are_counted_and_ten_are_shown():
+    wanted = {f"w{i:02d}": ((1,), "float32") for i in range(12)}
+    with pytest.raises(LoadError, match=r"\(12 tensors\).*w09 is not in the checkpoint; \.\.\.\. Was") as caught:
+        check_fit({}, {name: ((3,), "float32") for name in wanted})
+    assert "w10" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TRANSIENT)
+def test_transient_parameters_may_be_missing(name):
+    assert is_transient(f"model.layers.0.{name}.weight")
+    check_fit(fitting(), {**WANTED, f"model.{name}": ((4,), "float32")})
+
+
+def test_others_may_be_missing_only_if_the_caller_says_so():
+    with pytest.raises(LoadError):
+        check_fit({}, WANTED)
+    check_fit({}, WANTED, may_miss=lambda name: True)
+
+
+# ---- random states ---------------------------------------------------------------------------------------------------
+
+def test_random_states_go_on_after_a_way_through_json():
+    # of MindSpore the state itself: no operator of the CPU back end draws from this generator (those of ops and nn.Dropout
+    # have one of their own in each kernel, which nothing can read)
+    def draws():
+        return [random.random(), np.random.rand(), ms.get_rng_state().asnumpy().tolist()]
+    ms.manual_seed(5)
+    random.seed(1)
+    np.random.seed(2)
+    draws()
+    saved = json.dumps(capture_random())
+    expected = [draws() for _ in range(5)]
+    ms.manual_seed(99)
+    random.seed(9)
+    np.random.seed(9)
+    assert [draws() for _ in range(5)] != expected
+    assert restore_random(json.loads(saved)) == ["python", "numpy", "MindSpore's default generator"]
+    assert [draws() for _ in range(5)] == expected
+
+
+def test_what_was_not_saved_is_not_restored():
+    assert restore_random({}) == []
+
+
+def test_a_deferred_tensor_is_what_a_snapshot_is():
+    rows = [("f32", ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))), ("bf16", ms.Tensor([1.5, -2.0], ms.bfloat16)),
+            ("zero", ms.Tensor(3, ms.int64)), ("flag", ms.Tensor([True, False])), ("number", 7), ("text", "dynamic"),
+            ("numpy", np.arange(3, dtype=np.int8))]
+    now, later = snapshot(rows), deferred(rows)
+    for name, array in now.items():
+        found = later[name]
+        assert (found.dtype.name, tuple(found.shape), found.nbytes) == (array.dtype.name, array.shape, array.nbytes)
+        assert np.asarray(found).tobytes() == array.tobytes()
+
+
+def test_a_deferred_tensor_is_read_when_it_is_asked_for():
+    class Tensor:
+        shape, dtype, reads = (2,), ms.float32, 0
+
+        def asnumpy(self):
+            self.reads += 1
+            return np.array([1, 2], np.float32)
+    tensor = Tensor()
+    found = deferred([("x", tensor)])["x"]
+    assert found.nbytes == 8 and tensor.reads == 0
+    assert bytes(tensor_bytes(found)) == np.array([1, 2], np.float32).tobytes() and tensor.reads == 1
+
+
+@pytest.mark.parametrize("state", [{"python": {"version": 3}}, {"numpy": 5}, {"mindspore": {"state": "%%"}},
+                                   {"python": {"version": 3, "internal": "AAAA", "gauss": None}}])
+def test_a_random_state_that_is_none_is_an_error_of_ours(state):
+    with pytest.raises(LoadError, match="the random state in the record cannot be restored"):
+        restore_random(state)

@@ -1,0 +1,721 @@
+"""The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no Trainer. CPU, one process."""
+import contextlib
+import importlib
+import json
+import shutil
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import iterations
+import numpy as np
+import pytest
+from folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
+
+pytest.importorskip("mindformers.tools")
+
+import mindspore as ms  # noqa: E402
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister  # noqa: E402
+from mindspore import nn  # noqa: E402
+
+import mindresume.plugin  # noqa: E402
+from mindresume.coordination import preemption  # noqa: E402
+from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.coordination.visibility import Visibility  # noqa: E402
+from mindresume.errors import (  # noqa: E402
+    AgreementError,
+    ConfigError,
+    LoadError,
+    MissingCheckpointError,
+    NoUsableCheckpointError,
+    ProgressError,
+    TrainingCompleteError,
+)
+from mindresume.formats.iteration_scan import tracked
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.mindformers import adapter, job_start, load_iteration, patches, state_restorer, training_context, upstream  # noqa: E402
+from mindresume.mindformers.network_state import snapshot  # noqa: E402
+from mindresume.mindformers.upstream import Kind  # noqa: E402
+from mindresume.model.manifest import FOLDER  # noqa: E402
+from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
+from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
+from mindresume.resume.selector import select  # noqa: E402
+from mindresume.saving.committer import Committer  # noqa: E402
+from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+
+WRAPPED = [symbol for symbol in upstream.MINDFORMERS_1_9.symbols if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)]
+
+
+def place(module, name):
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def current():
+    before = training_context.current()
+    yield training_context.begin(training_context.TrainingContext())
+    training_context.begin(before)
+
+
+def config_of(path="", **values):
+    return MindFormerConfig(**{"resume_training": True, "load_checkpoint": str(path), **values})
+
+
+# ---- installation ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("symbol", WRAPPED, ids=lambda symbol: symbol.path)
+def test_every_place_is_hooked_once_and_keeps_its_name(symbol):
+    hooked = place(symbol.module, symbol.name)
+    assert hooked._mindresume and hooked.__name__ == symbol.name.rpartition(".")[2]
+    mindresume.plugin.install()
+    assert place(symbol.module, symbol.name) == hooked          # a bound method is a new object each time
+    assert not getattr(hooked.__wrapped__, "_mindresume", False)
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+class TaskTrainer:
+    def __init__(self, model_name=None):
+        self.model_name = model_name
+
+
+def test_data_keys_below_trainer_reach_the_top_level():
+    config = MindFormerConfig(trainer={"type": "X", "ignore_data_skip": True, "data_skip_steps": 7}, resume_training=False)
+    checked = patches._rules(lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps, dict(self.config.trainer)))
+    assert checked(SimpleNamespace(config=config)) == (True, 7, {"type": "X"})
+
+
+def test_data_keys_that_contradict_each_other_are_an_error():
+    config = MindFormerConfig(trainer={"data_skip_steps": 7}, data_skip_steps=8)
+    with pytest.raises(ConfigError, match="data_skip_steps is 8 at the top level of the configuration but 7 in trainer"):
+        patches._rules(lambda self: None)(SimpleNamespace(config=config))
+
+
+def test_the_constructor_of_the_task_trainer_never_sees_them():
+    """Asked of the real registry, which other kinds of classes leave untouched."""
+    MindFormerRegister.register_cls(TaskTrainer, module_type=MindFormerModuleType.TRAINER, alias="TaskTrainerOfTheTest")
+    built = MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(
+        model_name="m", ignore_data_skip=True, data_skip_steps=1)
+    assert type(built) is TaskTrainer and built.model_name == "m"
+    with pytest.raises(TypeError, match="something_else"):
+        MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(something_else=1)
+    assert isinstance(MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor"), type)
+
+
+FOLDERS = {
+    "rank folders": (["rank_0/", "rank_1/"], False), "rank folders and a loose file": (["rank_0/", "a.ckpt"], False),
+    "an empty folder": ([], False), "only records": ([".mindresume/"], False), "loose safetensors": (["a.safetensors"], True),
+    "loose ckpt": (["a.ckpt", "config.json"], True),
+    "complete weights": (["hyper_param.safetensors", "part0.safetensors"], True),
+}
+
+
+@pytest.mark.parametrize("names, complete", FOLDERS.values(), ids=FOLDERS)
+def test_what_a_folder_is_taken_for(tmp_path, names, complete):
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
+    for path in (tmp_path, f"{tmp_path}/"):
+        assert not load_iteration.applies(config_of(path))
+        assert selection.is_consolidated(STORAGE, str(path), False) is complete
+
+
+@pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
+                                                ({"use_legacy_format": True}, False), ({}, False)])
+def test_which_format_a_job_uses(tmp_path, values, iterations):
+    assert load_iteration.applies(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is iterations
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+def test_the_choice_sets_the_configuration(tmp_path, current):
+    for step in (5, 10):
+        save(tmp_path, step, world=1, fmt="ckpt")
+    flip_bit(path_of(tmp_path, 10, 0, fmt="ckpt"), 200)
+    config = config_of(tmp_path / "rank_0", load_ckpt_format="safetensors")
+    job_start.select_checkpoint(config, current)
+    assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (str(tmp_path), True, "ckpt")
+    assert current.plan.resumes and current.plan.choice.chosen.step == 5 and current.shard.rank == 0
+    assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
+
+
+def test_a_name_chooses(tmp_path, current):
+    for step in (5, 10):
+        save(tmp_path, step, world=1)
+    config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
+    job_start.select_checkpoint(config, current)
+    assert current.plan.choice.chosen.step == 5 and config.resume_training is True
+
+
+@pytest.mark.parametrize("monitored, step", [(True, 5), (False, 10)])
+def test_a_sick_one_is_passed_over_where_health_is_monitored(tmp_path, current, monitored, step):
+    for saved in (5, 10):
+        save(tmp_path / "checkpoint", saved, world=1)
+    listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
+    (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
+    config = config_of(tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored)
+    job_start.select_checkpoint(config, current)
+    assert current.plan.choice.chosen.step == step
+    current.resources.release()
+
+
+def test_nothing_there_is_a_fresh_start(tmp_path, current):
+    config = config_of(tmp_path)
+    job_start.select_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
+
+
+@pytest.mark.parametrize("place", ["checkpoint", "transformed_checkpoint/net"])
+def test_the_folder_above_will_do(tmp_path, current, place):
+    save(tmp_path / place, 15, world=1)
+    config = config_of(tmp_path)
+    job_start.select_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place))
+    assert current.plan.choice.chosen.step == 15
+
+
+def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
+    (tmp_path / "data.bin").write_bytes(b"x")
+    with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
+        job_start.select_checkpoint(config_of(tmp_path), current)
+    save(tmp_path / "a", 5, world=1)
+    save(tmp_path / "b", 5, world=1)
+    with pytest.raises(MissingCheckpointError, match="several folders below do"):
+        job_start.select_checkpoint(config_of(tmp_path), current)
+
+
+def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, current):
+    for name in ("checkpoint/rank_0", "strategy", "log/rank_0"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "log" / "rank_0" / "info.log").write_bytes(b"x")
+    config = config_of(tmp_path)
+    job_start.select_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint) == (False, "")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkeypatch, there):
+    """An older one may be taken, said aloud; but never none."""
+    late = Visibility(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
+    monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: late)
+    if there:
+        save(tmp_path, 5, world=1)
+        job_start.select_checkpoint(config_of(tmp_path), current)
+        assert current.plan.choice.chosen.step == 5
+    else:
+        with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
+            job_start.select_checkpoint(config_of(tmp_path), current)
+
+
+def test_only_damaged_ones_are_an_error(tmp_path, current):
+    save(tmp_path, 5, world=1)
+    flip_bit(path_of(tmp_path, 5, 0))
+    with pytest.raises(NoUsableCheckpointError):
+        job_start.select_checkpoint(config_of(tmp_path), current)
+    assert not current.plan.resumes
+
+
+@pytest.mark.parametrize("values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}])
+def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
+    save(tmp_path, 5, world=1)
+    config = config_of(tmp_path, **values)
+    before = dict(config)
+    job_start.select_checkpoint(config, current)
+    assert dict(config) == before and not current.plan.resumes
+
+
+def test_quick_does_not_read_the_contents(tmp_path, current):
+    save(tmp_path, 5, world=1)
+    flip_bit(path_of(tmp_path, 5, 0))
+    current.settings = type(current.settings)(verify="quick")
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    assert current.plan.choice.chosen.step == 5
+    with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
+        state_restorer.read_shard(STORAGE, current.plan.choice.root, current.shard)
+
+
+# ---- a training and what comes after it ------------------------------------------------------------------------------
+
+def load_by_mindformers(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
+    raise AssertionError("mindformers loads what mindresume has chosen")
+
+
+class FakeTrainer:
+    config = MindFormerConfig()
+
+
+@pytest.fixture(autouse=True)
+def output(tmp_path_factory, monkeypatch):
+    """The output folder of mindformers."""
+    folder = tmp_path_factory.mktemp("output") / "output"
+    monkeypatch.setattr(adapter, "output_root", lambda: str(folder))
+    return folder
+
+
+def recorded(output):
+    """The events in the one event file."""
+    [path] = (output / "mindresume_events").iterdir()
+    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+def ends(outcome):
+    def train(self):
+        current = training_context.current()
+        current.progress.step = 7
+        if outcome == "preempted":
+            current.progress.stop_reason = "a graceful exit"
+        elif outcome == "nothing_to_train":
+            raise TrainingCompleteError("step 40 is the end")
+        elif outcome == "failed":
+            raise ValueError("loss is nan")
+    return train
+
+
+@pytest.mark.parametrize("outcome, reason, step", [
+    ("finished", "", 7), ("preempted", "a graceful exit", 7), ("nothing_to_train", "step 40 is the end", None),
+    ("failed", "ValueError: loss is nan", 7)])
+def test_the_event_file_says_how_a_training_ended(output, outcome, reason, step):
+    with contextlib.suppress(ValueError):
+        patches._training(ends(outcome))(FakeTrainer())
+    first, last = recorded(output)
+    assert (first["event"], first["world_size"]) == ("training_started", 1)
+    assert first["utc_offset_seconds"] == time.localtime().tm_gmtoff
+    assert (last["event"], last["outcome"], last["reason"], last.get("step")) == ("training_ended", outcome, reason, step)
+    assert training_context.current().task == "" and training_context.current().progress.step is None
+
+
+def test_sigterm_is_no_failure(output):
+    def train(self):
+        training_context.current().progress.stop_reason = preemption.BY_SIGNAL
+    with pytest.raises(SystemExit):
+        patches._training(train)(FakeTrainer())
+    assert recorded(output)[-1]["outcome"] == "preempted"
+
+
+def test_wrong_settings_are_in_the_event_file_too(output):
+    class Trainer:
+        config = MindFormerConfig(mindresume={"on_save": "raise"})
+    with pytest.raises(ConfigError):
+        patches._training(lambda self: None)(Trainer())
+    assert recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
+
+
+def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch):
+    monkeypatch.setattr(training_context, "group_of_job", lambda: SimpleNamespace(rank=3, size=4))
+    patches._training(ends("finished"))(FakeTrainer())
+    assert not output.exists()
+    with pytest.raises(ValueError, match="loss is nan"):
+        patches._training(ends("failed"))(FakeTrainer())
+    assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1]["outcome"] == "failed"
+
+
+def test_everything_is_closed_once_though_one_of_it_fails(output):
+    """The save in flight is finished, the event file closed, and the context idle, whatever the release does."""
+    closed = []
+
+    def train(self):
+        current = training_context.current()
+        current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
+        current.monitor = SimpleNamespace(settle=lambda: closed.append("settled"))
+    with pytest.raises(ZeroDivisionError):
+        patches._training(train)(FakeTrainer())
+    assert closed == ["settled"] and training_context.current().task == "" and recorded(output)[-1]["event"] == "training_ended"
+
+
+def test_an_evaluation_within_a_training_leaves_its_context_alone():
+    def train(self):
+        current = training_context.current()
+        patches._inference(training_context.EVALUATE, lambda self: training_context.current().task)(FakeTrainer())
+        return training_context.current() is current
+    assert patches._training(train)(FakeTrainer()) is True
+
+
+def test_a_session_lives_as_long_as_its_training(tmp_path):
+    save(tmp_path, 5, world=1)
+
+    def train(self):
+        current = training_context.current()
+        assert current.task == training_context.TRAIN
+        job_start.select_checkpoint(config_of(tmp_path), current)
+        return current.plan.resumes
+    assert patches._training(train)(FakeTrainer()) is True
+    assert training_context.current().task == ""
+    assert not training_context.current().plan.resumes   # an evaluation afterwards in this process loads what it asks for
+
+
+def test_a_training_that_failed_settles_what_it_saves():
+    stopped = []
+
+    def train(self):
+        training_context.current().monitor = SimpleNamespace(settle=lambda: stopped.append(True))
+        raise RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        patches._training(train)(FakeTrainer())
+    assert stopped == [True] and training_context.current().monitor is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("loss is nan"), LoadError("changed"), KeyboardInterrupt(), SystemExit(143)])
+def test_how_a_training_ends_is_told_to_the_trial(error):
+    told = []
+
+    def train(self):
+        training_context.current().resources.load_attempt.load_attempt = SimpleNamespace(failed=told.append)
+        raise error
+    with pytest.raises(type(error)):
+        patches._training(train)(FakeTrainer())
+    assert told == [error] and training_context.current().resources.load_attempt.load_attempt is None
+
+
+def test_a_complete_training_ends_quietly_and_other_errors_do_not():
+    def done(self):
+        raise TrainingCompleteError("the training is complete: step 40")
+
+    def broken(self):
+        raise ValueError("something else")
+    assert patches._training(done)(FakeTrainer()) is None
+    with pytest.raises(ValueError, match="something else"):
+        patches._training(broken)(FakeTrainer())
+    assert training_context.current().task == ""
+
+
+def test_settings_come_from_the_yaml_section():
+    class Trainer:
+        config = MindFormerConfig(mindresume={"on_save_error": "raise"})
+    assert patches._training(lambda self: training_context.current().settings.on_save_error)(Trainer()) == "raise"
+    Trainer.config = MindFormerConfig(mindresume={"on_save": "raise"})
+    with pytest.raises(ConfigError, match="unknown key 'on_save'"):
+        patches._training(lambda self: None)(Trainer())
+
+
+def test_files_are_no_hf_checkpoints(tmp_path):
+    is_hf = place(upstream.TRAINER_UTILS, "is_hf_checkpoint")
+    (tmp_path / "a.ckpt").write_bytes(b"")
+    assert is_hf(str(tmp_path / "a.ckpt")) is False and is_hf(str(tmp_path / "missing")) is False
+
+
+def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
+    preload = patches._preload(lambda config: "loaded")
+    assert preload(None) == "loaded"
+    save(tmp_path, 5, world=1)
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    assert preload(None) is None
+
+
+@pytest.mark.parametrize("epochs, complete", [(2, True), (3, False)])
+def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete):
+    save(tmp_path, 20, world=1)
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    config = MindFormerConfig(data_size=10, runner_config={
+        "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
+    check = patches._runner_config(lambda config, dataset: None)
+    if complete:
+        with pytest.raises(TrainingCompleteError, match="step 20 is the end of 2 epochs of 10 steps.*raise runner_config.epochs"):
+            check(config, None)
+    else:
+        check(config, None)
+    assert (current.progress.dataset_size, current.progress.sink_size) == (10, None)
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+def runner(batch=8, sink_mode=False, sink_size=1, scale_sense=None, **more):
+    return MindFormerConfig(runner_config={"global_batch_size": batch, "sink_mode": sink_mode, "sink_size": sink_size},
+                            runner_wrapper={"type": "W", "scale_sense": scale_sense}, **more)
+
+
+def chosen(tmp_path, current, step=15, foreign=False, **values):
+    (write_foreign if foreign else save)(tmp_path, step, world=1)
+    job_start.select_checkpoint(config_of(tmp_path), current)
+
+
+def test_a_run_from_its_beginning_that_skips_data(current):
+    """In sink mode the sinks that are skipped are not trained behind the end of the data; a whole pass cannot be skipped."""
+    skips = []
+    dataset = SimpleNamespace(set_init_step=skips.append)
+    for skip, sink, epoch, position in ((4, None, 0, 32), (4, 2, 2, 32), (14, 2, 2, 32), (14, None, 0, 32), (None, 2, 0, 0)):
+        config = runner(sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip)
+        config.runner_config.origin_epochs = 3
+        origin = state_restorer.fresh_origin(config, dataset, current)
+        assert (config.runner_config.initial_epoch, origin.position.passes, origin.position.samples) == (epoch, 0, position)
+    assert skips == [4, 4]                                              # of the 14; mindformers itself did the others
+
+
+class ScaleObject:
+    loss_scale_value = 1.0
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_counters_of_the_new_run(tmp_path, current, foreign):
+    chosen(tmp_path, current, foreign=foreign)
+    config = runner()
+    state_restorer.restore_progress(config, 10, current)
+    got = config.runner_config
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (15, 1, 1.0, 15)
+    assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
+
+
+def test_counters_at_another_global_batch_size(tmp_path, current):
+    chosen(tmp_path, current, 20)
+    config = runner(batch=16)
+    state_restorer.restore_progress(config, 5, current)
+    got = config.runner_config
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (10, 2, 0.5, 10)
+
+
+def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
+    chosen(tmp_path, current, 15)
+    log = []
+    monkeypatch.setattr(state_restorer, "resume_warnings", lambda *given: log.extend(resume_summary.resume_warnings(*given))
+                        or [])
+    config = runner(batch=16)
+    state_restorer.restore_progress(config, 5, current)
+    assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
+    assert [line.partition(":")[0] for line in log] == ["8 samples are seen again"]
+
+
+@pytest.mark.parametrize("step, sink_size, epoch", [(15, 5, 3), (20, -1, 2), (15, 3, 5)])
+def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
+    chosen(tmp_path, current, step)
+    config = runner(sink_mode=True, sink_size=sink_size)
+    state_restorer.restore_progress(config, 10, current)
+    assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (step, epoch)
+    assert (config.data_skip_steps, config.ignore_data_skip) == (step, False)
+
+
+def test_a_sink_is_not_cut(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    with pytest.raises(ProgressError, match="no multiple of sink_size 2"):
+        state_restorer.restore_progress(runner(sink_mode=True, sink_size=2), 10, current)
+
+
+def set_scale(current, scale):
+    """As if the chosen checkpoint had been saved with this loss scale."""
+    state = replace(current.plan.choice.chosen.state, loss_scale=scale)
+    choice = current.plan.choice
+    current.plan = replace(current.plan, choice=replace(choice, chosen=replace(choice.chosen, state=state)))
+
+
+@pytest.mark.parametrize("scale, sense, expected", [
+    (4096.0, 1.0, 4096.0), (4096.0, {"type": "S", "loss_scale_value": 1.0}, 4096.0), (None, 7.0, 7.0)])
+def test_the_loss_scale_goes_where_it_belongs(tmp_path, current, scale, sense, expected):
+    chosen(tmp_path, current, 15)
+    set_scale(current, scale)
+    config = runner(scale_sense=sense)
+    state_restorer.restore_progress(config, 10, current)
+    found = config.runner_wrapper.scale_sense
+    assert (found.loss_scale_value if isinstance(sense, dict) else found) == expected
+
+
+def test_the_loss_scale_of_an_object(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    set_scale(current, 4096.0)
+    config, sense = runner(), ScaleObject()
+    config.runner_wrapper.scale_sense = sense
+    state_restorer.restore_progress(config, 10, current)
+    assert config.runner_wrapper.scale_sense is sense and sense.loss_scale_value == 4096.0
+
+
+def test_no_wrapper_no_loss_scale(tmp_path, current):
+    chosen(tmp_path, current, 15)
+    config = MindFormerConfig(runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1})
+    state_restorer.restore_progress(config, 10, current)
+    assert config.get("runner_wrapper") is None
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+def network(value, dtype=ms.float32):
+    net = nn.Dense(3, 2, dtype=dtype)
+    net.weight.set_data(ms.Tensor(np.full((2, 3), value), dtype))
+    return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 0.1))
+
+
+def saved_network(root, net, step=5, drop=()):
+    tensors = snapshot([(p.name, p) for p in net.get_parameters() if p.name not in drop])
+    write_shard(place_of(root, 0, 1), rank_shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
+                                            metadata={"format": "ms", "remove_redundancy": "False"}))
+    Committer(place_of(root, 0, 1)).saved(step)
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
+def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dtype):
+    saved_network(tmp_path, network(1.7, dtype))
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    current.progress.global_step = 3
+    net, expected = network(0.0, dtype), network(1.7, dtype)
+    state_restorer.load_shard(net, current, STORAGE)
+    found = {p.name: p.asnumpy() for p in net.get_parameters()}
+    assert np.array_equal(found["weight"], expected.parameters_dict()["weight"].asnumpy())
+    assert found["global_step"].tolist() == [3]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
+    saved_network(tmp_path, network(1.7))
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    net, reading, seen, read = network(0.0), threading.Event(), [], state_restorer.read_shard
+
+    def read_and_tell(*arguments):
+        reading.set()
+        return read(*arguments)
+    monkeypatch.setattr(state_restorer, "read_shard", read_and_tell)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    monkeypatch.setattr(adapter, "wanted_of", lambda net, offered: {p.name: (p.shape, "float32") for p in net.get_parameters()
+                                                           if p.name == "weight"})
+    monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(600 if beside else 0)))
+    state_restorer.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True),
+                               SimpleNamespace(_train_network=net), None,
+                             current, STORAGE)
+    assert seen == [beside] and float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == np.float32(1.7)
+
+
+def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path, current, monkeypatch):
+    saved_network(tmp_path, network(1.0))
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
+    with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked"):
+        state_restorer.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
+                                 SimpleNamespace(_train_network=network(5.0)), None, current, STORAGE)
+
+
+def test_regions_into_a_real_network(tmp_path, current):
+    """Weights and moments, through auto_trans_ckpt, of a checkpoint of one rank."""
+    source = network(1.7)
+    saved_network(tmp_path / "checkpoint", source)
+    config = config_of(tmp_path / "checkpoint", auto_trans_ckpt=True, output_dir=str(tmp_path / "output"), use_parallel=False)
+    job_start.select_checkpoint(config, current)
+    current.progress.global_step = 3
+    net = network(0.0)
+    state_restorer.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
+    found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
+    assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
+    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in wanted.items()}
+
+
+@pytest.mark.parametrize("name", ["weight", "moment1.weight"])
+def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tmp_path, current, name):
+    saved_network(tmp_path, network(1.0), drop=(name,))
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    net = network(5.0)
+    with pytest.raises(AgreementError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
+        state_restorer.load_shard(net, current, STORAGE)
+    assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
+
+
+def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):
+    saved_network(tmp_path, network(1.0))
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
+    flip_bit(path)
+    with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
+        state_restorer.load_shard(network(5.0), current, STORAGE)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AgreementError, match="DamagedFileError"):
+        state_restorer.load_shard(network(5.0), current, STORAGE)
+
+
+def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
+    save(tmp_path, 5, world=4)
+    expected = path_of(tmp_path, 5, 0).read_bytes()
+    shutil.rmtree(tmp_path / "rank_0")
+    choice = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(4))
+    arrays, deduplicated = state_restorer.read_shard(STORAGE, str(tmp_path), choice.shards[0])
+    assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
+    assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
+
+
+def test_counters_of_files_without_records(tmp_path, current):
+    chosen(tmp_path, current, 15, foreign=True)
+    state = state_restorer.state_of(current.plan.choice)
+    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
+
+
+# ---- what all nodes see ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("module", upstream.ACCESSIBLE_PATH_USERS)
+def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
+    """A job of more devices than one node has: /data01 is no part of /data."""
+    monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 16)
+    monkeypatch.setenv("SHARED_PATHS", "/mnt/other,/data")
+    asked = place(module, "is_publicly_accessible_path")
+    assert asked("/data/job") and not asked("/data01/job")
+    monkeypatch.setenv("MA_JOB_DIR", "/home")
+    assert asked("/data01/job")                                     # on ModelArts everything counts as shared
+    monkeypatch.delenv("MA_JOB_DIR")
+    monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 8)
+    assert asked("/data01/job")                                     # one node
+
+
+def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
+    """The file is read once: what becomes of it afterwards does not matter. Without memory for it, it is read twice."""
+    saved_network(tmp_path, network(1.0))
+    path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
+    content = path.read_bytes()
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    flip_bit(path)
+    loaded = network(5.0)
+    state_restorer.load_shard(loaded, current, current.resources.storage)
+    assert float(loaded.weight.asnumpy().ravel()[0]) == 1.0
+    current.resources.release()
+    with pytest.raises(AgreementError, match="changed after it was checked"):
+        state_restorer.load_shard(network(5.0), current, current.resources.storage)
+    path.write_bytes(content)
+    for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):
+        current.settings = settings
+        job_start.select_checkpoint(config_of(tmp_path), current)
+        assert getattr(current.resources.storage, "size", 0) == 0
+
+
+def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
+    """Where nodes share no disk, the damaged bytes of the first look were kept, and what had come from the object store in their
+    place was refused with them."""
+    save(tmp_path, 15, world=1)
+    path = path_of(tmp_path, 15, 0)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    def restore(pick, *arguments):
+        with pytest.raises(NoUsableCheckpointError):
+            pick()
+        (tmp_path / "new").write_bytes(content)
+        (tmp_path / "new").replace(path)
+        return pick()
+    monkeypatch.setattr(selection, "select_with_remote", restore)
+    monkeypatch.setattr(job_selection, "islands_of", lambda *arguments: SimpleNamespace(apart=True, is_leader=lambda rank: True))
+    current.resources.remote = object()
+    job_start.select_checkpoint(config_of(tmp_path), current)
+    assert current.plan.choice.chosen.step == 15
+
+
+def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkeypatch):
+    """What is read before the choice, while other hosts are waited for, was kept, and decided."""
+    iterations.save(tmp_path, 5)
+    iterations.save(tmp_path, 10)
+    iterations.track(tmp_path, "5")
+
+    def wait(storage, path, *arguments):
+        assert tracked(storage, path) == 5
+        iterations.track(tmp_path, "10")
+        return Visibility(1)
+    monkeypatch.setattr(job_selection, "wait_until_visible", wait)
+    job_start.select_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
+    assert current.plan.choice.chosen.step == 10
+
+
+def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load(tmp_path, current):
+    """What mindformers wrote is not verified by its bytes; reading it kept a second copy, for the whole training without a
+    CheckpointMonitor."""
+    chosen(tmp_path, current, foreign=True)
+    state_restorer.read_shard(current.resources.storage, str(tmp_path), current.shard)
+    assert path_of(tmp_path, 15, 0).stat().st_size > current.resources.storage.size
+    saved_network(tmp_path / "ours", network(1.0))
+    job_start.select_checkpoint(config_of(tmp_path / "ours"), current)
+    assert current.resources.storage.size > 0
+    net, load = network(5.0), patches._load(load_by_mindformers)
+    config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)
+    load(config, SimpleNamespace(_train_network=net), net, None)
+    assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.resources.storage.size == 0

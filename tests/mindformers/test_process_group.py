@@ -1,0 +1,65 @@
+"""Messages as whole int32 words, and the group of one."""
+import numpy as np
+import pytest
+
+from mindresume.coordination.collectives import Solo
+from mindresume.mindformers.process_group import MindSporeGroup, _bytes, _words
+
+
+@pytest.mark.parametrize("length", range(41))
+def test_messages_of_every_small_length_come_back(length):
+    for message in (bytes(range(length)), b"\0" * length, b"\xff" * length):
+        words = _words(message, length)
+        assert words.dtype == np.int32 and words.ndim == 1 and len(words) == max(1, -(-length // 4))
+        assert _bytes(words, length) == message
+
+
+@pytest.mark.parametrize("length", range(20))
+@pytest.mark.parametrize("longest", [0, 1, 19, 20])
+def test_shorter_messages_are_filled_up_to_the_longest(length, longest):
+    longest = max(length, longest)
+    words = _words(bytes(range(1, length + 1)), longest)
+    assert len(words) == len(_words(b"", longest)) and _bytes(words, length) == bytes(range(1, length + 1))
+
+
+def test_words_can_be_written_to():
+    assert _words(b"abc", 3).flags.writeable                # a tensor made of them may share their memory
+
+
+class Wire(MindSporeGroup):
+    """The group of several ranks with numpy in place of the communication: every rank's messages are known beforehand."""
+
+    def __init__(self, rank, messages):
+        super().__init__(rank, len(messages))
+        self.messages = messages
+
+    def _broadcast(self, array):                            # what rank 0 would send
+        message = self.messages[0]
+        return np.array([len(message)], np.int32) if array.shape == (1,) and not hasattr(self, "told") and self._tell() \
+            else _words(message, len(message))
+
+    def _tell(self):
+        self.told = True
+        return True
+
+    def _gather(self, array):
+        lengths = [len(message) for message in self.messages]
+        if not hasattr(self, "told"):
+            self._tell()
+            return np.array(lengths, np.int32)
+        rows = [_words(message, max(lengths)) for message in self.messages]
+        assert array.shape == rows[self.rank].shape and np.array_equal(array, rows[self.rank])
+        return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("messages", [[b"a", b"", b"hello world"], [b"", b"", b""], [b"1234", b"5678"], [b"x" * 1000, b"y"]])
+def test_unequal_messages_of_all_ranks(messages):
+    for rank, message in enumerate(messages):
+        assert Wire(rank, messages).gather(message) == messages
+        assert Wire(rank, messages).broadcast(message if rank == 0 else b"ignored") == messages[0]
+
+
+def test_a_job_of_one_process_talks_to_nobody():
+    group = Solo()
+    assert (group.rank, group.size) == (0, 1)
+    assert group.broadcast(b"x") == b"x" and group.gather(b"y") == [b"y"]

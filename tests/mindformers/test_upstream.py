@@ -1,0 +1,263 @@
+"""The table of upstream symbols: it is complete, it fits the installed release, and what does not fit is reported at once."""
+import ast
+import functools
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import mindresume
+
+PACKAGE = Path(mindresume.__file__).parent
+ROOT = PACKAGE.parent
+ENTERING = [*sorted((PACKAGE / "mindformers").glob("*.py")), PACKAGE / "plugin.py", ROOT / "run_mindformer.py"]
+
+pytest.importorskip("mindformers.tools")
+
+from mindresume.errors import ConfigError  # noqa: E402
+from mindresume.mindformers import installation, patches, training_context, upstream, upstream_check  # noqa: E402
+from mindresume.mindformers.upstream import MINDFORMERS_1_9, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
+
+PATHS = {symbol.path for symbol in (*MINDFORMERS_1_9.symbols, *upstream.PYNATIVE)}
+
+
+# ---- the table is complete -------------------------------------------------------------------------------------------
+
+def of_upstream(module):
+    return module.split(".")[0] in ("mindformers", "mindspore")
+
+
+def names_used(tree):
+    """Dotted paths of everything of mindformers and mindspore that a module imports or takes from what it imported."""
+    imported, used = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if of_upstream(alias.name):
+                    imported[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                    used.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and of_upstream(node.module):
+            for alias in node.names:
+                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                used.add(f"{node.module}.{alias.name}")
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        parts, base = [], node
+        while isinstance(base, ast.Attribute):
+            parts, base = [base.attr, *parts], base.value
+        if parts and isinstance(base, ast.Name) and base.id in imported and id(node) not in inner:
+            used.add(".".join([imported[base.id], *parts]))
+    return used
+
+
+def uncovered(tree):
+    """Names that are no row, and no beginning of one (a module, a class)."""
+    return sorted(name for name in names_used(tree) - PATHS if not any(path.startswith(f"{name}.") for path in PATHS))
+
+
+@pytest.mark.parametrize("path", ENTERING, ids=lambda path: path.name)
+def test_everything_that_is_used_is_a_row(path):
+    assert uncovered(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+def test_what_is_no_row_is_found():
+    program = ("import mindspore as ms\nfrom mindspore import context, nn\nfrom mindformers.trainer import utils\n"
+               "ms.get_seed(); ms.reset_seed(); context.set_context(mode=1); nn.Cell.compile; utils.other(1)")
+    assert uncovered(ast.parse(program)) == ["mindformers.trainer.utils.other", "mindspore.context.set_context",
+                                             "mindspore.reset_seed"]
+
+
+def test_only_these_modules_import_mindformers_or_mindspore():
+    found = [path for path in PACKAGE.rglob("*.py") if names_used(ast.parse(path.read_text(encoding="utf-8")))]
+    assert found and [path for path in found if path not in ENTERING] == []
+
+
+def test_only_the_plugin_itself_installs_when_it_is_imported():
+    """The other modules can be imported without a change in mindformers: what they run is definitions."""
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for path in ENTERING:
+        statements = ast.parse(path.read_text(encoding="utf-8")).body
+        others = [ast.unparse(node) for node in statements[1:] if not isinstance(node, allowed)]
+        expected = {"plugin.py": ["install()"], "run_mindformer.py": 1, "transform_worker.py": 1}.get(path.name, [])
+        assert others == expected or len(others) == expected, path
+
+
+def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
+    wrapped = {symbol.name for profile in upstream.PROFILES for symbol in profile.symbols
+               if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)}
+    assert wrapped == set(patches.WRAPPERS)
+
+
+@pytest.mark.parametrize("module", ["mindformers.upstream", "mindformers.transform_worker"])
+def test_what_is_imported_without_mindformers(module):
+    """The table, and the processes of transform_engine: mindspore. Without the plug-in itself, which installs."""
+    program = ("import sys, types; package = types.ModuleType('mindresume.plugin'); "
+               f"package.__path__ = [{str(PACKAGE / 'plugin')!r}]; sys.modules['mindresume.plugin'] = package; "
+               f"import mindresume.{module}; "
+               "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindspore'})")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_no_row_twice():
+    rows = [(symbol.path, symbol.kind) for symbol in MINDFORMERS_1_9.symbols]
+    assert len(rows) == len(set(rows))
+    assert len(upstream.to_json(MINDFORMERS_1_9)) == len(rows)
+
+
+# ---- the installed release -------------------------------------------------------------------------------------------
+
+def test_the_installed_release_is_as_the_table_says():
+    """Also after the installation: a wrapper has the signature of what it wraps."""
+    assert upstream_check.profile_for(upstream_check.installed_versions()) == (MINDFORMERS_1_9, "")
+    assert upstream_check.check(MINDFORMERS_1_9.symbols) == []
+    assert upstream_check.require(MINDFORMERS_1_9) == (frozenset(), [])
+
+
+@pytest.mark.parametrize("versions, untested", [
+    ({"mindformers": "1.9.1", "mindspore": "2.9"}, []), ({"mindformers": "1.90.0", "mindspore": "2.9.0"}, ["mindformers 1.90.0"]),
+    ({"mindformers": "2.1.0", "mindspore": "2.10.0"}, ["mindformers 2.1.0", "mindspore 2.10.0"])])
+def test_untested_versions_are_said(versions, untested):
+    profile, notice = upstream_check.profile_for(versions)
+    assert profile is MINDFORMERS_1_9 and bool(notice) is bool(untested) and all(text in notice for text in untested)
+
+
+# ---- a release that differs ------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def module(monkeypatch):
+    """A module that stands for one of mindformers."""
+    made = types.ModuleType("mindformers_of_the_test")
+
+    def load(path, network, optimizer=None):
+        """Has another parameter than expected."""
+
+    class Trainer:
+        def __init__(self):
+            self.config = None
+
+        @classmethod
+        def get(cls, name):
+            """As expected."""
+
+    class Child(Trainer):
+        """Inherits ``get``."""
+    made.load, made.Trainer, made.Child = load, Trainer, Child
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def row(name, signature=None, kind=Kind.WRAPPED, feature=upstream.LOAD):
+    return Symbol("mindformers_of_the_test", name, signature, kind, feature, "1.9.0", "1.9.0")
+
+
+def profile_of(*rows):
+    return Profile("mindformers of the test", MINDFORMERS_1_9.versions, rows)
+
+
+@pytest.mark.parametrize("symbol", [
+    row("load", "path, network, optimizer=None"), row("Trainer.get", "cls, name", Kind.REPLACED), row("Trainer.config"),
+    row("Child.get", "cls, name", Kind.CALLED), row("Trainer")], ids=lambda symbol: symbol.name)
+def test_what_is_as_expected_is_no_finding(module, symbol):
+    assert upstream_check.check([symbol]) == []
+
+
+@pytest.mark.parametrize("symbol, found", [
+    (row("load", "path, cell, optimizer=None"), "path, network, optimizer=None"), (row("gone", "path"), None),
+    (row("Trainer.gone"), None), (row("NoSuchClass.train", "self"), None), (row("Child.get", "cls, name", Kind.REPLACED), None),
+    (row("load", "path, network, optimizer"), "path, network, optimizer=None"),
+    (row("load", "path, network"), "path, network, optimizer=None")], ids=lambda value: getattr(value, "name", None))
+def test_what_differs_is_a_finding(module, symbol, found):
+    [finding] = upstream_check.check([symbol])
+    assert (finding.symbol, finding.found) == (symbol, found)
+
+
+@pytest.mark.parametrize("expected, found, compatible", [
+    ("checkpoint", "checkpoint, require_optimizer=True", True), ("a, b=1", "a, b=2", True), ("a, b", "a, b=2", True),
+    ("a, **kwargs", "a, b=1, **kwargs", True), ("a", "a, *args, **kwargs", True), ("a", "a, b", False), ("a, b=1", "a, b", False),
+    ("a, b", "b, a", False), ("a, b=1", "a", False), ("a, **kwargs", "a", False), ("a", "unknown", False), ("", "a=1", True),
+    ("a, b=1", "a, *args, **kwargs", True), ("a, b", "a, *args, **kwargs", False), ("a, b=1", "a, *args", False)])
+def test_a_signature_that_only_takes_more_does_no_harm(expected, found, compatible):
+    assert upstream_check._compatible(expected, found) is compatible
+
+
+def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monkeypatch):
+    rows = (row("load", "path, cell, optimizer=None"), row("Trainer.get", "cls, name", Kind.REPLACED), row("gone", "path"))
+    before = dict(vars(module)), vars(module.Trainer)["get"]
+    monkeypatch.setattr(upstream_check, "profile_for", lambda versions: (profile_of(*rows), ""))
+    with pytest.raises(ConfigError) as error:
+        installation.install()
+    lines = [line for line in str(error.value).splitlines() if "mindformers_of_the_test." in line]
+    assert ["load" in lines[0], "gone" in lines[1], len(lines)] == [True, True, 2]
+    assert "path, cell, optimizer=None" in lines[0] and "path, network, optimizer=None" in lines[0]
+    assert (dict(vars(module)), vars(module.Trainer)["get"]) == before
+
+
+def test_a_feature_that_can_be_missed_is_switched_off(module):
+    rows = (row("gone", "", Kind.CALLED, TENSORBOARD), row("load", "path, network", Kind.WRAPPED))
+    off, notices = upstream_check.require(profile_of(*rows))
+    assert off == {TENSORBOARD} and len(notices) == 2               # the other: a parameter more, which does no harm
+    assert TENSORBOARD.without in notices[0] and "optimizer=None" in notices[1]
+
+
+@pytest.fixture
+def off():
+    yield upstream_check.switch_off
+    upstream_check.switch_off(())
+
+
+def test_what_a_feature_that_is_off_does(off):
+    from mindresume.mindformers import adapter, auto_transform
+    from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor
+    off({upstream.TENSORBOARD, upstream.RESCUE, upstream.TRANSFORM})
+    assert adapter.tensorboard_writer() is None
+    assert CheckpointMonitor.rescue(None, None) is False
+    assert upstream.TRANSFORM.without in auto_transform._by_mindspore(None, None, "", 1, None)["refused"]
+
+
+def test_wrapping_twice_is_once_and_keeps_the_kind_of_method(module):
+    def make(original):
+        @functools.wraps(original)
+        def get(*args, **kwargs):
+            return "wrapped", original(*args, **kwargs)
+        return get
+    for _ in range(2):
+        installation.replace(row("Trainer.get", "cls, name", Kind.REPLACED), make)
+    assert module.Trainer.get("x") == ("wrapped", None) and isinstance(vars(module.Trainer)["get"], classmethod)
+
+
+# ---- the wrappers ----------------------------------------------------------------------------------------------------
+
+PASSING = sorted(set(patches.WRAPPERS) - {"Trainer.train", "Trainer.finetune", "Trainer.evaluate", "Trainer.predict",
+                                          "Trainer._check_config_rules"})
+
+
+def signatures():
+    return {symbol.name: symbol.signature for symbol in MINDFORMERS_1_9.symbols if symbol.name in PASSING}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_wrapper_passes_on_what_it_does_not_know(name, monkeypatch, tmp_path):
+    """A later release has one parameter more, and calls by position or by name."""
+    monkeypatch.setattr("mindresume.mindformers.adapter.output_root", lambda: str(tmp_path))
+    before, seen = training_context.current(), []
+    expected = signatures()[name]
+    more = f"{expected.removesuffix('**kwargs').rstrip(', ')}, added=None".removeprefix(", ")
+    scope = {"seen": seen}
+    exec(f"def original({more}): seen.append(added)", scope)                    # noqa: S102
+    wrapper = patches.WRAPPERS[name](scope["original"])
+    runner = types.SimpleNamespace(sink_mode=False, sink_size=1, global_batch_size=1, epochs=1, initial_epoch=0)
+    config = types.SimpleNamespace(only_save_strategy=False, data_size=1, get=lambda *_: None, runner_config=runner)
+    values = {"config": config, "checkpoint_path": str(tmp_path), "common_filename": str(tmp_path / "common.json"),
+              "path": str(tmp_path), "dataset": types.SimpleNamespace(set_init_step=None), "load_checkpoint": None}
+    required = [part for part in (expected.split(", ") if expected else ()) if "=" not in part and "*" not in part]
+    training_context.begin(training_context.TrainingContext())
+    try:
+        wrapper(*(values.get(part, part) for part in required), added="new")
+        wrapper(**{part: values.get(part, part) for part in required if part not in ("self", "cls")}, added="newer",
+                **{part: part for part in required if part in ("self", "cls")})
+    finally:
+        training_context.begin(before)
+    assert seen == ["new", "newer"]

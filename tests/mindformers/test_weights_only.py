@@ -1,0 +1,376 @@
+"""Weights alone in Checkpoint 1.0, on several ranks (threads), with a network that only says which parameters it holds."""
+import importlib
+import os
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import STORAGE, Threads, flip_bit, path_of
+from reshard.plans import MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
+
+pytest.importorskip("mindformers.tools")
+
+from mindformers import MindFormerConfig  # noqa: E402
+
+import mindresume.plugin  # noqa: E402, F401  installs the patches
+from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
+from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
+from mindresume.formats.strategy import write_strategy  # noqa: E402
+from mindresume.mindformers import adapter, patches, training_context, upstream, weights_only  # noqa: E402
+from mindresume.mindformers.training_context import EVALUATE, PREDICT, TRAIN  # noqa: E402
+from mindresume.reshard.conversion_plan import to_complete, to_iteration  # noqa: E402
+from mindresume.reshard.converter import Conversion  # noqa: E402
+from mindresume.reshard.engines import writer  # noqa: E402
+from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
+from mindresume.reshard.strategy_store import own_strategy  # noqa: E402
+from mindresume.resume import job_selection  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+
+NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
+TENSORS = random_tensors(NET)
+WEIGHTS = {name for name in NET if not name.startswith("adam_")}
+
+
+class Network:
+    """What one rank of a job under ``plan`` holds, its optimizer included, and its layouts as ``parameter_layout_dict`` tells
+    them. ``changed``: {name: (shape, dtype)}, None: it has no such parameter."""
+
+    def __init__(self, plan, rank=0, changed=None):
+        shapes = {name: array.shape for name, array in plan.shard(TENSORS, rank).items()}
+        self.wanted = {name: (shape, TENSORS[name].dtype.name) for name, shape in shapes.items()} | (changed or {})
+        self.wanted = {name: row for name, row in self.wanted.items() if row is not None}
+        self.parameter_layout_dict = {
+            name: (list(layout.device_matrix), [list(m) if isinstance(m, tuple) else m for m in layout.tensor_map],
+                   list(shapes[name]), 0, True, "" if layout.optimizer_pieces == 1 else "group", list(TENSORS[name].shape))
+            for name, layout in plan.layouts(rank).items()} if plan.world_size > 1 else {}
+        self.training, self.loaded = True, None
+
+    def parameters_dict(self):
+        return [name for name in self.wanted if not name.startswith("adam_")]
+
+    def set_train(self, training):
+        self.training = training
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(adapter, "is_parallel", lambda: False)
+    monkeypatch.setattr(adapter, "wanted_of", lambda network, offered=(): network.wanted)
+    monkeypatch.setattr(adapter, "_translation", lambda network: None)
+    monkeypatch.setattr(adapter, "core_network", lambda network: network)
+    monkeypatch.setattr(weights_only, "job_layouts", lambda network, shapes, size, warn: {
+        name: (network.plan_layouts[name], TENSORS[name].shape) for name in shapes if name in network.plan_layouts})
+
+    def load_into(network, arrays, deduplicated):
+        network.loaded = dict(arrays)
+        return [name for name in network.wanted if name not in arrays]
+    monkeypatch.setattr(adapter, "load_into", load_into)
+    yield
+    training_context.begin(training_context.TrainingContext())
+
+
+def config_of(path, output, **values):
+    return MindFormerConfig(**{"load_checkpoint": str(path), "resume_training": False, "output_dir": str(output),
+                               "use_legacy": True, "use_parallel": False, "model": {"model_config": {}}, **values})
+
+
+def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
+    """(configuration, session) after the choice, and after mindformers has migrated the keys."""
+    current = training_context.TrainingContext(settings or Settings(), task, training_context.Resources(group or Solo()))
+    config = config_of(path, output, **values)
+    weights_only.select(config, task, current, STORAGE)
+    config.checkpoint = MindFormerConfig(load_path=config.load_checkpoint)
+    return config, current
+
+
+def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=None, **values):
+    """The network after the load."""
+    group = group or Solo()
+    config, current = chosen(path, output, task, group, settings, **values)
+    network = Network(plan, group.rank, changed)
+    network.plan_layouts = plan.layouts(group.rank) if plan.world_size > 1 else {}
+    model = SimpleNamespace(_train_network=network if task == TRAIN else None)
+    assert weights_only.load(config, model, network, None, current, STORAGE, task == EVALUATE, task == PREDICT)
+    assert not current.plan.resumes and config.resume_training is False and config.auto_trans_ckpt is False
+    return network
+
+
+def right(network, plan, rank=0, without=()):
+    wanted = {name: array for name, array in plan.shard(TENSORS, rank).items() if name in WEIGHTS and name not in without}
+    assert {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in network.loaded.items()} == {
+        name: (array.dtype.name, array.shape, array.tobytes()) for name, array in wanted.items()}
+
+
+def written(root, origin, plan):
+    """The path of a checkpoint of that kind."""
+    path = root / "run" / "checkpoint"
+    if origin == "complete":
+        return complete(path, TENSORS)
+    if origin == "one file":
+        return put(path / "model.ckpt", TENSORS)
+    if origin.startswith("mindformers"):
+        foreign(path, plan, TENSORS, fmt="ckpt" if origin.endswith("ckpt") else "safetensors")
+        write_strategy(plan.strategy(), str(root / "run" / "strategy"))
+        return path
+    recorded(path, plan, TENSORS)
+    if origin in ("merged", "iteration"):
+        source, target = open_checkpoint(STORAGE, str(path)), root / origin
+        conversion = Conversion(STORAGE, to_complete(source, "mindspore") if origin == "merged" else
+                                to_iteration(source, own_strategy(source.weights)), str(target))
+        conversion.run(lambda: conversion.write(writer("direct", conversion)))
+        return target
+    return path / "rank_1" / path_of(path, STEP, 1).name if origin == "file of a rank" else path
+
+
+SOURCE, SINGLE = Plan.parse("dp2tp2opt2", NET), Plan.parse("dp1", NET)
+ORIGINS = ["records", "mindformers", "mindformers ckpt", "complete", "one file", "merged", "iteration", "file of a rank"]
+
+
+# ---- what is loaded --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("task", [TRAIN, EVALUATE, PREDICT])
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_whatever_was_saved_is_loaded_in_one_process(tmp_path, origin, task):
+    """Without use_parallel or auto_trans_ckpt; the optimizer's state stays away."""
+    network = load(written(tmp_path, origin, SOURCE), tmp_path / "out", SINGLE, task)
+    right(network, SINGLE)
+    assert network.training is (task == TRAIN)
+    if origin.startswith("mindformers"):                    # nothing is going to write there
+        assert (tmp_path / "run" / "strategy").is_dir() and len(os.listdir(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("target", ["tp2pp2", "dp2"])
+@pytest.mark.parametrize("origin", ["records", "mindformers", "merged", "iteration"])
+def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
+    path, plan = written(tmp_path, origin, SOURCE), Plan.parse(target, NET)
+    for rank, network in enumerate(Threads(plan.world_size).run(
+            lambda group: load(path, tmp_path / "out", plan, group=group, auto_trans_ckpt=True))):
+        assert not isinstance(network, Exception), network
+        right(network, plan, rank)
+
+
+def test_of_as_many_ranks_without_a_strategy_each_loads_its_own_file(tmp_path):
+    plan = Plan.parse("tp2", NET)
+    foreign(tmp_path / "checkpoint", plan, TENSORS)
+    for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
+        assert not isinstance(network, Exception), network
+        right(network, plan, rank)
+    for error in Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group, auto_trans_ckpt=True)):
+        assert "tensors have no layout" in str(error)
+
+
+def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
+    plan = Plan.parse("tp2", NET)
+    recorded(tmp_path / "checkpoint", plan, TENSORS)
+    for module in (job_selection, weights_only):
+        monkeypatch.setattr(module, "islands_of", lambda *arguments: SharedGroups((0, 1)))
+    for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
+        assert not isinstance(network, Exception), network
+        right(network, plan, rank)
+
+
+def test_weights_that_know_no_step(tmp_path):
+    """As checkpoint_network has them: no counters, no optimizer."""
+    plan = Plan.parse("tp2", NET)
+    for rank in range(2):
+        arrays = {name: array for name, array in plan.shard(TENSORS, rank).items() if name in WEIGHTS}
+        put(tmp_path / "checkpoint_network" / f"rank_{rank}" / f"net_rank_{rank}-network-1_5.safetensors", arrays)
+    write_strategy(plan.strategy(), str(tmp_path / "strategy"))
+    right(load(tmp_path / "checkpoint_network", tmp_path / "out", SINGLE, PREDICT), SINGLE)
+
+
+def test_a_folder_one_too_high(tmp_path):
+    recorded(tmp_path / "output" / "checkpoint", SOURCE, TENSORS)
+    config, current = chosen(tmp_path / "output", tmp_path)
+    assert config.load_checkpoint == str(tmp_path / "output" / "checkpoint") and current.plan.choice.chosen.step == STEP
+    current.resources.release()
+
+
+def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(tmp_path, caplog):
+    recorded(tmp_path / "checkpoint", SINGLE, TENSORS)
+    path = path_of(tmp_path / "checkpoint", STEP, 0)
+    flip_bit(path)
+    with pytest.raises(NoUsableCheckpointError, match="is not what was written; damaged: ") as found:
+        chosen(tmp_path / "checkpoint", tmp_path)
+    assert "resume_training" not in str(found.value) and "give another load_checkpoint" in str(found.value)
+    with pytest.raises(MissingCheckpointError, match="is not what was written; damaged: "):
+        chosen(path, tmp_path)
+
+
+def test_what_is_not_there_is_an_error(tmp_path):
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(MissingCheckpointError, match="Give another load_checkpoint"):
+            chosen(path, tmp_path / "out")
+
+
+# ---- what may be missing ---------------------------------------------------------------------------------------------
+
+NEW = {"layers.0.lora_a": ((3,), "float32"), "layers.1.lora_a": ((3,), "float32"), "value_head.weight": ((2, 8), "float32")}
+
+
+def test_a_missing_tensor_is_an_error_that_says_what_lets_it_through(tmp_path):
+    path = complete(tmp_path / "weights", TENSORS)
+    with pytest.raises(AgreementError, match=r"value_head.weight is not in the checkpoint.*set mindresume: "
+                                             r'\{allow_missing: \["layers.\*.lora_a", "value_head.weight"\]\}'):
+        load(path, tmp_path, SINGLE, changed=NEW)
+    allowed = Settings(allow_missing=("layers.*.lora_a", "value_head.weight"))
+    right(load(path, tmp_path, SINGLE, changed=NEW, settings=allowed), SINGLE)
+
+
+def test_the_same_of_a_file_of_each_rank(tmp_path):
+    plan = Plan.parse("tp2", NET)
+    foreign(tmp_path / "checkpoint", plan, TENSORS)
+
+    def attempt(settings):
+        return Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group, changed=NEW,
+                                               settings=settings))
+    assert all('allow_missing: ["layers.*.lora_a", "value_head.weight"]' in str(error) for error in attempt(None))
+    right(attempt(Settings(allow_missing=("layers.*.lora_a", "value_*")))[1], plan, 1)
+
+
+LORA = {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}
+
+
+def test_adapters_that_mindformers_adds_begin_as_they_are_initialised(tmp_path):
+    """Only in a training, of weights that have none of them."""
+    adapters = {name: row for name, row in NEW.items() if "lora" in name}
+    path = complete(tmp_path / "weights", TENSORS)
+    right(load(path, tmp_path, SINGLE, changed=adapters, **LORA), SINGLE)
+    with pytest.raises(AgreementError, match="value_head.weight is not"):
+        load(path, tmp_path, SINGLE, changed=NEW, **LORA)
+    for task, values in ((EVALUATE, LORA), (TRAIN, {})):
+        with pytest.raises(AgreementError, match="layers.0.lora_a is not in the checkpoint"):
+            load(path, tmp_path, SINGLE, task, changed=adapters, **values)
+    half = complete(tmp_path / "half", {**TENSORS, "layers.0.lora_a": np.zeros(3, np.float32)})
+    with pytest.raises(AgreementError, match="layers.1.lora_a is not in the checkpoint"):
+        load(half, tmp_path, SINGLE, changed=adapters, **LORA)
+
+
+def test_weights_of_another_model(tmp_path):
+    path = complete(tmp_path / "weights", {"encoder.a": np.zeros((2, 2), np.float32)})
+    with pytest.raises(AgreementError, match=r"holds none of the \d+ parameters of the network, .*; it holds encoder.a, "):
+        load(path, tmp_path, SINGLE)
+
+
+def test_a_shape_that_differs_is_named(tmp_path):
+    path = complete(tmp_path / "weights", TENSORS)
+    with pytest.raises(AgreementError, match=r"head.weight is \(16, 8\) in the checkpoint, \(32, 8\) in the network") as found:
+        load(path, tmp_path, SINGLE, changed={"head.weight": ((32, 8), "float32")})
+    assert "allow_missing" not in str(found.value)
+
+
+# ---- names and dtypes ------------------------------------------------------------------------------------------------
+
+def test_one_prefix_before_all_names_and_the_old_name_of_adapters(tmp_path):
+    prefixed = {f"backbone.{name}": array for name, array in TENSORS.items() if name in WEIGHTS}
+    right(load(complete(tmp_path / "prefixed", prefixed), tmp_path, SINGLE), SINGLE)
+    old = {**{name: TENSORS[name] for name in WEIGHTS}, "w.tk_delta_lora_a": np.ones(3, np.float32)}
+    network = load(complete(tmp_path / "old", old), tmp_path, SINGLE, changed={"w.mindpet_delta_lora_a": ((3,), "float32")})
+    assert network.loaded["w.mindpet_delta_lora_a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("stored, wanted, values", [
+    ("float32", "bfloat16", [1.0, -0.5, np.inf]), ("bfloat16", "float32", [1.0, 3.0, -2.0]),
+    ("float32", "float16", [1.0, 2.5, 7.0]), ("int64", "int32", [1, -5, 2**31 - 1])])
+def test_another_dtype_of_the_same_kind_is_converted(tmp_path, stored, wanted, values):
+    array = np.array(values).astype(getattr(ml_dtypes, stored, None) or stored)
+    path = complete(tmp_path / "weights", {**TENSORS, "w": array})
+    network = load(path, tmp_path, SINGLE, changed={"w": ((3,), wanted)})
+    assert network.loaded["w"].dtype.name == wanted and network.loaded["w"].tolist() == values
+
+
+@pytest.mark.parametrize("value, wanted, says", [
+    (np.array([1e30], np.float32), "float16", "has values that float16, the parameter's dtype, cannot hold"),
+    (np.array([2**40]), "int32", "has values that int32"),
+    (np.array([1.5], np.float32), "int32", "w is float32 in the checkpoint")])
+def test_a_dtype_that_cannot_hold_it_is_an_error(tmp_path, value, wanted, says):
+    path = complete(tmp_path / "weights", {**TENSORS, "w": value})
+    with pytest.raises(AgreementError, match=says):
+        load(path, tmp_path, SINGLE, changed={"w": ((1,), wanted)})
+
+
+# ---- where it begins -------------------------------------------------------------------------------------------------
+
+class Trainer:
+    def __init__(self, config, pipeline_task=None):
+        self.config, self.trainer = config, SimpleNamespace(pipeline_task=pipeline_task)
+
+    def check(self):
+        return training_context.current()
+
+
+def begun(task, config, pipeline_task=None):
+    """The session as mindformers' checks leave it."""
+    found = []
+    checks = patches._rules(lambda self: found.append((training_context.current().plan.weights_only,
+                                                       training_context.current().plan.choice)))
+    patches._inference(task, lambda self: checks(self))(Trainer(config, pipeline_task))
+    assert training_context.current().task == "" and training_context.current().plan.choice is None
+    assert training_context.current().plan.weights_only is None
+    return found[0][0]
+
+
+def test_evaluation_and_prediction_choose_and_are_over_afterwards(tmp_path):
+    path = written(tmp_path, "records", SINGLE)
+    for task in (EVALUATE, PREDICT):
+        config = config_of(path, tmp_path, resume_training=True, auto_trans_ckpt=True)
+        assert begun(task, config) == training_context.LoadRequest(str(path), resume=False, trains=False, converts=True)
+        assert (config.resume_training, config.auto_trans_ckpt, config.load_ckpt_format) == (False, False, "safetensors")
+
+
+@pytest.mark.parametrize("task, values, pipeline", [
+    (PREDICT, {"use_legacy": False}, None),                         # mindformers' inference models load themselves
+    (PREDICT, {}, "loaded already"), (EVALUATE, {"load_checkpoint": ""}, None), (EVALUATE, {"only_save_strategy": True}, None),
+    (PREDICT, {"model": {"model_config": {"pet_config": {"pet_type": "slora"}}}}, None)])
+def test_what_stays_with_mindformers(tmp_path, task, values, pipeline):
+    config = config_of(written(tmp_path, "records", SINGLE), tmp_path, **values)
+    before = dict(config)
+    assert begun(task, config, pipeline) is None and dict(config) == before
+
+
+@pytest.mark.parametrize("values", [{"load_checkpoint": None, "checkpoint": {"load_path": "PATH"}},
+                                    {"load_checkpoint": "", "pretrained_model_dir": "PATH"},
+                                    {"use_legacy": False, "run_mode": "predict_with_train_model"}])
+def test_the_path_by_whatever_key_it_comes(tmp_path, values):
+    path = str(written(tmp_path, "complete", SINGLE))
+    values = {key: {"load_path": path} if isinstance(value, dict) else path if value == "PATH" else value
+              for key, value in values.items()}
+    config = config_of(path, tmp_path, **{"load_checkpoint": path, **values})
+    assert weights_only.path_of(config, PREDICT) == path
+    assert begun(PREDICT, config).path == path == config.load_checkpoint
+
+
+def test_names_of_hugging_face_that_only_the_network_translates_go_to_mindformers(tmp_path, monkeypatch):
+    path = put(tmp_path / "hf" / "model.safetensors", {"model.embed": np.zeros((2, 2), np.float32)}).parent
+    config, current = chosen(path, tmp_path, auto_trans_ckpt=True)
+    monkeypatch.setattr(adapter, "_translation", lambda network: lambda name: name.replace("embed", "tok_embeddings"))
+    assert not weights_only.load(config, None, Network(SINGLE), None, current, STORAGE, False, False)
+    assert config.auto_trans_ckpt is True                           # as the user wrote it
+    monkeypatch.setattr(training_context, "_current", [current])
+    called = []
+
+    def load(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
+        called.append((optimizer, do_eval, do_predict))
+    patches._load(load)(config, None, Network(SINGLE), None, do_eval=True)
+    assert called == [(None, True, False)]
+
+
+def test_new_files_that_mindformers_translated_names_into(tmp_path):
+    config, current = chosen(put(tmp_path / "hf" / "model.safetensors", {"q": np.zeros(2, np.float32)}).parent, tmp_path)
+    config.checkpoint.load_path = str(complete(tmp_path / "translated", TENSORS))
+    network = Network(SINGLE)
+    network.plan_layouts = {}
+    assert weights_only.load(config, SimpleNamespace(_train_network=network), network, None, current, STORAGE, False, False)
+    right(network, SINGLE)
+
+
+def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
+    for module, name in ((upstream.BASE_TRAINER, "transform_and_load_checkpoint"), (upstream.BASE_TRAINER, "preload_ckpt"),
+                         (upstream.CAUSAL_TRAINER, "transform_and_load_checkpoint")):
+        assert getattr(importlib.import_module(module), name)._mindresume
+    current = training_context.begin(training_context.TrainingContext())
+    current.plan = training_context.ResumePlan(training_context.LoadRequest(str(tmp_path), resume=False, trains=False))
+    assert patches._preload(lambda config: pytest.fail("mindformers preloads"))(None) is None

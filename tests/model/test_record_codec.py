@@ -1,0 +1,48 @@
+"""Lines of records and manifests: what comes back, and what is refused."""
+import io
+
+import pytest
+
+from mindresume.errors import RecordError
+from mindresume.model.record_codec import HEAD_LIMIT, field_errors, parse_ranks, rank_ranges, seal, set_fields, unseal
+
+
+def test_a_head_comes_back_with_its_line():
+    head = {"version": 1, "kind": "claim", "text": "ä"}
+    content = seal(head)
+    found, line = unseal(io.BytesIO(content), "claim")
+    assert found == head and content.split(b"\n")[1] == line
+
+
+@pytest.mark.parametrize("head", [[], "text", 7, None])
+def test_a_sealed_head_that_is_no_object_is_refused(head):
+    with pytest.raises(RecordError):
+        unseal(io.BytesIO(seal(head)), "record")
+
+
+def test_a_head_that_could_not_be_read_back_is_not_written():
+    with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
+        seal({"a": "x" * HEAD_LIMIT})
+
+
+@pytest.mark.parametrize("ranks, ranges", [((), []), ((0,), [[0, 0]]), ((0, 1, 2, 5, 7, 8), [[0, 2], [5, 5], [7, 8]])])
+def test_ranks_as_ranges(ranks, ranges):
+    assert rank_ranges(ranks) == ranges
+    assert parse_ranks(ranges or None, 10) == parse_ranks(list(ranks) or None, 10) == ranks
+
+
+@pytest.mark.parametrize("value", [[], [0, 1], [[0, 1]], [1, 0], [0, 0], [2], [-1], [True], [[1, 0]], [[0, 0], [0, 0]],
+                                   "0", [None]])
+def test_what_is_no_choice_of_two_ranks_is_refused(value):
+    with pytest.raises(RecordError, match="part"):
+        parse_ranks(value, 2)
+
+
+def test_empty_fields_are_left_out():
+    assert set_fields(lineage="", part=[[0, 1]]) == {"part": [[0, 1]]}
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), TypeError("a"), OverflowError("a"), RecursionError("a")])
+def test_errors_of_fields_are_errors_of_the_record(error):
+    with pytest.raises(RecordError, match="record: a field is missing or wrong"), field_errors("record"):
+        raise error

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from mindresume.errors import RecordError
+from mindresume.model.data_position import DataPosition
+from mindresume.model.training_state import TrainingState, crosses_multiple, epoch_of, step_in_epoch
+
+
+@pytest.mark.parametrize("step, per_epoch, epoch, inside", [
+    (1, 10, 1, 1), (10, 10, 1, 10), (11, 10, 2, 1), (15, 10, 2, 5),
+    (24, 2, 12, 2), (40, 2, 20, 2), (7, 1, 7, 1), (0, 10, 0, 0),   # sink size 2: step 24 is named -12_2, step 40 -20_2
+])
+def test_epoch_and_step_follow_from_the_absolute_step(step, per_epoch, epoch, inside):
+    assert (epoch_of(step, per_epoch), step_in_epoch(step, per_epoch)) == (epoch, inside)
+
+
+@pytest.mark.parametrize("before, now, interval, due", [
+    (4, 5, 5, True), (5, 6, 5, False), (16, 17, 5, False), (19, 20, 5, True),
+    (4, 6, 5, True), (8, 10, 5, True), (10, 12, 5, False), (14, 16, 5, True),        # sink size 2: 6, 10, 16, 20
+    (0, 1, 1, True),
+])
+def test_saves_fall_on_absolute_multiples(before, now, interval, due):
+    assert crosses_multiple(before, now, interval) is due
+
+
+def test_json_round_trip_ignores_unknown_fields():
+    state = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
+    assert TrainingState.from_json({**state.to_json(), "of a later version": 1}) == state
+    assert (state.epoch, state.step_in_epoch) == (2, 5)
+
+
+def test_the_position_in_the_data_is_kept():
+    state = TrainingState(15, 10, 14, 8, dataset_size=10, consumed=120, data=DataPosition(1, 40, 0, "", {"type": "MindDataset"}))
+    assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
+    old = {name: value for name, value in state.to_json().items() if name not in ("data", "consumed")}
+    assert (TrainingState.from_json(old).data, TrainingState.from_json(old).consumed) == (None, None)
+
+
+@pytest.mark.parametrize("key, value", [("passes", -1), ("samples", 1.5), ("first_epoch", None), ("declared", 1),
+                                        ("identity", []), ("identity", {"a": 1}), ("passes", 2**63), ("samples", True),
+                                        (None, "a text")])
+def test_a_position_of_another_form_is_refused(key, value):
+    data = DataPosition(1, 40).to_json()
+    with pytest.raises(RecordError, match="training state: data is"):
+        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "data": value if key is None else {**data, key: value}})
+
+
+def test_metrics_are_an_object_of_finite_numbers():
+    state = TrainingState(15, 10, 14, metrics=(("loss", 2.5), ("accuracy", 1.0)))
+    assert state.to_json()["metrics"] == {"loss": 2.5, "accuracy": 1.0} and hash(state)
+    assert TrainingState.from_json(state.to_json()) == state
+    old = {name: value for name, value in state.to_json().items() if name != "metrics"}
+    assert TrainingState.from_json(old).metrics == ()
+    assert TrainingState.from_json({**old, "metrics": {"samples": 3}}).metrics == (("samples", 3.0),)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "2.5"}, {"loss": None}, {"loss": True}, {"loss": float("nan")},
+                                     {"loss": float("inf")}, [["loss", 2.5]], "loss", None, {"loss": [1.0]}])
+def test_metrics_of_another_form_are_refused(metrics):
+    with pytest.raises(RecordError, match="metric"):
+        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "metrics": metrics})
+
+
+@pytest.mark.parametrize("broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}])
+def test_a_state_without_its_counters_is_refused(broken):
+    with pytest.raises(RecordError):
+        TrainingState.from_json(broken)

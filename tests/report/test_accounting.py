@@ -1,0 +1,166 @@
+"""Where steps and seconds went: by hand, and as properties of any history."""
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from logfiles import RUNS, ZERO, two_attempts
+
+from mindresume.events import FAILED, FINISHED, PREEMPTED
+from mindresume.report.accounting import Seconds, accounts_of, steps_at_risk, total_of
+from mindresume.report.log_parser import Clock, parse
+from mindresume.report.losses import Losses
+from mindresume.report.runs import UNKNOWN, RunAttempt, Save, attempts_of
+
+
+def attempt(number, first, last, parent=None, outcome=FAILED, run=None, **more):
+    """Steps ``first`` to ``last``, each of a second, resumed after ``first - 1``. ``parent``: the run that saved it."""
+    start, count = 100.0 * number, last - first + 1
+    steps = np.arange(first, last + 1)
+    losses = Losses(steps, np.ones(count), start + 10 + np.arange(count), np.ones(count))
+    ended = more.pop("ended", start + 9 + count)
+    given = dict(run_id=run or RUNS[number], resumed_from=first - 1 or None, resumed_run_id=parent, base_step=first - 1,
+                 first_step=first, last_step=last, losses=losses, is_fresh=first == 1)
+    return RunAttempt(number, start, ended, outcome, **{**given, **more})
+
+
+def lost(*attempts):
+    return [account.steps_lost for account in accounts_of(attempts)]
+
+
+def built(training):
+    return attempts_of(training.recorded, [found for line in training.lines for found in parse(line, Clock())])
+
+
+def test_two_attempts_second_by_second():
+    first, second = accounts_of(built(two_attempts()))
+    assert (first.steps, first.steps_lost, first.kept) == (8, 3, 5)
+    # step 1 took 10 s, of which one is an ordinary step; then 4 steps and a save of 0.5 s; then 3 steps that are lost
+    assert first.seconds == Seconds(productive=5.0, lost=3.0, saving=0.5, startup=11.0, shutdown=0.0, downtime=20.5)
+    assert second.seconds == Seconds(productive=5.0, lost=0.0, saving=0.5, startup=9.0, shutdown=0.5)
+    total = total_of([first, second])
+    assert total.total == pytest.approx(55.0) and total.goodput == pytest.approx(10 / 55)
+    assert [(span.kind, span.begin - ZERO, span.end - ZERO) for span in first.timeline] == [
+        ("startup", 0, 11), ("productive", 11, 16), ("lost", 16, 19.5), ("downtime", 19.5, 40)]
+
+
+def test_without_a_log_the_use_of_the_time_is_not_known():
+    first, second = accounts_of(attempts_of(two_attempts().recorded, []))
+    assert (first.seconds.unknown, first.seconds.saving) == (pytest.approx(15.9), 0.5) and first.seconds.productive == 0
+    assert total_of([first, second]).goodput is None and total_of([]).goodput is None
+    assert (first.steps, first.steps_lost) == (5, 0)
+
+
+def test_an_attempt_that_did_no_step_was_starting():
+    failed = replace(attempt(1, 1, 1), first_step=None, last_step=None, losses=Losses())
+    assert accounts_of([failed])[0].seconds == Seconds(startup=failed.ended - failed.started)
+
+
+def test_steps_that_are_lost_again_and_again():
+    again = [attempt(number, 6, last, RUNS[1]) for number, last in ((2, 9), (3, 13), (4, 40))]
+    assert lost(attempt(1, 1, 10), *again) == [5, 4, 8, 0]
+
+
+def test_an_older_checkpoint_takes_from_more_than_one_attempt():
+    assert lost(attempt(1, 1, 28), attempt(2, 26, 33, RUNS[1]), attempt(3, 21, 40, RUNS[1], FINISHED)) == [8, 8, 0]
+
+
+def test_an_attempt_in_between_that_went_on_from_elsewhere_is_lost():
+    """It took an older checkpoint, because the newer one could not be read then; the next attempt took the newer one again."""
+    assert lost(attempt(1, 1, 20), attempt(2, 11, 15, RUNS[1]), attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 5, 0]
+
+
+def test_an_attempt_that_failed_while_it_loaded_takes_nothing_away():
+    loading = replace(attempt(2, 11, 11, RUNS[1]), first_step=None, last_step=None, losses=Losses())
+    assert lost(attempt(1, 1, 20), loading, attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 0, 0]
+    assert lost(attempt(1, 1, 25), replace(loading, resumed_from=20)) == [5, 0]                # it is about to
+
+
+def test_a_fresh_start_after_a_failure_loses_everything_and_after_an_end_nothing():
+    assert lost(attempt(1, 1, 4), attempt(2, 1, 9, outcome=FINISHED)) == [4, 0]
+    assert lost(attempt(1, 1, 4, outcome=FINISHED), attempt(2, 1, 9, outcome=FINISHED)) == [0, 0]
+
+
+def test_what_was_saved_on_preemption_is_kept():
+    assert lost(attempt(1, 1, 17, outcome=PREEMPTED), attempt(2, 18, 20, RUNS[1], FINISHED)) == [0, 0]
+
+
+def test_without_the_run_that_saved_the_attempt_that_reached_the_step_is_taken():
+    assert lost(attempt(1, 1, 20), attempt(2, 16, 18), attempt(3, 19, 30, outcome=FINISHED)) == [5, 0, 0]
+
+
+def test_a_run_that_saved_and_has_no_attempt_here_is_no_other_run():
+    gone = attempt(3, 19, 30, RUNS[9], FINISHED)
+    assert lost(attempt(1, 1, 20), gone) == [20, 0]
+    assert lost(attempt(1, 1, 20, run_id=None, has_events=False), gone) == [2, 0]     # it can be the one without events
+
+
+def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
+    scaled = attempt(2, 18, 30, RUNS[1], FINISHED, resumed_from=35, step_scale=17 / 35)
+    assert lost(attempt(1, 1, 38), scaled) == [3, 0]
+
+
+def test_a_pause_after_a_normal_end_is_no_downtime():
+    first, _ = accounts_of([attempt(1, 1, 5, outcome=PREEMPTED), attempt(2, 6, 9, RUNS[1], FINISHED)])
+    assert (first.seconds.idle, first.seconds.downtime) == (86.0, 0.0)
+
+
+def test_a_log_that_begins_in_the_middle_was_training_from_its_first_line():
+    account, = accounts_of([attempt(1, 51, 60, outcome=UNKNOWN, is_cut=True)])
+    assert account.seconds.startup == 0
+
+
+def test_a_log_with_a_loss_every_few_steps_began_so_many_steps_before_its_first():
+    losses = Losses(np.array([5, 10, 15]), np.ones(3), np.array([130.0, 135.0, 140.0]), np.ones(3))
+    account, = accounts_of([attempt(1, 1, 15, outcome=FINISHED, losses=losses, ended=141.0)])
+    assert account.seconds == Seconds(productive=15.0, startup=25.0, shutdown=1.0)
+
+
+def test_steps_behind_the_newest_checkpoint():
+    failed = accounts_of([attempt(1, 1, 8)])
+    assert (steps_at_risk(failed, 5), steps_at_risk(failed, None), steps_at_risk(failed, 10)) == (3, 8, 0)
+    assert steps_at_risk(accounts_of([attempt(1, 1, 8, outcome=FINISHED)]), 5) is None
+    assert steps_at_risk([], None) is None
+
+
+@st.composite
+def histories(draw):
+    """Each attempt goes on from a checkpoint of one before it, or from the beginning; saves at any time."""
+    attempts, at = [], 0.0
+    for number in range(1, draw(st.integers(1, 6)) + 1):
+        parents = [other for other in attempts if other.last_step]
+        parent = draw(st.sampled_from([None, *parents]))
+        base = draw(st.integers(parent.base_step, parent.last_step)) if parent else 0
+        count = draw(st.integers(0, 8))
+        seconds = draw(st.lists(st.floats(0, 5), min_size=count, max_size=count))
+        start = at + draw(st.floats(0, 9))
+        times = start + draw(st.floats(0, 9)) + np.cumsum(seconds)
+        end = float(times[-1]) + draw(st.floats(0, 3)) if count else start
+        steps = np.arange(base + 1, base + count + 1)
+        losses = Losses(steps, np.ones(count), times, np.array(seconds)) if draw(st.booleans()) else Losses()
+        saves = tuple(Save(base + 1, draw(st.floats(start, end)), draw(st.floats(0, 4))) for _ in range(draw(st.integers(0, 2))))
+        attempts.append(RunAttempt(
+            number, start, end, draw(st.sampled_from([FAILED, PREEMPTED, FINISHED])), run_id=RUNS[number],
+            is_fresh=parent is None, resumed_from=base or None if parent else None, base_step=base, losses=losses, saves=saves,
+            resumed_run_id=parent.run_id if parent else None, first_step=base + 1 if count else None,
+            last_step=base + count if count else None))
+        at = end
+    return attempts
+
+
+@given(histories())
+def test_every_second_is_counted_once_and_every_step_is_kept_or_lost(attempts):
+    accounts = accounts_of(attempts)
+    total = total_of(accounts)
+    assert math.isclose(total.total, attempts[-1].ended - attempts[0].started, abs_tol=1e-6)
+    assert total.goodput is None or 0 <= total.goodput <= 1
+    for account in accounts:
+        assert 0 <= account.steps_lost <= account.steps
+        assert min(vars(account.seconds).values()) >= 0
+        assert all(before.end == after.begin for before, after in zip(account.timeline, account.timeline[1:], strict=False))
+    assert accounts[-1].steps_lost == 0
+    last = attempts[-1]
+    if last.first_step is not None and not any(one.outcome in (PREEMPTED, FINISHED) for one in attempts):
+        assert sum(account.steps - account.steps_lost for account in accounts) == last.last_step    # one chain of kept steps

@@ -1,0 +1,180 @@
+"""A folder becomes one report: which ranks are read, what is said about them, and the JSON document."""
+import json
+import os
+import time
+from dataclasses import replace
+
+from folders import STORAGE, save, write_rank
+from logfiles import RUNS, ZERO, Log, Training, fail, record, two_attempts
+
+from mindresume import events as ev
+from mindresume.events import FAILED
+from mindresume.report.builder import build_report, to_json
+from mindresume.report.event_log import RecordedEvent
+
+
+def made(folder, *more):
+    return build_report(STORAGE, str(folder), str(folder / "checkpoint"), list(map(str, more)))
+
+
+def info(folder, rank, log, name="log"):
+    return log.write(folder / name / f"rank_{rank}" / "info.log")
+
+
+def pipeline(at, first, last, value):
+    log = Log().start(at).pipeline(at + 1)
+    for step in range(first, last + 1):
+        log.loss(at + 5 + step - first, step, value)
+    return log
+
+
+def test_the_log_of_one_rank_counts_once(tmp_path):
+    for rank in range(4):
+        info(tmp_path, rank, two_attempts())
+        Log(printed=True).start(0).write(tmp_path / "msrun_log" / f"worker_{rank}.log")
+    two_attempts().write_all(tmp_path)
+    report = made(tmp_path)
+    assert (report.rank, report.loss_rank, len(report.attempts), report.steps_done, report.steps_lost) == (0, None, 2, 13, 3)
+    assert len(report.read) == 4 and report.notes == ()                 # both logs of rank 0, both event files
+    assert (report.restarts, report.failures) == (1, 1)
+
+
+def test_starts_with_logs_of_their_own_are_one_history(tmp_path):
+    lines = two_attempts().lines
+    cut = next(index for index, line in enumerate(lines[1:], 1) if "Init Config" in line)
+    for name, part in (("log_first", lines[:cut]), ("log_second", lines[cut:])):
+        log = Log()
+        log.lines = part
+        info(tmp_path, 0, log, name)
+    whole = tmp_path / "whole"
+    info(whole, 0, two_attempts())
+    ours, theirs = to_json(made(tmp_path)), to_json(made(whole))
+    assert ours["attempts"] == theirs["attempts"] and ours["seconds"] == theirs["seconds"]
+
+
+def test_the_loss_of_the_last_stage(tmp_path):
+    info(tmp_path, 0, pipeline(0, 1, 5, 0.5))
+    info(tmp_path, 3, pipeline(0, 1, 5, 6.0))
+    report = made(tmp_path)
+    assert report.loss_rank == 3 and list(report.attempts[0].losses.values) == [6.0] * 5
+    assert len(report.read) == 2 and "the loss is that of rank 3" in report.notes[-1]
+
+
+def test_the_last_stage_of_each_attempt_if_the_number_of_ranks_changed(tmp_path):
+    both = pipeline(0, 1, 5, 0.5)
+    both.lines += pipeline(50, 4, 8, 0.5).lines
+    info(tmp_path, 0, both)
+    info(tmp_path, 3, pipeline(0, 1, 5, 6.0))
+    info(tmp_path, 2, pipeline(0, 1, 5, 7.0))
+    info(tmp_path, 1, pipeline(50, 4, 8, 5.0))
+    report = made(tmp_path)
+    assert [set(attempt.losses.values) for attempt in report.attempts] == [{6.0}, {5.0}] and report.loss_rank == 3
+
+
+def test_without_the_log_of_the_last_stage_it_is_said(tmp_path):
+    info(tmp_path, 0, pipeline(0, 1, 5, 0.5))
+    assert "not the true one" in made(tmp_path).notes[-1]
+
+
+def test_without_the_log_of_rank_0_another_one_tells(tmp_path):
+    info(tmp_path, 2, two_attempts())
+    report = made(tmp_path)
+    assert report.rank == 2 and "no log of rank 0" in report.notes[1] and report.steps_lost == 3
+
+
+def test_what_is_missing_or_odd_is_said(tmp_path):
+    log = Training().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan")
+    log.start(9).resume(10, 35, RUNS[0], after=17, scale=0.5).save(20, 25).write_all(tmp_path)
+    Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan").write(tmp_path / "log" / "rank_0" / "info.log")
+    notes = " ".join(made(tmp_path).notes)
+    for words in ("no event file of attempt 1", "no log of attempt 2", "begins in the middle", "every 10 steps",
+                  "up to 9 steps more", "not finite", "The batch size changed"):
+        assert words in notes
+
+
+def test_the_rank_that_failed_first_says_why(tmp_path):
+    Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4).write_all(tmp_path)
+    fail(tmp_path, 1, 9, "CollectiveError: rank 2 is gone")
+    fail(tmp_path, 2, 8, "SaveError: full")
+    row, = to_json(made(tmp_path))["attempts"]
+    assert (row["outcome"], row["failed_rank"], row["reason"]) == (FAILED, 2, "SaveError: full")
+
+
+def test_event_files_alone(tmp_path):
+    for recorded in two_attempts().recorded:
+        record(tmp_path, 0, recorded)
+    report = made(tmp_path)
+    assert (report.rank, report.reached, report.failures, len(report.read)) == (None, 10, 1, 2)
+    assert to_json(report)["goodput"] is None and "no log" in report.notes[0]
+
+
+def test_event_files_and_logs_in_a_folder_of_their_own(tmp_path):
+    two_attempts().write_all(tmp_path / "elsewhere")
+    assert made(tmp_path, tmp_path / "elsewhere").steps_lost == 3
+
+
+def test_a_log_of_another_time_zone_is_put_to_its_events(tmp_path):
+    """The report is made on a machine elsewhere: the log has local times of the cluster, the events have the time since 1970."""
+    east = time.localtime(ZERO).tm_gmtoff + 3 * 3600
+    training, there = two_attempts(), Training()
+    for events in training.recorded:
+        there.recorded.append([RecordedEvent(found.time - 3 * 3600, found.event) for found in events])
+        at, started = there.recorded[-1][0]
+        there.recorded[-1][0] = RecordedEvent(at, replace(started, utc_offset_seconds=east))
+    there.lines = training.lines
+    there.write_all(tmp_path / "there")
+    training.write_all(tmp_path / "here")
+    here, there = (build_report(STORAGE, str(tmp_path / name), str(tmp_path / name)) for name in ("here", "there"))
+    assert there.seconds.productive == here.seconds.productive == 10.0
+    assert [round(row.started + 3 * 3600 - ZERO, 3) for row in there.attempts] == [0, 40]
+
+
+def test_logs_of_two_time_zones_are_said(tmp_path):
+    for number, offset in enumerate((86400, 72000)):
+        record(tmp_path, 0, [RecordedEvent(ZERO + 9 * number, ev.TrainingStarted("a", 1, 1, "x", offset))])
+    assert "+20 h, +24 h" in made(tmp_path).notes[-1]
+
+
+def test_what_is_behind_a_save_that_others_could_not_write(tmp_path):
+    Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(8, ev.SaveWritten(5, 1, 0.1, 0.1)).write_all(tmp_path)
+    record(tmp_path, 3, [RecordedEvent(ZERO + 8, ev.SaveFailed(5, "full"))])
+    save, = to_json(made(tmp_path))["attempts"][0]["saves"]
+    assert "full" in save["failure"] and not save["is_committed"]
+
+
+def test_steps_that_the_next_start_would_do_again(tmp_path):
+    save(tmp_path / "checkpoint", 5, world=1)
+    Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8).write_all(tmp_path)
+    report = made(tmp_path)
+    assert (report.steps_at_risk, report.attempts[-1].outcome, report.steps_lost) == (3, FAILED, 0)
+    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # nobody knows what there is
+    assert (report.steps_at_risk, report.attempts[-1].outcome) == (None, "unknown")
+
+
+def test_checkpoints_are_those_of_ls(tmp_path):
+    root = tmp_path / "checkpoint"
+    save(root, 5)
+    save(root, 10)
+    os.truncate(next((root / "rank_2").glob("*-1_10.*")), 9)
+    write_rank(root, 15, 0, 4)
+    rows = made(tmp_path).disk.checkpoints
+    assert [(row.step, row.state, row.committed, row.ranks) for row in rows] == [
+        (15, "incomplete", False, 4), (10, "unusable", True, 4), (5, "complete", True, 4)]
+    assert "rank 2" in rows[1].reason and rows[2].reason == "" and rows[2].size > 1000
+
+
+def test_the_document_is_json_without_odd_numbers(tmp_path):
+    info(tmp_path, 0, Log().start(0).loss(4, 1, "nan").loss(5, 2, "inf"))
+    save(tmp_path / "checkpoint", 5)
+    text = json.dumps(to_json(made(tmp_path)), allow_nan=False)
+    document = json.loads(text)
+    assert document["attempts"][0]["loss"] == {"first": None, "last": None}
+    assert set(document) == {"output", "root", "sources", "restarts", "failures", "goodput", "steps", "seconds", "attempts",
+                             "timeline", "checkpoints", "notes"}
+    assert document["attempts"][0]["saves"] is None                     # without events nobody knows
+
+
+def test_nothing_there(tmp_path):
+    report = made(tmp_path, tmp_path / "more")
+    assert (report.rank, report.attempts, report.reached, report.steps_at_risk, report.steps_lost) == (None, (), None, None, 0)
+    assert len(to_json(report)["sources"]["looked_for"]) == 6

@@ -1,0 +1,377 @@
+"""Where the pieces of a checkpoint lie: layouts from records or a strategy, copies, counters, and what is refused."""
+import os
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from folders import STORAGE, path_of
+from reshard.plans import (
+    COUNTERS,
+    MODEL,
+    STEP,
+    Plan,
+    Spec,
+    complete,
+    foreign,
+    lose,
+    newest,
+    part_of,
+    put,
+    random_tensors,
+    recorded,
+    shard_file,
+    transformer,
+)
+
+from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.formats.consolidated import read_complete
+from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
+from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import read_tensor
+from mindresume.tensor_files.checksum import array_checksum
+
+LITTLE = {name: spec for name, spec in transformer(layers=2).items() if not name.startswith("a")}
+TENSORS = random_tensors(LITTLE)
+
+
+def plan_of(text, model=LITTLE):
+    return Plan.parse(text, model)
+
+
+def weights_of(root, candidate, strategy=None):
+    return view_of_candidate(STORAGE, str(root), candidate, strategy)
+
+
+def content(weights, name):
+    """The whole tensor, put together from its places."""
+    tensor = weights.tensors[name]
+    array = np.full(tensor.shape, 77, TENSORS[name].dtype if name in TENSORS else COUNTERS[name].dtype)
+    for cut in tensor.cuts(whole(tensor.shape)):
+        place = weights.locate(name, cut)
+        with open(place.path, "rb") as file:
+            found = read_tensor(file, place.entry)
+        assert found.shape == shape_of(cut.piece) and place.rank - tensor.first in cut.holders
+        assert place.checksum in (None, array_checksum(found))
+        array[(*slices_of(cut.part), ...)] = view(found, within(cut.part, cut.piece))
+    return array
+
+
+def check_all(weights, tensors=TENSORS, counters=COUNTERS):
+    assert weights.tensors.keys() == {*tensors, *counters}
+    for name, array in {**tensors, **counters}.items():
+        tensor = weights.tensors[name]
+        assert (tensor.dtype, tensor.shape) == (array.dtype.name, array.shape)
+        assert content(weights, name).tobytes() == array.tobytes(), name
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "pp2", "tp1", "dp2tp2axes10"])
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_rank_folders_of_mindformers(tmp_path, text, fmt):
+    plan = plan_of(text)
+    weights = weights_of(tmp_path, foreign(tmp_path, plan, TENSORS, fmt), plan.strategy())
+    check_all(weights)
+    assert weights.world_size == plan.world_size
+    (cut, *_) = weights.tensors["head.weight"].cuts(whole(MODEL["head.weight"].shape))
+    assert weights.locate("head.weight", cut).checksum is None, "mindformers records none"
+
+
+@pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "tp1", "dp2tp2axes10"])
+@pytest.mark.parametrize("given", [False, True])
+def test_records_know_their_layouts(tmp_path, text, given):
+    plan = plan_of(text)
+    weights = weights_of(tmp_path, recorded(tmp_path, plan, TENSORS), plan.strategy() if given else None)
+    check_all(weights)
+    for name, tensor in weights.tensors.items():
+        for cut in tensor.cuts(whole(tensor.shape)):
+            assert weights.locate(name, cut).checksum is not None
+
+
+@pytest.mark.parametrize("kind", ["mindspore", "huggingface"])
+def test_complete_weights(tmp_path, kind):
+    check_all(view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS, kind)))))
+
+
+@pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "dp4", "dp2tp2", "dp4opt2"])
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_redundancy_that_was_removed(tmp_path, text, write):
+    plan = plan_of(text)
+    candidate = write(tmp_path, plan, TENSORS, dedup=True)
+    sizes = [len(plan.keeps(rank)) for rank in range(plan.world_size)]
+    assert sum(sizes) < sum(len(plan.layouts(rank)) for rank in range(plan.world_size)), "something was removed"
+    check_all(weights_of(tmp_path, candidate, plan.strategy() if write is foreign else None))
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_a_strategy_of_files(tmp_path, write):
+    """As users give it: a folder that MindSpore wrote, with the layouts in the form of a file."""
+    plan = plan_of("dp2tp2opt2")
+    write_strategy(plan.strategy(), str(tmp_path / "strategy"))
+    check_all(weights_of(tmp_path / "saved", write(tmp_path / "saved", plan, TENSORS), read_strategy(str(tmp_path / "strategy"))))
+
+
+def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_path):
+    """Only the tensor tells how many dimensions there are."""
+    model = {"bias": Spec((8,), 0, 0), "weight": Spec((8, 4), 0, 0)}
+    tensors, plan = random_tensors(model), Plan.parse("dp2tp2axes10", model)
+    nested = TensorLayout((2, 2), ((1, 0),))
+    for rank in range(4):
+        arrays = {"bias": part_of(tensors["bias"], nested, rank), **COUNTERS,
+                  "weight": part_of(tensors["weight"], plan.layouts(rank)["weight"], rank)}
+        put(path_of(tmp_path, STEP, rank), arrays, {"format": "ms"})
+    strategy = Strategy(({"bias": TensorLayout((2, 2), (1, 0)), "weight": plan.layouts(0)["weight"]},))
+    weights = weights_of(tmp_path, newest(tmp_path), strategy)
+    assert weights.tensors["bias"].shape == (8,) and weights.tensors["bias"].layout == nested
+    for rank in range(4):
+        assert held(nested, rank, (8,)) == ((2 * rank, 2 * rank + 2),)
+        (cut,) = weights.tensors["bias"].cuts(((2 * rank, 2 * rank + 2),))
+        assert weights.locate("bias", cut).rank == rank
+
+
+def test_layouts_of_a_stage_of_one_rank_have_no_dimensions(tmp_path):
+    plan = plan_of("pp2")
+    strategy = Strategy(tuple({name: TensorLayout((1,), ()) for name in stage} for stage in plan.stages), "of files")
+    check_all(weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), strategy))
+
+
+def test_a_nested_map_for_a_vector_is_refused(tmp_path):
+    plan = plan_of("dp2tp2")
+    odd = {**plan.stages[0], "norm.weight": TensorLayout((2, 2), ((1, 0), -1))}
+    with pytest.raises(StrategyError, match="norm.weight"):
+        weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), Strategy((odd,), "odd"))
+
+
+def test_tensors_of_several_stages_are_taken_from_the_first(tmp_path):
+    """Shared embeddings are in the first and in the last stage."""
+    plan = plan_of("tp2pp2")
+    shared = plan.stages[0]["embedding.weight"]
+    stages = (plan.stages[0], {**plan.stages[1], "embedding.weight": shared})
+    for rank in range(4):
+        arrays = {**shard_file(plan, TENSORS, rank), "embedding.weight": part_of(TENSORS["embedding.weight"], shared, rank % 2)}
+        put(path_of(tmp_path, STEP, rank), arrays, {"format": "ms"})
+    weights = weights_of(tmp_path, newest(tmp_path), Strategy(stages, "shared"))
+    check_all(weights)
+    assert weights.tensors["embedding.weight"].first == 0 and weights.tensors["head.weight"].first == 2
+
+
+# ---- counters, and tensors without a layout ----------------------------------------------------------------------------
+
+def test_counters_are_taken_from_rank_0(tmp_path):
+    plan = plan_of("tp2pp2")
+    weights = weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), plan.strategy())
+    for name, array in COUNTERS.items():
+        tensor = weights.tensors[name]
+        assert (tensor.layout, tensor.first, tensor.shape) == (None, 0, array.shape)
+        assert weights.locate(name, tensor.cuts(whole(tensor.shape))[0]).rank == 0
+
+
+@pytest.mark.parametrize("layouts", [False, True])
+def test_counters_and_copies_without_layout_when_the_file_of_rank_0_is_lost(tmp_path, layouts):
+    plan = plan_of("dp2")
+    candidate = recorded(tmp_path, plan, TENSORS, layouts=layouts)
+    lose(tmp_path, candidate, [0])
+    check_all(weights_of(tmp_path, candidate))
+
+
+def test_a_number_that_only_the_last_stage_has(tmp_path):
+    plan = plan_of("tp2pp2")
+    for rank in range(4):
+        extra = {"aux_loss": np.array([0.5], np.float32)} if rank > 1 else {}
+        put(path_of(tmp_path, STEP, rank), {**shard_file(plan, TENSORS, rank), **extra}, {"format": "ms"})
+    weights = weights_of(tmp_path, newest(tmp_path), plan.strategy())
+    tensor = weights.tensors["aux_loss"]
+    assert weights.locate("aux_loss", tensor.cuts(((0, 1),))[0]).rank == 2
+
+
+def test_data_parallel_without_layouts_is_proven_by_the_records(tmp_path):
+    plan = plan_of("dp2")
+    weights = weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False))
+    check_all(weights)
+    assert all(tensor.layout is None for tensor in weights.tensors.values())
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2opt2", "pp2"])
+def test_ranks_that_differ_and_have_no_layouts_are_refused(tmp_path, text):
+    plan = plan_of(text)
+    with pytest.raises(StrategyError, match=r"tensors have no layout: .* no strategy is given \(src_strategy.*, --from\)"):
+        weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False))
+
+
+def test_data_parallel_without_records_needs_a_strategy(tmp_path):
+    with pytest.raises(StrategyError, match=rf"step {STEP}: {len(TENSORS) - 1}? ?.*tensors have no layout") as found:
+        weights_of(tmp_path, foreign(tmp_path, plan_of("dp2"), TENSORS))
+    assert str(tmp_path) in str(found.value) and "no strategy is given" in str(found.value)
+    assert "step_num" not in str(found.value), "a counter needs no layout"
+
+
+def test_a_tensor_that_the_strategy_does_not_name_is_named(tmp_path):
+    plan = plan_of("tp2")
+    short = {name: layout for name, layout in plan.stages[0].items() if name not in ("head.weight", "layers.1.qkv.weight")}
+    with pytest.raises(StrategyError, match="2 tensors have no layout: ") as found:
+        weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), Strategy((short,), "/job/strategy"))
+    for part in ("head.weight (8, 8)", "layers.1.qkv.weight (12, 8)", "/job/strategy", str(tmp_path), f"step {STEP}"):
+        assert part in str(found.value)
+
+
+def test_a_strategy_completes_records_without_layouts(tmp_path):
+    plan = plan_of("tp2")
+    check_all(weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False), plan.strategy()))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, wanted", [("tp4", r"a strategy of 4 ranks \(1 stages of 4\)"),
+                                          ("pp4", r"a strategy of 4 ranks \(4 stages of 1\)")])
+def test_a_strategy_of_another_number_of_ranks(tmp_path, text, wanted):
+    with pytest.raises(StrategyError, match=wanted) as found:
+        weights_of(tmp_path, foreign(tmp_path, plan_of("tp2"), TENSORS), Plan.parse(text, transformer()).strategy())
+    assert "is of 2" in str(found.value) and "the strategy of the test" in str(found.value)
+
+
+@pytest.mark.parametrize("wanted", ["dp4", "dp2tp2opt2", "tp2pp2", "dp2tp2axes10", "dp2tp2opt-1"])
+def test_a_strategy_that_contradicts_the_records(tmp_path, wanted):
+    candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
+    with pytest.raises(StrategyError, match=r"would hold another part of \(.* Leave src_.* \(--from\) away") as found:
+        weights_of(tmp_path, candidate, plan_of(wanted).strategy())
+    assert str(found.value).partition(":")[0] in TENSORS
+
+
+def test_a_strategy_that_says_the_same_in_other_words(tmp_path):
+    candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
+    other = {name: TensorLayout((2, 2), tuple((1, 0) if axis == 0 else -1 for axis in layout.tensor_map))
+             for name, layout in plan_of("tp4").stages[0].items()}
+    check_all(weights_of(tmp_path, candidate, Strategy((other,))))
+
+
+@pytest.mark.parametrize("name, layout", [("head.weight", TensorLayout((1, 2), (0, -1, -1))),
+                                          ("head.weight", TensorLayout((1, 2), (0,))), ("head.weight", TensorLayout((1, 2), ())),
+                                          ("layers.0.norm.weight", TensorLayout((1, 2), ()))])
+def test_a_layout_of_other_dimensions(tmp_path, name, layout):
+    plan = plan_of("tp2")
+    with pytest.raises(StrategyError, match=f"{name} has . dimensions?, the strategy cuts"):
+        weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), Strategy(({**plan.stages[0], name: layout},), "x"))
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_a_file_of_another_job(tmp_path, fmt):
+    """Of the same model, cut otherwise; of another model; of another dtype."""
+    plan = plan_of("tp4")
+    candidate = foreign(tmp_path, plan, TENSORS, fmt)
+    odd = {1: shard_file(plan_of("dp4"), TENSORS, 1),
+           3: {**shard_file(plan, TENSORS, 3), "head.weight": np.ones((4, 8), np.float16)}}
+    for rank, arrays in odd.items():
+        put(tmp_path / candidate.files[rank][0].path, arrays, {})
+    weights = weights_of(tmp_path, candidate, plan.strategy())
+    for rank in range(4):
+        (cut,) = weights.tensors["head.weight"].cuts(((4 * rank, 4 * rank + 1), (0, 8)))
+        if rank not in odd:
+            assert weights.locate("head.weight", cut).rank == rank
+            continue
+        with pytest.raises(DamagedFileError, match=f"rank {rank} holds head.weight as .* the file is of another job") as found:
+            weights.locate("head.weight", cut)
+        assert found.value.path == str(tmp_path / candidate.files[rank][0].path) and found.value.tensor == "head.weight"
+        assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(found.value)
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_a_whole_stage_is_missing(tmp_path, write):
+    plan = plan_of("tp2pp2")
+    candidate = write(tmp_path, plan, TENSORS)
+    lose(tmp_path, candidate, [2, 3])
+    with pytest.raises(LoadError, match=f"step {STEP}: the files of all ranks from 2 to 3, a whole pipeline stage, are missing"):
+        weights_of(tmp_path, candidate, plan.strategy())
+
+
+def test_a_header_that_is_damaged(tmp_path):
+    plan = plan_of("tp2")
+    candidate = foreign(tmp_path, plan, TENSORS)
+    path = tmp_path / candidate.files[1][0].path
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedFileError, match="cut short"):
+        weights = weights_of(tmp_path, candidate, plan.strategy())
+        content(weights, "head.weight")
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("write, text, lost", [
+    (foreign, "dp2tp2", [2]), (foreign, "dp2tp2", [1, 2]), (recorded, "dp2tp2", [3]), (recorded, "dp2tp2", [1]),
+    (recorded, "dp4opt2", [1, 2]), (recorded, "dp2tp2pp2", [2, 5])])
+def test_copies_stand_in_for_files_that_are_lost(tmp_path, write, text, lost):
+    plan = plan_of(text)
+    candidate = write(tmp_path, plan, TENSORS)
+    lose(tmp_path, candidate, lost)
+    check_all(weights_of(tmp_path, candidate, plan.strategy() if write is foreign else None))
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_a_piece_that_is_nowhere_is_named_with_its_ranks(tmp_path, write):
+    plan = plan_of("dp2tp2")
+    candidate = write(tmp_path, plan, TENSORS)
+    lose(tmp_path, candidate, [1, 3])
+    weights = weights_of(tmp_path, candidate, plan.strategy())
+    with pytest.raises(LoadError, match=r"head.weight \(\(8, 16\), \(0, 8\)\) of \(16, 8\) is nowhere: .* rank 1(, | and )3"):
+        content(weights, "head.weight")
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_lost_tensors_of_a_deduplicated_checkpoint_are_missed(tmp_path, write):
+    plan = plan_of("dp2")
+    candidate = write(tmp_path, plan, TENSORS, dedup=True)
+    gone = plan.keeps(1)
+    assert gone
+    lose(tmp_path, candidate, [1])
+    try:
+        weights = weights_of(tmp_path, candidate, plan.strategy() if write is foreign else None)
+    except LoadError as error:
+        assert any(name in str(error) for name in gone)
+    else:
+        assert gone <= weights.tensors.keys()
+        for name in gone:
+            with pytest.raises(LoadError, match="is nowhere"):
+                content(weights, name)
+
+
+def test_a_scan_does_not_count_ranks_whose_files_are_lost(tmp_path):
+    """Of what mindformers wrote nobody knows how many ranks there were: the candidate has as many as have a file."""
+    plan = plan_of("dp2tp2")
+    lose(tmp_path, foreign(tmp_path, plan, TENSORS), [3])
+    candidate = newest(tmp_path)
+    assert candidate.world_size == 3
+    with pytest.raises(StrategyError, match="a strategy of 4 ranks .* is of 3"):
+        weights_of(tmp_path, candidate, plan.strategy())
+    check_all(weights_of(tmp_path, replace(candidate, world_size=4), plan.strategy()))
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+
+class Counting(PosixStorage):
+    def __init__(self):
+        self.opened = Counter()
+
+    def open(self, path):
+        self.opened[os.path.basename(path)] += 1
+        return super().open(path)
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_one_header_and_one_record_a_stage_are_read(tmp_path, write):
+    plan, storage = plan_of("dp2tp2pp2"), Counting()
+    candidate = write(tmp_path, plan, TENSORS)
+    view_of_candidate(storage, str(tmp_path), candidate, plan.strategy())
+    assert sum(storage.opened.values()) == 2 * (1 if write is foreign else 2), storage.opened
+
+
+def test_headers_are_read_once(tmp_path):
+    plan, storage = plan_of("tp4"), Counting()
+    weights = view_of_candidate(storage, str(tmp_path), recorded(tmp_path, plan, TENSORS))
+    for _ in range(2):
+        for name, tensor in weights.tensors.items():
+            for cut in tensor.cuts(whole(tensor.shape)):
+                weights.locate(name, cut)
+    assert set(storage.opened.values()) == {1}, storage.opened

@@ -1,0 +1,132 @@
+"""Complete weights that mindresume wrote: checked like any other checkpoint, by a job and by the commands."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+from folders import STORAGE, flip_bit
+from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, random_tensors, recorded
+
+from mindresume.coordination.collectives import Solo
+from mindresume.errors import AgreementError, DamagedFileError
+from mindresume.formats.consolidated import HUGGINGFACE, MAP, MINDSPORE
+from mindresume.model.record_codec import seal
+from mindresume.reshard import consolidated_checkpoint
+from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
+from mindresume.reshard.conversion_plan import to_complete
+from mindresume.reshard.converter import Conversion
+from mindresume.reshard.engines import writer
+from mindresume.reshard.open_checkpoint import open_checkpoint, open_complete
+from mindresume.resume.selector import describe
+from mindresume.tensor_files import read_header
+
+TINY = {"embedding.weight": Spec((16, 8), 0, "first"), "layers.0.weight": Spec((8, 8), 1, 0),
+        "layers.1.weight": Spec((8, 8), 1, 1)}
+TENSORS = random_tensors(TINY)
+
+
+@pytest.fixture(params=[MINDSPORE, HUGGINGFACE])
+def kind(request):
+    return request.param
+
+
+def merge(root: Path, kind: str = MINDSPORE) -> Path:
+    recorded(root / "a", Plan.parse("tp2", TINY), TENSORS)
+    job = to_complete(open_checkpoint(STORAGE, str(root / "a")), kind, 520)
+    conversion = Conversion(STORAGE, job, str(root / "merged"))
+    conversion.run(lambda: conversion.write(writer("direct", conversion)))
+    return root / "merged"
+
+
+def damage(folder: Path, tensor: str) -> str:
+    """Flips a bit of it; returns the name of the file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            entry = read_header(file, str(path)).tensors.get(tensor)
+        if entry is not None:
+            flip_bit(path, entry.ranges[0][0] + 5)
+            return path.name
+    raise AssertionError(tensor)
+
+
+def verify(path):
+    read = []
+    return *consolidated_checkpoint.verify(STORAGE, str(path), read.append), sum(read)
+
+
+def test_every_byte_is_read_and_compared(tmp_path, kind):
+    folder = merge(tmp_path, kind)
+    candidate, problems, read = verify(folder)
+    assert (problems, candidate.origin, candidate.step) == ([], "merged", STEP if kind == MINDSPORE else None)
+    assert read == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert consolidated_checkpoint.look(STORAGE, str(folder)) == (candidate, None)
+
+
+def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
+    folder = merge(tmp_path, kind)
+    name = damage(folder, "layers.1.weight")
+    assert consolidated_checkpoint.look(STORAGE, str(folder))[1] is None  # names, headers and sizes are right
+    _, (problem,), _ = verify(folder)
+    assert problem.file == name and "damaged: layers.1.weight (checksum " in problem.reason
+    assert verify(folder / name)[1] == [problem]                        # one file of it
+    other = next(path for path in folder.glob("*.safetensors") if path.name != name)
+    assert verify(other)[1] == []
+    with pytest.raises(AgreementError, match=f"{name}.*layers.1.weight"):
+        consolidated_checkpoint.choose_complete(STORAGE, str(folder), Solo(), True, False)
+    consolidated_checkpoint.choose_complete(STORAGE, str(folder), Solo(), False, False)
+
+
+@pytest.mark.parametrize("spoil, says", [
+    (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes"), (os.remove, "is missing"),
+    (lambda path: flip_bit(path, 20), "")])
+def test_other_damage_of_a_file(tmp_path, kind, spoil, says):
+    folder = merge(tmp_path, kind)
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    spoil(path)
+    _, (problem,), _ = verify(folder)
+    assert problem.file == path.name and says in problem.reason
+
+
+def test_what_says_how_it_was_written_is_damaged(tmp_path):
+    folder = merge(tmp_path)
+    flip_bit(folder / CONVERSION)
+    _, (problem,), _ = verify(folder)
+    assert problem.file == CONVERSION and "cannot be read" in problem.reason
+    with pytest.raises(DamagedFileError, match="To go by their headers and sizes alone, remove it"):
+        open_complete(STORAGE, str(folder))
+    os.remove(folder / CONVERSION)
+    assert verify(folder)[1] == [] and open_complete(STORAGE, str(folder)).made is None
+
+
+def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
+    folder = merge(tmp_path)
+    index = json.loads((folder / MAP).read_text())
+    del index["weight_map"]["layers.1.weight"]
+    (folder / MAP).write_text(json.dumps(index))
+    _, (problem,), _ = verify(folder)
+    assert "layers.1.weight is not found" in problem.reason
+    with pytest.raises(DamagedFileError, match="layers.1.weight is not found"):
+        open_complete(STORAGE, str(folder))
+
+
+@pytest.mark.parametrize("field, value", [
+    ("files", [["../a", 1, "0" * 32]]), ("files", [["/etc/passwd", 1, "0" * 32]]), ("files", [["a", -1, "0" * 32]]),
+    ("files", [["a", 1, "x"]]), ("files", [["a", 1]]), ("files", [7]), ("files", None), ("tensors", {"a": 5}), ("tensors", []),
+    ("what", None), ("fingerprint", 5)])
+def test_fields_that_cannot_be(tmp_path, field, value):
+    good = {"version": 1, "kind": "conversion", "fingerprint": "f", "what": "w", "files": []}
+    (tmp_path / CONVERSION).write_bytes(seal(good, LIMIT))
+    assert read_conversion_manifest(STORAGE, str(tmp_path)).files == ()
+    (tmp_path / CONVERSION).write_bytes(seal({**good, field: value}, LIMIT))
+    with pytest.raises(DamagedFileError, match="conversion.json"):
+        read_conversion_manifest(STORAGE, str(tmp_path))
+
+
+def test_weights_of_others_have_no_checksums(tmp_path):
+    folder = complete(tmp_path / "theirs", TENSORS)
+    candidate, problems, read = verify(folder)
+    assert (candidate.origin, candidate.step, problems, read) == ("mindformers", STEP, [], 0)
+    assert "written by mindformers without records" in describe(candidate)
+    ours = consolidated_checkpoint.look(STORAGE, str(merge(tmp_path)))[0]
+    assert "complete weights that mindresume wrote, every byte of the tensors checked" in describe(ours)
+    assert set(COUNTERS) <= set(open_complete(STORAGE, str(folder)).weights.tensors)

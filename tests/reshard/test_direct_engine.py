@@ -1,0 +1,624 @@
+"""The direct engine against numpy: bit for bit, from every layout to every other, and nothing left when something fails."""
+import errno
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import STORAGE, flip_bit, leaves_nothing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reshard.plans import (
+    COUNTERS,
+    MODEL,
+    Plan,
+    Spec,
+    complete,
+    foreign,
+    part_of,
+    put,
+    random_tensors,
+    recorded,
+    region_of,
+    transformer,
+)
+from reshard.test_geometry import layouts
+
+from mindresume.errors import DamagedFileError, LoadError
+from mindresume.formats.consolidated import read_complete
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard import direct_engine, range_reader
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_candidate, view_of_complete
+from mindresume.reshard.direct_engine import TargetFile, Traffic, tiles, transform, whole_tensors
+from mindresume.reshard.geometry import elements, shape_of, whole
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import ckpt, read_header, read_tensor
+from mindresume.tensor_files.checksum import array_checksum, file_checksum
+
+TENSORS = random_tensors(MODEL)
+PAIRS = """
+    tp2>tp4 tp4>tp2 tp4>tp1 tp8>tp1 tp1>tp8 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 dp4>dp4opt4
+    pp2>pp1 pp1>pp2 pp4>pp2 tp2pp2>tp2 tp2pp2>tp4 tp2>tp2pp2 tp2pp4>tp2pp2 dp2tp2pp2>tp4pp2 dp2tp2pp2opt2>dp4opt4
+    dp2tp2pp2opt2>tp8 dp1>dp2tp4 tp8>dp2tp2pp2opt2 dp2tp4opt2>dp4tp2opt2 dp2tp2opt-1>tp4 dp2tp2axes10>tp2 tp2>dp2tp2axes01
+    dp2tp2axes10>dp2tp2axes01""".split()                # noqa: SIM905  one list, easy to read
+KINDS = [(source, given, made) for given, made in (("safetensors", "safetensors"), ("ckpt", "safetensors"), ("ckpt", "ckpt"),
+                                                   ("safetensors", "ckpt"))
+         for source in ("foreign", "recorded", "foreign dedup", "recorded dedup", "recorded and strategy")
+         if (source, given) != ("foreign dedup", "ckpt")]             # mindformers refuses to write that
+TILES, EACH = (64, 200, 1000, 4096), 2
+CASES = [(*pair.split(">"), *KINDS[(number * EACH + turn) % len(KINDS)], TILES[(number + turn) % 4],
+          1 + (number // 4 + 2 * turn) % 4)
+         for number, pair in enumerate(PAIRS) for turn in range(EACH)]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """(plan, kind, format) -> (root, candidate), each written once."""
+    known = {}
+
+    def source(text, kind, fmt):
+        if (text, kind, fmt) not in known:
+            root = tmp_path_factory.mktemp("source")
+            write = foreign if kind.startswith("foreign") else recorded
+            known[text, kind, fmt] = root, write(root, Plan.parse(text), TENSORS, fmt, dedup="dedup" in kind)
+        return known[text, kind, fmt]
+    return source
+
+
+def weights_of(source, text, kind, fmt):
+    root, candidate = source(text, kind.removesuffix(" and strategy"), fmt)
+    needed = "foreign" in kind or "strategy" in kind
+    return view_of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if needed else None)
+
+
+def targets_of(root, plan, fmt, extra=COUNTERS):
+    """Rank files without anything in them yet; their folders are there."""
+    made = []
+    for rank in range(plan.world_size):
+        (root / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+        holds = {**plan.regions(rank), **{name: whole(array.shape) for name, array in extra.items()}}
+        made.append(TargetFile(str(root / f"rank_{rank}" / f"new.{fmt}"), fmt, holds, {"run": "7"}))
+    return made
+
+
+def check_file(target, sums, expected):
+    """One new file: its tensors bit for bit, its metadata, and the checksums that were returned."""
+    with open(target.path, "rb") as file:
+        assert file_checksum(file) == (sums.file, sums.size)
+        header = read_header(file, target.path)
+        assert dict(header.metadata) == target.metadata
+        found = {name: read_tensor(file, entry) for name, entry in header.tensors.items()}
+    assert found.keys() == expected.keys() == sums.tensors.keys()
+    for name, array in expected.items():
+        got = found[name]
+        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes()), (target.path, name)
+        assert sums.tensors[name] == array_checksum(array), (target.path, name)
+
+
+def check(targets, sums, plan, tensors, extra=COUNTERS):
+    for rank, (target, of_file) in enumerate(zip(targets, sums, strict=True)):
+        check_file(target, of_file, {**plan.shard(tensors, rank), **extra})
+
+
+def files_below(root):
+    return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())
+
+
+# ---- bit for bit -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("given, wanted, kind, source_format, target_format, tile, workers", CASES)
+def test_every_byte_of_every_rank(sources, tmp_path, given, wanted, kind, source_format, target_format, tile, workers):
+    weights, plan = weights_of(sources, given, kind, source_format), Plan.parse(wanted)
+    targets, written = targets_of(tmp_path, plan, target_format), []
+    traffic = Traffic(progress=written.append)
+    with leaves_nothing(tmp_path, weights.name):
+        sums = transform(weights, STORAGE, targets, workers, tile, traffic)
+    check(targets, sums, plan, TENSORS)
+    assert sum(written) == traffic.written == sum(array.nbytes for rank in range(plan.world_size)
+                                                  for array in (*plan.shard(TENSORS, rank).values(), *COUNTERS.values()))
+    assert traffic.read == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
+    assert traffic.verified == (traffic.read if "recorded" in kind else 0)
+
+
+@pytest.mark.parametrize("kind, wanted, fmt", [("mindspore", "dp2tp2pp2opt2", "safetensors"), ("huggingface", "tp4", "ckpt"),
+                                               ("mindspore", "tp1", "ckpt"), ("huggingface", "dp4opt4", "safetensors")])
+def test_from_complete_weights(tmp_path, kind, wanted, fmt):
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "from", TENSORS, kind))))
+    plan = Plan.parse(wanted)
+    targets = targets_of(tmp_path / "to", plan, fmt)
+    check(targets, transform(weights, STORAGE, targets, 2, 512), plan, TENSORS)
+
+
+@pytest.mark.parametrize("given, fmt", [("dp2tp2pp2opt2", "safetensors"), ("tp8", "ckpt"), ("dp2tp2axes10", "safetensors")])
+def test_to_complete_weights_in_parts(sources, tmp_path, given, fmt):
+    weights = weights_of(sources, given, "recorded", fmt)
+    expected = {**TENSORS, **COUNTERS}
+    holds = whole_tensors(weights.tensors)
+    assert {name: shape_of(region) for name, region in holds.items()} == {name: a.shape for name, a in expected.items()}
+    names = sorted(holds)
+    targets = [TargetFile(str(tmp_path / f"part{i}.safetensors"), "safetensors", {name: holds[name] for name in names[i::3]})
+               for i in range(3)]
+    for i, (target, sums) in enumerate(zip(targets, transform(weights, STORAGE, targets, 2, 1000), strict=True)):
+        check_file(target, sums, {name: expected[name] for name in names[i::3]})
+
+
+@pytest.mark.parametrize("given, wanted", [("tp4", "dp2tp2opt2"), ("dp2tp2axes10", "tp2pp2"), ("dp4opt4", "tp4")])
+@pytest.mark.parametrize("source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_all_bit_patterns_of_two_bytes(tmp_path, given, wanted, source_format, target_format, dtype):
+    tensors = {"w": np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(128, 512)}
+    model = {"w": Spec((128, 512), 1, 0, np.dtype(dtype).name), "tail": Spec((2,), None, 1, "int32")}
+    tensors["tail"] = np.array([-1, 2], np.int32)
+    source, target = Plan.parse(given, model), Plan.parse(wanted, model)
+    weights = view_of_candidate(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors, source_format), source.strategy())
+    targets = targets_of(tmp_path / "to", target, target_format)
+    check(targets, transform(weights, STORAGE, targets, 2, 8192), target, tensors)
+
+
+SMALL = {"scale": Spec((), None, 0), "one": Spec((1,), None, 0, "bfloat16"), "bool": Spec((), None, 1, "bool"),
+         "wide": Spec((), None, 1, "int64"), "byte": Spec((1, 1), None, 0, "int8"), "none": Spec((0,), None, 1),
+         "no rows": Spec((0, 4), 1, 0, "bfloat16"), "no columns": Spec((8, 0), 0, 1, "float16"), "weight": Spec((8, 4), 0, 0),
+         "after": Spec((8, 4), 1, 1), "aa": Spec((4, 0, 2), None, 0, "int8"), "zz": Spec((0,), None, 0, "int8")}
+
+
+@pytest.mark.parametrize("given, wanted", [("tp2", "dp2"), ("dp2opt2", "tp4"), ("pp2", "tp1"), ("tp1", "dp2tp2pp2opt2")])
+@pytest.mark.parametrize("source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")])
+def test_numbers_and_empty_tensors(tmp_path, given, wanted, source_format, target_format):
+    tensors = random_tensors(SMALL)
+    source, target = Plan.parse(given, SMALL), Plan.parse(wanted, SMALL)
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, source_format))
+    targets = targets_of(tmp_path / "to", target, target_format)
+    check(targets, transform(weights, STORAGE, targets, 3, 64), target, tensors)
+
+
+@pytest.mark.parametrize("slice_bytes", [7, 64, 1000])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_tensors_in_several_slices_of_a_ckpt(tmp_path, monkeypatch, slice_bytes, workers):
+    monkeypatch.setattr(ckpt, "SLICE_BYTES", slice_bytes)
+    model = transformer(layers=2)
+    tensors, source, target = random_tensors(model), Plan.parse("dp2tp2opt2", model), Plan.parse("tp2pp2", model)
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, "ckpt"))
+    assert any(len(entry.ranges) > 2 for header in weights.headers.values() for entry in header.tensors.values()) or \
+        slice_bytes == 1000
+    targets = targets_of(tmp_path / "to", target, "ckpt")
+    check(targets, transform(weights, STORAGE, targets, workers, 100), target, tensors)
+
+
+@settings(max_examples=40)
+@given(layouts(), layouts(), st.sampled_from(["float32", "bfloat16", "int8", "int64"]), st.sampled_from([1, 24, 100]),
+       st.integers(1, 3))
+def test_any_layout_to_any_other(one, other, dtype, tile, workers):
+    """Also what no strategy of MindSpore says: any device matrix, any axes, any optimizer shard."""
+    (source, shape), (wanted, other_shape) = one, other
+    if len(shape) != len(other_shape):
+        wanted, other_shape = TensorLayout((1,), (-1,) * len(shape)), shape
+    shape = tuple(math.lcm(a, b) if a and b else 0 for a, b in zip(shape, other_shape, strict=True))
+    if math.prod(shape) > 3000:
+        wanted, shape = source, one[1]
+    array = random_tensors({"w": Spec(shape, None, 0, dtype)})["w"]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [put(Path(folder, f"{rank}.safetensors"), {"w": part_of(array, source, rank)})
+                 for rank in range(source.stage_size)]
+        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, source)}, lambda rank, name: str(paths[rank]))
+        targets = [TargetFile(f"{folder}/new{rank}.ckpt", "ckpt", {"w": region_of(shape, wanted, rank)})
+                   for rank in range(wanted.stage_size)]
+        for rank, sums in enumerate(transform(weights, STORAGE, targets, workers, tile)):
+            check_file(targets[rank], sums, {"w": part_of(array, wanted, rank)})
+
+
+def test_a_single_rank_of_the_target_alone(sources, tmp_path):
+    weights, plan = weights_of(sources, "tp4", "recorded", "safetensors"), Plan.parse("tp2pp2")
+    target = targets_of(tmp_path, plan, "safetensors")[3]
+    (sums,) = transform(weights, STORAGE, [target], 2, 500)
+    check_file(target, sums, {**plan.shard(TENSORS, 3), **COUNTERS})
+
+
+def test_no_tensors_no_targets(sources, tmp_path):
+    weights = weights_of(sources, "tp2", "foreign", "safetensors")
+    assert transform(weights, STORAGE, []) == []
+    for fmt in ("safetensors", "ckpt"):
+        target = TargetFile(str(tmp_path / f"a.{fmt}"), fmt, {}, {"run": "7"})
+        (sums,) = transform(weights, STORAGE, [target])
+        check_file(target, sums, {})
+
+
+def test_tiles_are_bounded_and_in_order():
+    tensors = [Tensor(name, spec.dtype, spec.shape) for name, spec in MODEL.items()]
+    tensors += [Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct_engine.MAX_BLOCKS_IN_TILE)]
+    for size in (1, 64, 1000, 1 << 20):
+        found = list(tiles(tensors, size))
+        sizes = {name: np.dtype(bits_dtype(tensor.dtype)).itemsize for name, tensor in ((t.name, t) for t in tensors)}
+        assert all(sum(elements(region) * sizes[tensor.name] for tensor, region in tile) <= max(size, 8) for tile in found)
+        assert all(0 < len(tile) <= direct_engine.MAX_BLOCKS_IN_TILE for tile in found)
+        order = [tensor.name for tile in found for tensor, _ in tile]
+        assert [name for name, before in zip(order, ["", *order], strict=False) if name != before] == [
+            tensor.name for tensor in tensors if math.prod(tensor.shape)]
+        total = Counter()
+        for tile in found:
+            for tensor, region in tile:
+                total[tensor.name] += elements(region)
+        assert all(total[tensor.name] == math.prod(tensor.shape) for tensor in tensors)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+class Watched(OpenFiles):
+    """Notes every read, and how many files were open at once."""
+    last = None
+
+    def __init__(self, storage, most=range_reader.MOST_OPEN):
+        super().__init__(storage, most)
+        self.reads, self.seen_open = [], 0
+        Watched.last = self
+
+    def read(self, path, position, out):
+        self.reads.append((path, position, len(out)))
+        super().read(path, position, out)
+        self.seen_open = max(self.seen_open, len(self._open))
+
+
+@pytest.mark.parametrize("given, wanted, kind, fmt", [
+    ("dp2tp2pp2opt2", "tp4", "recorded", "safetensors"), ("dp8", "tp8", "foreign", "safetensors"),
+    ("dp4opt4", "dp2", "recorded", "ckpt"), ("dp2tp2axes10", "tp4", "foreign dedup", "safetensors")])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_byte_is_read_once_and_in_order(sources, tmp_path, monkeypatch, given, wanted, kind, fmt, workers):
+    monkeypatch.setattr(direct_engine, "OpenFiles", Watched)
+    weights = weights_of(sources, given, kind, fmt)
+    transform(weights, STORAGE, targets_of(tmp_path, Plan.parse(wanted), "safetensors"), workers, 300)
+    files = Watched.last
+    assert files.bytes_read == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
+    ends, ordered = {}, files.reads if workers == 1 and fmt == "safetensors" else sorted(files.reads)
+    for path, position, count in ordered:
+        assert position >= ends.get(path, 0), "read twice, or back"
+        ends[path] = position + count
+    assert not files._open, "all files are closed again"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_more_files_than_may_be_open(sources, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(direct_engine, "OpenFiles", lambda storage: Watched(storage, 3))
+    weights, plan = weights_of(sources, "tp8", "recorded", "safetensors"), Plan.parse("tp2")
+    targets = targets_of(tmp_path, plan, "safetensors")
+    check(targets, transform(weights, STORAGE, targets, workers, 2000), plan, TENSORS)
+    assert len({path for path, _, _ in Watched.last.reads}) == 8 and Watched.last.seen_open <= 3
+
+
+@pytest.mark.parametrize("given, wanted", [("dp2tp2pp2opt2", "tp8"), ("tp8", "dp4opt4"), ("dp2tp2axes10", "tp2"),
+                                           ("dp4opt4", "tp4")])
+@pytest.mark.parametrize("short_run", [0, range_reader.SHORT_RUN])
+def test_one_rank_gathers_what_it_needs_and_no_more(sources, monkeypatch, given, wanted, short_run):
+    monkeypatch.setattr(range_reader, "SHORT_RUN", short_run)
+    weights, plan = weights_of(sources, given, "recorded", "safetensors"), Plan.parse(wanted)
+    for rank in range(1, plan.world_size):
+        shard = plan.shard(TENSORS, rank)
+        for name, region in plan.regions(rank).items():
+            files = Watched(STORAGE)
+            tensor, expected = weights.tensors[name], shard[name]
+            out = np.empty(shape_of(region), bits_dtype(tensor.dtype))
+            gather(weights, files, name, region, out, np.empty(out.nbytes, np.uint8))
+            files.close()
+            assert out.tobytes() == expected.tobytes(), (rank, name)
+            needed = expected.nbytes
+            if short_run:
+                assert needed <= files.bytes_read <= range_reader.MOST_SPAN * needed
+            else:
+                assert files.bytes_read == needed
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_any_region_is_gathered(data):
+    (layout, shape), dtype = data.draw(layouts()), data.draw(st.sampled_from(["float32", "bfloat16", "int8"]))
+    region = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)
+    array = random_tensors({"w": Spec(shape, None, 0, dtype)})["w"]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [put(Path(folder, f"{rank}.ckpt"), {"v": np.ones(3), "w": part_of(array, layout, rank)})
+                 for rank in range(layout.stage_size)]
+        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, layout)}, lambda rank, name: str(paths[rank]))
+        out, files, shown = np.empty(shape_of(region), bits_dtype(dtype)), OpenFiles(STORAGE), []
+        gather(weights, files, "w", region, out, np.empty(out.nbytes, np.uint8), lambda *row: shown.append(row))
+        files.close()
+        expected = array[(*(slice(a, b) for a, b in region), ...)]
+        assert out.tobytes() == expected.tobytes()
+        for name, place, start, raw in shown:
+            piece = part_of(array, layout, place.rank).tobytes()
+            assert name == "w" and bytes(raw) == piece[start:start + len(raw)] and len(raw)
+
+
+def test_reading_beyond_a_tensor_is_refused(tmp_path):
+    path = put(tmp_path / "a.safetensors", {"w": np.arange(8, dtype=np.int32)})
+    with open(path, "rb") as file:
+        entry = read_header(file, str(path)).tensors["w"]
+    files = OpenFiles(STORAGE)
+    with pytest.raises(DamagedFileError, match="4 bytes beyond the end"):
+        range_reader.read_range(files, str(path), entry, 28, memoryview(bytearray(8)))
+    files.close()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+LITTLE = {name: spec for name, spec in transformer(layers=2).items() if "accu" not in name}
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
+    tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2opt2", LITTLE), Plan.parse("tp2pp2", LITTLE)
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, fmt))
+    targets = targets_of(tmp_path / "to", target, "safetensors")
+    places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
+    names = [name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))]
+    assert set(names) == {*LITTLE, *COUNTERS} - {"layers.1.none"}
+    for number, (name, place) in enumerate(zip(names, places, strict=True)):
+        if (number + workers) % 2:
+            continue                    # half of them with each number of workers
+        position, count = place.entry.ranges[-1]
+        offset = position + number * 7 % count
+        flip_bit(Path(place.path), offset)
+        with leaves_nothing(tmp_path), pytest.raises(DamagedFileError, match="not what was written") as found:
+            transform(weights, STORAGE, targets, workers, 512)
+        assert (found.value.path, found.value.tensor) == (place.path, name)
+        assert name in str(found.value) and f"rank {place.rank}" in str(found.value)
+        assert files_below(tmp_path / "to") == []
+        flip_bit(Path(place.path), offset)
+    check(targets, transform(weights, STORAGE, targets, workers, 512), target, tensors)
+
+
+def test_a_flipped_bit_in_a_copy_that_is_not_read_is_no_matter(tmp_path):
+    tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2", LITTLE), Plan.parse("tp4", LITTLE)
+    candidate = recorded(tmp_path, source, tensors)
+    for rank in (2, 3):                 # of ranks 0 and 1
+        flip_bit(tmp_path / candidate.files[rank][0].path, -2)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
+    targets = targets_of(tmp_path / "to", target, "safetensors")
+    check(targets, transform(weights, STORAGE, targets), target, tensors)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, rank):
+    tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
+    candidate = foreign(tmp_path, source, tensors, fmt)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate, source.strategy())
+    path = str(tmp_path / candidate.files[rank][0].path)
+    places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
+    os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
+    targets = targets_of(tmp_path / "to", target, "safetensors")
+    ends = r"the file ends at byte .* cut short since its header was read"
+    with leaves_nothing(tmp_path), pytest.raises(DamagedFileError, match=ends) as found:
+        transform(weights, STORAGE, targets, workers, 512)
+    assert found.value.path == path
+    assert files_below(tmp_path / "to") == []
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("header_read", [False, True])
+def test_a_source_that_disappears(tmp_path, workers, header_read):
+    tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
+    candidate = foreign(tmp_path, source, tensors)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate, source.strategy())
+    path = str(tmp_path / candidate.files[2][0].path)
+    weights.headers.pop(path, None)
+    if header_read:
+        weights.header(path)
+    os.remove(path)
+    targets = targets_of(tmp_path / "to", target, "safetensors")
+    says = path if header_read else "should be in the file of rank 2"
+    with leaves_nothing(tmp_path), pytest.raises((LoadError, OSError), match=says):
+        transform(weights, STORAGE, targets, workers, 512)
+    assert files_below(tmp_path / "to") == []
+
+
+# ---- targets that cannot be written ----------------------------------------------------------------------------------
+
+class Failing(PosixStorage):
+    """Its operation number ``at`` (from 0) of one ``kind`` fails as on a full disk: create, head, data or finish."""
+
+    def __init__(self, kind="", at=-1):
+        self.kind, self.at, self.done, self._lock = kind, at, Counter(), threading.Lock()
+
+    def strike(self, kind):
+        with self._lock:
+            number = self.done[kind]
+            self.done[kind] += 1
+        if (kind, number) == (self.kind, self.at):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def create(self, path, size):
+        self.strike("create")
+        return FailingFile(self, super().create(path, size))
+
+
+class FailingFile:
+    def __init__(self, storage, inner):
+        self.storage, self.inner, self.abandon = storage, inner, inner.abandon
+
+    def write_at(self, position, data):
+        self.storage.strike("data" if position else "head")
+        self.inner.write_at(position, data)
+
+    def finish(self):
+        try:
+            self.storage.strike("finish")
+        except OSError:
+            self.inner.abandon()            # as the protocol says
+            raise
+        self.inner.finish()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("kind", ["create", "head", "data", "finish"])
+def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
+    model = {name: spec for name, spec in LITTLE.items() if not name.startswith("adam")}
+    tensors, source, target = random_tensors(model), Plan.parse("tp2", model), Plan.parse("dp2tp2opt2", model)
+    weights = view_of_candidate(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors))
+    targets, working = targets_of(tmp_path / "to", target, "safetensors"), Failing()
+    check(targets, transform(weights, working, targets, workers, 512), target, tensors)
+    for made in targets:
+        os.remove(made.path)
+    assert working.done[kind] >= 4
+    for number in range(working.done[kind]):
+        with leaves_nothing(tmp_path), pytest.raises(OSError, match="No space left"):
+            transform(weights, Failing(kind, number), targets, workers, 512)
+        assert files_below(tmp_path / "to") == [], number
+
+
+def test_a_target_that_is_there_already_stays(sources, tmp_path):
+    weights, plan = weights_of(sources, "tp2", "foreign", "safetensors"), Plan.parse("tp4")
+    targets = targets_of(tmp_path, plan, "safetensors")
+    Path(targets[2].path).write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        transform(weights, STORAGE, targets)
+    assert files_below(tmp_path) == ["rank_2/new.safetensors"] and Path(targets[2].path).read_bytes() == b"precious"
+
+
+def test_a_dtype_that_the_format_cannot_hold(tmp_path):
+    path = put(tmp_path / "a.safetensors", {"w": np.zeros(4, ml_dtypes.float8_e5m2)})
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(path)))
+    with pytest.raises(ValueError, match="ckpt cannot hold dtype float8_e5m2"):
+        transform(weights, STORAGE, [TargetFile(str(tmp_path / f"b.{fmt}"), fmt, whole_tensors(weights.tensors))
+                                     for fmt in ("safetensors", "ckpt")])
+    assert files_below(tmp_path) == ["a.safetensors"]
+
+
+def test_a_text_of_a_ckpt_is_refused(tmp_path):
+    path = put(tmp_path / "a.ckpt", {"note": np.array("abc"), "w": np.arange(4)})
+    with pytest.raises(LoadError, match="a.ckpt: note is a text, not a tensor"):
+        view_of_complete(STORAGE, read_complete(STORAGE, str(path)))
+
+
+# ---- interrupted -----------------------------------------------------------------------------------------------------
+
+def little(tmp_path, wanted="tp2pp2"):
+    tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse(wanted, LITTLE)
+    weights = view_of_candidate(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors), source.strategy())
+    return weights, targets_of(tmp_path / "to", target, "safetensors")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("progress broke")])
+def test_an_error_in_progress_leaves_nothing(tmp_path, error):
+    weights, targets = little(tmp_path)
+    calls = []
+    transform(weights, STORAGE, targets, 1, 512, Traffic(progress=calls.append))
+    shutil.rmtree(tmp_path / "to")
+    targets = targets_of(tmp_path / "to", Plan.parse("tp2pp2", LITTLE), "safetensors")
+    for number in range(len(calls)):
+        left = iter(range(number))
+
+        def progress(count, left=left):
+            if next(left, None) is None:
+                raise error
+        with leaves_nothing(tmp_path), pytest.raises(type(error) if isinstance(error, Exception) else error):
+            transform(weights, STORAGE, targets, 1, 512, Traffic(progress=progress))
+        assert files_below(tmp_path / "to") == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
+    weights, targets = little(tmp_path)
+    struck = threading.Event()
+
+    def progress(count):
+        if threading.current_thread() is threading.main_thread():
+            assert struck.wait(600)
+        else:
+            struck.set()
+            raise error("in a worker")
+    with leaves_nothing(tmp_path), pytest.raises(error, match="in a worker"):
+        transform(weights, STORAGE, targets, 3, 512, Traffic(progress=progress))
+    assert files_below(tmp_path / "to") == []
+
+
+class Waiting(PosixStorage):
+    """The first write of a worker calls ``begun`` and goes on when a file is abandoned, or after a while."""
+
+    def __init__(self, begun):
+        self.begun, self.taking, self.abandoned, self.too_early = begun, threading.Lock(), threading.Event(), None
+
+    def create(self, path, size):
+        return WaitingFile(self, super().create(path, size))
+
+
+class WaitingFile:
+    def __init__(self, storage, inner):
+        self.storage, self.inner, self.finish = storage, inner, inner.finish
+
+    def abandon(self):
+        self.storage.abandoned.set()
+        self.inner.abandon()
+
+    def write_at(self, position, data):
+        if threading.current_thread() is not threading.main_thread():
+            with self.storage.taking:
+                if self.storage.too_early is None:
+                    self.storage.begun()
+                    self.storage.too_early = self.storage.abandoned.wait(1)
+        self.inner.write_at(position, data)
+
+
+def waits_for_workers(thread):
+    """Whether a thread has no tile left, and stands in ``join`` or ``wait``."""
+    frame, found = sys._current_frames()[thread], set()
+    while frame is not None:
+        found.add(frame.f_code)
+        frame = frame.f_back
+    waiting = {threading.Thread.join.__code__, threading.Condition.wait.__code__}
+    return bool(found & waiting) and not found & {direct_engine._Transfer._serve.__code__, threading.Thread.start.__code__}
+
+
+def end(threads):
+    """So that a test that fails leaves none to the next one. By their numbers: after a ``join`` that was interrupted,
+    CPython 3.10 to 3.12 takes a thread that still runs for one that has ended."""
+    late = time.monotonic() + 600
+    while set(threads) & set(sys._current_frames()) and time.monotonic() < late:
+        pass
+
+
+def test_ctrl_c_while_the_main_thread_waits_for_the_others(tmp_path):
+    weights, targets = little(tmp_path)
+    main, workers = threading.main_thread().ident, []
+
+    def press():
+        workers.append(threading.get_ident())
+        while not waits_for_workers(main):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+    storage = Waiting(press)
+    with leaves_nothing(tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            transform(weights, storage, targets, 2, 512)
+        end(workers)
+    assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"
+    assert files_below(tmp_path / "to") == []
+
+
+def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
+    weights, targets = little(tmp_path)
+    begun, writing = [], threading.Event()
+
+    class Thread(threading.Thread):
+        def start(self):
+            if begun:
+                assert writing.wait(600)
+                raise RuntimeError("can't start new thread")
+            begun.append(self)
+            super().start()
+    storage = Waiting(writing.set)
+    with leaves_nothing(tmp_path):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+            patch.setattr(direct_engine.threading, "Thread", Thread)
+            transform(weights, storage, targets, 4, 512)
+        end([thread.ident for thread in begun])
+    assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"
+    assert files_below(tmp_path / "to") == []

@@ -1,0 +1,137 @@
+"""An iteration folder as weights: any layout, by records and by metadata.json, ours and without records."""
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from folders import RUN, STORAGE, state_of
+from reshard.plans import MODEL, STEP, Plan, random_tensors
+
+from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.formats.iteration_naming import METADATA, iteration_name
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER
+from mindresume.reshard import iteration_view
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.region_load import read_regions
+from mindresume.reshard.strategy_store import own_strategy
+from mindresume.saving.committer import Committer
+from mindresume.saving.shard_assignment import shares
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
+
+TENSORS = random_tensors(MODEL)
+NAME = iteration_name(STEP)
+PLANS = ["dp1", "tp2", "dp2", "dp2tp2opt2", "dp2tp2pp2opt2", "dp4opt2", "pp4"]
+
+
+def iterated(root, plan, dedup=False, skip=()):
+    """A checkpoint of ours: weights in one file, moments and a counter in the other. ``skip``: layouts that nobody knows."""
+    plan = Plan.parse(plan)
+    shapes = {name: array.shape for name, array in TENSORS.items()}
+    for rank in range(plan.world_size):
+        place = SaveTarget(STORAGE, str(root), RUN, rank, plan.world_size, True)
+        layouts = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items()} if plan.world_size > 1 else {}
+        mine = set(plan.layouts(rank))
+        if dedup:
+            held = {name: (layout, shape, 4) for name, (layout, shape) in layouts.items()}
+            mine = shares(held, plan.stage_size)[rank % plan.stage_size]
+        arrays = {name: array for name, array in plan.shard(TENSORS, rank).items() if name in mine}
+        model = {name: array for name, array in arrays.items() if not name.startswith("adam_")}
+        rest = {name: array for name, array in arrays.items() if name not in model} | {"global_step": np.array([STEP], np.int32)}
+        layouts = {name: row for name, row in layouts.items() if name not in skip}
+        write_shard(place, iteration_shard("net", place, state_of(STEP), model, rest, layouts, deduplicated=dedup))
+    Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
+    return root / NAME
+
+
+def without_records(root):
+    shutil.rmtree(root / NAME / FOLDER)
+    return root
+
+
+def values(root):
+    weights = open_checkpoint(STORAGE, str(root)).weights
+    found = read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
+    assert found.pop("global_step").tolist() == [STEP]
+    return found
+
+
+def right(found):
+    assert set(found) == set(TENSORS)
+    assert [name for name in TENSORS if found[name].tobytes() != TENSORS[name].tobytes()] == []
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
+    iterated(tmp_path, plan, dedup and plan != "dp1")
+    right(values(tmp_path))
+    if Plan.parse(plan).world_size > 1:
+        right(values(without_records(tmp_path)))
+
+
+def test_which_of_the_two_is_read(tmp_path, monkeypatch):
+    """Few records, or one metadata.json instead of all records; and that only if it is what was written."""
+    asked = []
+    real = iteration_view.read_metadata
+    monkeypatch.setattr(iteration_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path))
+    iterated(tmp_path / "a", "dp2tp2opt2")
+    right(values(tmp_path / "a"))
+    assert asked == []
+    folder = iterated(tmp_path / "b", "dp2tp2opt2", dedup=True)
+    right(values(tmp_path / "b"))
+    assert asked == [str(folder / METADATA)]
+    for damage in (lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"[0", b"[1", 1), None):
+        if damage is None:
+            os.remove(folder / METADATA)
+        else:
+            (folder / METADATA).write_bytes(damage((folder / METADATA).read_bytes()))
+        right(values(tmp_path / "b"))
+    assert len(asked) == 1
+
+
+def test_the_layout_of_the_source_itself(tmp_path):
+    for plan in PLANS[1:]:
+        iterated(tmp_path / plan, plan)
+        strategy = own_strategy(open_checkpoint(STORAGE, str(tmp_path / plan)).weights)
+        assert strategy.world_size == Plan.parse(plan).world_size
+        for rank in range(strategy.world_size):
+            assert set(strategy.of_rank(rank)) == set(Plan.parse(plan).layouts(rank)), (plan, rank)
+    iterated(tmp_path / "one", "dp1")
+    assert own_strategy(open_checkpoint(STORAGE, str(tmp_path / "one")).weights) is None
+
+
+def test_a_file_is_missing_and_replicas_have_it_or_not(tmp_path):
+    folder = iterated(tmp_path, "dp2tp2")
+    os.remove(folder / "net-model-0000000-0000004.safetensors")
+    right(values(tmp_path))
+    folder = iterated(tmp_path / "b", "dp2tp2opt2")
+    os.remove(folder / "net-model-0000000-0000004.safetensors")
+    candidate = scan(STORAGE, str(tmp_path / "b")).candidates[0]
+    weights = iteration_view.view_of_iteration(STORAGE, str(tmp_path / "b"), candidate)
+    with pytest.raises(LoadError, match="is nowhere: it should be in the file of rank 0"):
+        read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
+
+
+def test_without_records_the_metadata_is_all_there_is(tmp_path):
+    folder = iterated(without := tmp_path, "tp2")
+    without_records(without)
+    content = json.loads((folder / METADATA).read_text())
+    name = "adam_m.layers.0.qkv.weight"
+    del content["state_dict_metadata"][name]
+    content["storage_data"] = {key: row for key, row in content["storage_data"].items() if name not in key}
+    (folder / METADATA).write_text(json.dumps(content))
+    candidate = scan(STORAGE, str(tmp_path)).candidates[0]
+    with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name"):
+        iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
+    (folder / METADATA).write_text("{")
+    with pytest.raises(DamagedFileError, match="metadata.json"):
+        iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
+
+
+def test_a_tensor_whose_layout_nobody_knew_is_refused_by_name(tmp_path):
+    iterated(tmp_path, "tp2", skip=("embedding.weight",))
+    with pytest.raises(StrategyError, match=r"embedding.weight \("):
+        open_checkpoint(STORAGE, str(tmp_path), STEP)

@@ -1,0 +1,509 @@
+"""What the user names, opened as weights: which step is taken, what is said of the others, and what is missing or wrong."""
+import os
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from folders import RUN, STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
+from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded, shard_file
+
+from mindresume.coordination.read_locks import read_locks
+from mindresume.errors import (
+    ConfigError,
+    DamagedFileError,
+    LoadError,
+    MissingCheckpointError,
+    NoUsableCheckpointError,
+    StrategyError,
+)
+from mindresume.events import WARNING
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.reshard import open_checkpoint as source_module
+from mindresume.reshard.direct_engine import whole_tensors
+from mindresume.reshard.open_checkpoint import identity_of, open_and_hold, open_checkpoint
+from mindresume.reshard.open_checkpoint import state_of as state_from
+from mindresume.reshard.region_load import read_regions
+
+MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
+         "layers.1.weight": Spec((4, 8), 1, 1, "float16"), "norm.weight": Spec((4,), None, "last")}
+TENSORS = random_tensors(MODEL)
+PLAN = Plan.parse("tp2pp2", MODEL)
+
+
+def opened(path, **options):
+    return open_checkpoint(STORAGE, str(path), **options)
+
+
+def strategy_in(folder, plan=PLAN, fmt="ckpt"):
+    write_strategy(plan.strategy(), str(folder), fmt)
+    return str(folder)
+
+
+def check(source, tensors=TENSORS):
+    found = read_regions(source.weights, whole_tensors({name: source.weights.tensors[name] for name in tensors}))
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == \
+        {name: (a.dtype, a.shape, a.tobytes()) for name, a in tensors.items()}
+
+
+# ---- which step ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("write", [save, write_foreign])
+def test_the_newest_one_is_taken(tmp_path, write):
+    for step in (5, 10, 15):
+        write(tmp_path / "checkpoint", step, replicas=1) if write is save else write(tmp_path / "checkpoint", step, 1)
+    source = opened(tmp_path / "checkpoint")
+    assert source.state.step == 15 and source.refused == () and source.candidate.step == 15
+    assert source.name == name_of(0, 15) and "step 15" in source.what
+    assert opened(tmp_path / "checkpoint", step=5).state.step == 5
+    assert opened(tmp_path / "checkpoint" / "rank_0").state.step == 15
+    assert opened(path_of(tmp_path / "checkpoint", 10, 0)).state.step == 10
+
+
+def cut_short(root, step):
+    path = path_of(root, step, 2)
+    os.truncate(path, path.stat().st_size - 1)
+    return r"the file of rank 2 has \d+ bytes, \d+ were written .*net_rank_2-"
+
+
+def altered_header(root, step):
+    flip_bit(path_of(root, step, 2), 3)
+    return r"net_rank_2-.*cut short, or no safetensors file"
+
+
+def empty(root, step):
+    os.truncate(path_of(root, step, 2), 0)
+    return r"the file of rank 2 is empty \(0 bytes\) .*net_rank_2-"
+
+
+def damaged_record(root, step):
+    path, = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
+    flip_bit(path, 40)
+    return r"rank 2: not a record: it is empty, cut short or altered"
+
+
+def missing_record(root, step):
+    path, = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
+    path.unlink()
+    return r"the record of rank 2 is missing: .*rank_00002.json"
+
+
+@pytest.mark.parametrize("spoil", [cut_short, altered_header, empty, damaged_record, missing_record])
+def test_the_next_older_one_is_taken_and_the_reason_is_told(tmp_path, spoil):
+    for step in (5, 10, 15):
+        save(tmp_path, step, replicas=1)
+    reason = spoil(tmp_path, 15)
+    write_rank(tmp_path, 20, 0, 4)                                      # never completed
+    source = opened(tmp_path)
+    newest, refusal = source.refused
+    assert source.state == state_of(10) and [newest.step, refusal.step] == [20, 15] and re.search(reason, refusal.reason)
+    assert "the save never completed: 1 of 4 ranks" in newest.reason
+    with pytest.raises((DamagedFileError, NoUsableCheckpointError), match=reason):
+        opened(tmp_path, step=15)
+
+
+def test_none_is_whole(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+        cut_short(tmp_path, step)
+    with pytest.raises(NoUsableCheckpointError, match="but none can be used:\n  step 10: .*\n  step 5: ") as found:
+        opened(tmp_path)
+    assert [refusal.step for refusal in found.value.refused] == [10, 5]
+
+
+def test_a_single_one_says_itself_what_is_wrong(tmp_path):
+    save(tmp_path, 5, replicas=1)
+    cut_short(tmp_path, 5)
+    with pytest.raises(DamagedFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has") as found:
+        opened(tmp_path)
+    assert found.value.path == str(path_of(tmp_path, 5, 2))
+
+
+def test_steps_that_are_not_there(tmp_path):
+    for step in (5, 10):
+        save(tmp_path / "a", step, replicas=1)
+    with pytest.raises(MissingCheckpointError, match=r"a has no step 7; there are: 5, 10"):
+        opened(tmp_path / "a", step=7)
+    (tmp_path / "empty").mkdir()
+    for path in ("empty", "missing"):
+        with pytest.raises(MissingCheckpointError, match=rf"{path} has no checkpoint$"):
+            opened(tmp_path / path)
+
+
+def test_the_same_step_of_two_runs(tmp_path):
+    """The later run has it newer."""
+    save(tmp_path, 10, 2, replicas=1)
+    save(tmp_path, 10, 2, run="0002-0000bbbb", suffix=1, replicas=1)
+    source = opened(tmp_path, step=10)
+    assert source.candidate.run == "0002-0000bbbb" and source.name.suffix == 1 and source.refused == ()
+
+
+# ---- complete weights ------------------------------------------------------------------------------------------------
+
+def test_complete_weights(tmp_path):
+    source = opened(complete(tmp_path / "a", TENSORS, part_bytes=100))
+    check(source, {**TENSORS, **COUNTERS})
+    assert source.state.step == STEP and source.name is None and source.candidate is None
+    assert source.what == f"{tmp_path}/a, complete weights of step 15"
+    assert opened(tmp_path / "a", step=STEP).state == source.state
+    with pytest.raises(MissingCheckpointError, match=r"a holds step 15, not step 7"):
+        opened(tmp_path / "a", step=7)
+    with pytest.raises(ConfigError, match=r"a holds complete weights, which no strategy cuts; leave .*strategy away"):
+        opened(tmp_path / "a", strategy=strategy_in(tmp_path / "strategy"))
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_a_single_file(tmp_path, fmt):
+    source = opened(put(tmp_path / f"net.{fmt}", TENSORS))
+    check(source)
+    assert source.state is None and source.what.endswith(f"net.{fmt}, complete weights")
+    with pytest.raises(MissingCheckpointError, match="holds no step, not step 7"):
+        opened(tmp_path / f"net.{fmt}", step=7)
+
+
+def test_a_file_of_another_kind(tmp_path):
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(ConfigError, match="notes.txt is no checkpoint"):
+        opened(tmp_path / "notes.txt")
+
+
+# ---- strategies ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("form", ["ckpt", "json"])
+def test_the_strategy_beside(tmp_path, fmt, form):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, fmt)
+    strategy_in(tmp_path / "strategy", fmt=form)
+    source = opened(tmp_path / "checkpoint")
+    check(source, {**TENSORS, **COUNTERS})
+    assert source.state == replace(state_of(STEP), dataset_size=None)
+    assert source.what == f"{tmp_path}/checkpoint, step 15, 4 ranks" and source.name == name_of(0, STEP, 0, fmt)
+    assert opened(tmp_path / "checkpoint" / "rank_3").state == source.state
+
+
+def test_a_strategy_that_is_given_goes_before_the_one_beside(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    strategy_in(tmp_path / "strategy", Plan.parse("tp2pp1", MODEL))
+    check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "given")))
+    with pytest.raises(StrategyError, match=r"rank_2/.* is of rank 2, the strategy .*strategy is of 2 ranks"):
+        opened(tmp_path / "checkpoint")
+    assert len(os.listdir(tmp_path / "given")) == 4
+    check(opened(tmp_path / "checkpoint", strategy=str(tmp_path / "given") + "/"))
+
+
+def test_without_a_strategy_it_is_asked_for(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    with pytest.raises(StrategyError, match=r"step 15: 2 tensors have no layout: embedding.weight .* no strategy .*--from"):
+        opened(tmp_path / "checkpoint")
+    with pytest.raises(StrategyError, match="there is no such strategy file or folder"):
+        opened(tmp_path / "checkpoint", strategy=str(tmp_path / "missing"))
+
+
+def test_one_rank_needs_none(tmp_path):
+    foreign(tmp_path / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
+    check(opened(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("folders", ["gone", "empty"])
+def test_the_only_file_that_is_left_of_two_ranks(tmp_path, left, folders):
+    foreign(tmp_path / "checkpoint", Plan.parse("tp2", MODEL), TENSORS)
+    strategy_in(tmp_path / "strategy", Plan.parse("tp2", MODEL))
+    path_of(tmp_path / "checkpoint", STEP, 1 - left).unlink()
+    if folders == "gone":
+        (tmp_path / "checkpoint" / f"rank_{1 - left}").rmdir()
+    with pytest.raises((LoadError, StrategyError, DamagedFileError), match=f"rank {1 - left}|ranks from {1 - left}"):
+        opened(tmp_path / "checkpoint")
+
+
+def test_records_need_none(tmp_path):
+    recorded(tmp_path / "checkpoint", PLAN, TENSORS)
+    strategy_in(tmp_path / "strategy", Plan.parse("tp4", MODEL))        # not looked at
+    source = opened(tmp_path / "checkpoint")
+    check(source)
+    assert source.state == state_of(STEP)
+
+
+WRONG = {
+    "fewer ranks": ("tp2", r"is of rank 2, the strategy .* is of 2 ranks"),
+    "more ranks": ("tp4pp2", r"the files of all ranks from 4 to 7, a whole pipeline stage, are missing"),
+    "other pieces": ("tp4", r"embedding.weight .* is nowhere: it should be in the file of rank 2, which has no such tensor")}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_strategy_of_another_job(tmp_path, case):
+    text, message = WRONG[case]
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    with pytest.raises((StrategyError, LoadError, DamagedFileError), match=message):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse(text, MODEL)))
+
+
+def test_a_strategy_of_other_names(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    model = {f"model.{name}": spec for name, spec in MODEL.items()}
+    with pytest.raises(StrategyError, match=r"4 tensors have no layout: .*embedding.weight \(4, 4\).*wrong"):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)))
+
+
+def test_a_strategy_of_other_shapes(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    stages = [dict(stage) for stage in PLAN.stages]
+    stages[0]["embedding.weight"] = replace(stages[0]["embedding.weight"], tensor_map=(0, -1, -1))
+    write_strategy(Strategy(tuple(stages)), str(tmp_path / "wrong"))
+    with pytest.raises(StrategyError, match="parameter embedding.weight has 2 dimensions, the strategy cuts 3"):
+        opened(tmp_path / "checkpoint", strategy=str(tmp_path / "wrong"))
+
+
+def test_a_strategy_that_contradicts_the_records(tmp_path):
+    recorded(tmp_path / "checkpoint", PLAN, TENSORS)
+    model = {**MODEL, "embedding.weight": MODEL["embedding.weight"]._replace(cut=1)}
+    with pytest.raises(StrategyError, match=r"embedding.weight: the strategy that is given cuts it as .*, the record of the "
+                                            r"checkpoint as .*Leave .*--from\) away"):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)))
+    with pytest.raises(StrategyError, match=r"a strategy of 2 ranks \(1 stages of 2\), the checkpoint .*, step 15, is of 4"):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "smaller", Plan.parse("tp2", MODEL)))
+    check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "right")))
+
+
+# ---- what is missing, mixed or damaged -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+@pytest.mark.parametrize("lost", [[0], [1, 2], [0, 3]])
+def test_a_rank_is_missing_whose_copy_is_there(tmp_path, write, lost):
+    plan = Plan.parse("dp2tp2", MODEL)
+    write(tmp_path / "checkpoint", plan, TENSORS)
+    for rank in lost:
+        path_of(tmp_path / "checkpoint", STEP, rank).unlink()
+    source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy", plan))
+    check(source, {**TENSORS, **COUNTERS})
+    assert source.what.endswith("4 ranks") and source.state.step == STEP
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_slices_that_are_nowhere_are_named_with_their_ranks(tmp_path, write):
+    plan = Plan.parse("dp2tp2", MODEL)
+    write(tmp_path / "checkpoint", plan, TENSORS)
+    for rank in (1, 3):
+        path_of(tmp_path / "checkpoint", STEP, rank).unlink()
+    expected = r"embedding.weight \(\(4, 8\), \(0, 4\)\) of \(8, 4\) is nowhere: it should be in the file of rank 1, 3, which " \
+        r"have no such tensor or no file" if write is foreign else \
+        r"the file of rank 1 is missing, and \d of its tensors are on no other rank, for example \S+.*net_rank_1-2_5"
+    with pytest.raises((LoadError, DamagedFileError), match=expected):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy", plan))
+
+
+@pytest.mark.parametrize("write", [foreign, recorded])
+def test_a_stage_is_missing(tmp_path, write):
+    write(tmp_path / "checkpoint", PLAN, TENSORS)
+    for rank in (2, 3):
+        shutil.rmtree(tmp_path / "checkpoint" / f"rank_{rank}")
+    with pytest.raises((LoadError, DamagedFileError), match=r"ranks from 2 to 3, a whole pipeline stage, are missing|"
+                                                            r"the file of rank 2 is missing, and"):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+
+
+def test_both_formats_of_one_step(tmp_path):
+    """Two whole checkpoints of one step, as after a change of ``save_format``: one of them is taken, never a mixture."""
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, "ckpt")
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, "safetensors")
+    source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+    check(source)
+    assert len({header.format for header in source.weights.headers.values()}) == 1
+
+
+def test_ranks_of_different_formats(tmp_path):
+    """Rank 0 and 1 wrote ckpt, 2 and 3 safetensors: neither is a checkpoint."""
+    for rank in range(4):
+        put(path_of(tmp_path / "checkpoint", STEP, rank, 0, "ckpt" if rank < 2 else "safetensors"),
+            shard_file(PLAN, TENSORS, rank))
+    with pytest.raises(NoUsableCheckpointError, match=r"ranks from . to ., a whole pipeline stage, are missing") as found:
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+    assert len(found.value.refused) == 2
+
+
+def test_complete_weights_of_both_formats(tmp_path):
+    put(tmp_path / "a" / "one.ckpt", {"a": TENSORS["norm.weight"]})
+    put(tmp_path / "a" / "two.safetensors", {"b": TENSORS["norm.weight"]})
+    with pytest.raises(ConfigError, match="files of one format expected, found one.ckpt and two.safetensors"):
+        opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("spoil", ["header", "short", "empty"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_damaged_file_of_mindformers(tmp_path, fmt, spoil, rank):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, fmt)
+    path = path_of(tmp_path / "checkpoint", STEP, rank, 0, fmt)
+    if spoil == "header":
+        content = bytearray(path.read_bytes())
+        content[2:10] = b"\xff" * 8
+        path.write_bytes(content)
+    else:
+        os.truncate(path, path.stat().st_size - 1 if spoil == "short" else 0)
+    with pytest.raises(DamagedFileError, match=rf"{path.name}.*rank {rank}") as found:
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+    assert found.value.path == str(path)
+
+
+def test_ranks_of_different_steps(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    put(path_of(tmp_path / "checkpoint", STEP, 2), shard_file(PLAN, TENSORS, 2, extra=counters(STEP + 1)))
+    with pytest.raises(DamagedFileError, match="rank 2 holds step 16, rank 0 holds step 15"):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+
+
+def test_a_tensor_that_one_rank_lacks(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    shard = shard_file(PLAN, TENSORS, 1)
+    del shard["layers.0.weight"]
+    put(path_of(tmp_path / "checkpoint", STEP, 1), shard)
+    with pytest.raises(LoadError, match=r"layers.0.weight .* is nowhere: it should be in the file of rank 1, which has no such"):
+        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+def test_weights_only(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
+    source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+    check(source)
+    assert source.state is None and source.what.endswith("checkpoint, weights only, 4 ranks")
+    with pytest.raises(MissingCheckpointError, match="has no step 15; there are: weights without a step"):
+        opened(tmp_path / "checkpoint", step=15)
+
+
+def test_identities(tmp_path):
+    """Equal for the same files, another for others; of records wherever they lie."""
+    recorded(tmp_path / "a", PLAN, TENSORS)
+    recorded(tmp_path / "b", PLAN, random_tensors(MODEL, 1))
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    a, b, c = (opened(tmp_path / name).identity for name in "abc")
+    assert a == c != b and len(a) == 2 + 4
+    foreign(tmp_path / "d", PLAN, TENSORS)
+    strategy = strategy_in(tmp_path / "strategy")
+    before = opened(tmp_path / "d", strategy=strategy).identity
+    assert opened(tmp_path / "d", strategy=strategy).identity == before
+    os.utime(path_of(tmp_path / "d", STEP, 3), (1, 1))
+    source = opened(tmp_path / "d", strategy=strategy)
+    assert source.identity != before
+    path_of(tmp_path / "d", STEP, 3).unlink()
+    assert identity_of(STORAGE, str(tmp_path / "d"), source.candidate)[3][2:] == [None, None]
+
+
+@pytest.mark.parametrize("values, name, expected", [
+    ({"step_num": 15}, FileName("net", 0, 0, 2, 5, "ckpt"), (15, 10, 15, None, None)),
+    ({"step_num": 8, "epoch_num": 1, "global_step": 7, "global_batch_size": 4, "loss_scale": 2.0},
+     FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, 7, 4, 2.0)),
+    ({"step_num": 20, "epoch_num": 2}, FileName("net", 0, 0, 2, 10, "ckpt"), (20, 10, 20, None, None)),      # the end of an epoch
+    ({"step_num": 15, "epoch_num": 1}, None, (15, 15, 15, None, None)),
+    ({"step_num": 3}, None, (3, 3, 3, None, None)),
+    ({"step_num": 0}, None, None), ({"epoch_num": 2}, None, None), ({}, FileName("net", 0, 0, 2, 5, "ckpt"), None)])
+def test_the_state_that_counters_tell(values, name, expected):
+    found = state_from(values, name)
+    assert (None if found is None else (found.step, found.steps_per_epoch, found.global_step, found.global_batch_size,
+                                        found.loss_scale)) == expected
+    if found and name:
+        assert (found.epoch, found.step_in_epoch) == (name.epoch, name.step)
+
+
+@pytest.mark.parametrize("step, epoch", [(15, 2), (20, 2), (30, 3)])
+def test_the_epoch_without_a_name(step, epoch):
+    assert state_from({"step_num": step, "epoch_num": epoch}, None).epoch == epoch
+
+
+def test_nothing_is_written(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    recorded(tmp_path / "ours", PLAN, TENSORS)
+    strategy_in(tmp_path / "strategy")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    opened(tmp_path / "checkpoint")
+    opened(tmp_path / "ours")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# ---- beside a job ------------------------------------------------------------------------------------------------------
+
+def names_of(root):
+    return sorted(os.listdir(root / FOLDER))
+
+
+def test_what_is_read_is_held(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+    before = names_of(tmp_path)
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 10 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
+    assert names_of(tmp_path) == before
+    with pytest.raises(KeyboardInterrupt), open_and_hold(STORAGE, str(tmp_path), 5) as source:
+        assert list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
+        raise KeyboardInterrupt
+    assert names_of(tmp_path) == before
+
+
+def test_what_mindformers_wrote_is_read_without_a_trace(tmp_path):
+    write_foreign(tmp_path, 5, 1)
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and not (tmp_path / FOLDER).exists()
+
+
+def test_one_that_is_refused_is_not_held(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+    cut_short(tmp_path, 10)
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
+
+
+def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monkeypatch):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=1)
+
+    def late(storage, root, attempt, commit_dir):
+        monkeypatch.undo()
+        shutil.rmtree(commit_dir)
+        for rank in range(4):
+            path_of(tmp_path, 10, rank).unlink()
+        return source_module.acquire_read_lock(storage, root, attempt, commit_dir)
+    monkeypatch.setattr(source_module, "acquire_read_lock", late)
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and source.refused == ()
+
+
+def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, monkeypatch):
+    save(tmp_path, 5, replicas=1)
+    commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
+    open_one, scan = source_module.open_candidate, source_module.candidates_for
+
+    def moved(*values):
+        monkeypatch.setattr(source_module, "open_candidate", open_one)
+        commit_dir.rename(aside)
+        return open_one(*values)
+
+    def looked(*values):
+        if aside.exists():
+            aside.rename(commit_dir)
+        return scan(*values)
+    monkeypatch.setattr(source_module, "open_candidate", moved)
+    monkeypatch.setattr(source_module, "candidates_for", looked)
+    assert opened(tmp_path).state.step == 5
+
+
+def test_a_folder_that_never_rests_is_an_error_in_the_end(tmp_path, monkeypatch):
+    save(tmp_path, 5, replicas=1)
+    monkeypatch.setattr(source_module, "acquire_read_lock", lambda *_: None)
+    with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
+            open_and_hold(STORAGE, str(tmp_path)):
+        pass
+
+
+def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+    save(tmp_path, 5, replicas=1)
+    monkeypatch.setattr(source_module, "acquire_read_lock", refused)
+    said = []
+    with open_and_hold(STORAGE, str(tmp_path), emit=said.append) as source:
+        assert source.state.step == 5
+    assert len(said) == 1 and said[0].level == WARNING and "[Errno 13]" in said[0].text

@@ -1,0 +1,201 @@
+"""What the new files hold: names that must be there and that may be missing, regions against numpy, parts of complete weights."""
+import math
+import re
+
+import pytest
+from folders import STORAGE
+from reshard.plans import COUNTERS, MODEL, Plan, Spec, transformer
+
+from mindresume.errors import ConfigError, StrategyError
+from mindresume.formats.consolidated import HUGGINGFACE, HYPER, MAP, MINDSPORE
+from mindresume.formats.strategy import Strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.output_plan import METADATA, check_names, complete_files, holdings, rank_files
+from mindresume.tensor_files.header import DTYPES
+
+PLAIN = TensorLayout((1,), (-1, -1))
+
+
+def weights_of(model, counters=COUNTERS):
+    """Weights with these tensors, all of them cut somehow; no file is there."""
+    tensors = {name: Tensor(name, spec.dtype, spec.shape, TensorLayout((1,), (-1,) * len(spec.shape)))
+               for name, spec in model.items()}
+    tensors |= {name: Tensor(name, str(array.dtype), array.shape) for name, array in counters.items()}
+    return CheckpointView(STORAGE, "the source", tensors, lambda rank, name: None)
+
+
+def strategy_of(model, text="tp2pp2"):
+    return Plan.parse(text, model).strategy()
+
+
+def without(model, *prefixes):
+    return {name: spec for name, spec in model.items() if not name.startswith(prefixes)}
+
+
+# ---- holdings --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text", ["tp4", "dp2tp2pp2opt2", "dp4opt4", "pp4", "dp2tp2axes10", "dp8"])
+def test_every_rank_holds_what_the_reference_says(text):
+    plan = Plan.parse(text)
+    found = holdings(weights_of(MODEL), plan.strategy())
+    assert len(found) == plan.world_size
+    for rank, held in enumerate(found):
+        expected = plan.regions(rank)
+        counters = {name: whole(array.shape) for name, array in COUNTERS.items()}
+        shapes = {name: MODEL[name].shape for name in expected}
+        assert {name: region for name, region in held.items() if name in counters} == counters
+        assert {name: region for name, region in held.items() if name not in counters and math.prod(shapes[name])} == {
+            name: region for name, region in expected.items() if math.prod(shapes[name])}
+        assert set(held) == set(expected) | set(counters)
+
+
+def test_without_a_strategy_one_rank_holds_everything():
+    held, = holdings(weights_of(MODEL), None)
+    assert held == {name: whole(spec.shape) for name, spec in MODEL.items()} | {
+        name: whole(array.shape) for name, array in COUNTERS.items()}
+
+
+def test_what_a_counter_is():
+    assert Tensor("step_num", "int64", ()).is_counter and Tensor("global_step", "int32", (1,)).is_counter
+    assert not Tensor("step_num", "int64", (2,)).is_counter
+    assert not Tensor("scale", "float32", (1,), TensorLayout((1,), (-1,))).is_counter         # the strategy names it
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+def test_tensors_that_no_stage_holds_are_named():
+    named = without(MODEL, "layers.3.", "head")
+    lost = [name for name in MODEL if name not in named]
+    with pytest.raises(StrategyError, match=rf"the strategy of the test: {len(lost)} tensors of the source are in no stage of "
+                                            rf"the target \(2 stages of 2 ranks\), for example (\S+), (\S+), (\S+) and "
+                                            rf"{len(lost) - 3} more. Is it the strategy of the same model, with all its "
+                                            rf"stages\?") as found:
+        check_names(weights_of(MODEL), strategy_of(named))
+    assert found.match(lost[0])
+
+
+def test_fewer_stages_than_the_model_has():
+    """The files of the last stages are missing, all of them: what nobody can see in a folder of strategies."""
+    strategy = Strategy(strategy_of(MODEL, "tp2pp4").stages[:2], "half a folder")
+    with pytest.raises(StrategyError, match=r"half a folder: \d+ tensors .* in no stage of the target \(2 stages of 2 ranks\)"):
+        rank_files(weights_of(MODEL), strategy, str, "safetensors")
+
+
+def test_a_counter_need_not_be_named():
+    check_names(weights_of(MODEL), strategy_of(MODEL))
+
+
+@pytest.mark.parametrize("families", [("adam_m.",), ("adam_v.",), ("adam_m.", "adam_v."), ("adam_", "accu_grads.")])
+def test_a_family_may_be_missing_as_a_whole(families):
+    weights, strategy = weights_of(without(MODEL, *families)), strategy_of(MODEL)
+    check_names(weights, strategy)
+    for held in holdings(weights, strategy):
+        assert not any(name.startswith(families) for name in held)
+
+
+def test_gradients_that_were_accumulated_may_be_missing():
+    assert any(name.startswith("accu_grads.") for name in MODEL)
+    check_names(weights_of(without(MODEL, "accu_grads.")), strategy_of(MODEL))
+
+
+@pytest.mark.parametrize("name", ["adam_m.layers.1.qkv.weight", "layers.0.up.bias", "embedding.weight", "norm.weight"])
+def test_a_single_missing_tensor_is_refused(name):
+    with pytest.raises(StrategyError, match=rf"target needs 1 tensors that the source does not have, for example {name}"):
+        check_names(weights_of({other: spec for other, spec in MODEL.items() if other != name}), strategy_of(MODEL))
+
+
+def test_a_model_with_more_layers_is_refused():
+    more = without(transformer(layers=5), "layers.3.experts", "layers.4.experts")
+    with pytest.raises(StrategyError, match=r"needs \d+ tensors that the source does not have, for example .*layers.4"):
+        check_names(weights_of(MODEL), strategy_of(more))
+
+
+def test_other_names_are_refused():
+    with pytest.raises(StrategyError, match="are in no stage of the target"):
+        check_names(weights_of(MODEL), strategy_of({f"model.{name}": spec for name, spec in MODEL.items()}))
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape, layout, message", [
+    ((6, 4), TensorLayout((4,), (0, -1)), r"dimension 0 of shape \(6, 4\) has 6 elements and does not divide into 4"),
+    ((4, 6), TensorLayout((4,), (-1, 0)), r"dimension 1 of shape \(4, 6\) has 6 elements and does not divide into 4"),
+    ((2, 4), TensorLayout((4,), (-1, -1), 4), r"dimension 0 of shape \(2, 4\) has 2 elements and does not divide into 4")])
+def test_a_shape_that_does_not_divide_is_named(shape, layout, message):
+    weights, strategy = weights_of({"w": Spec(shape, 0, "first")}), Strategy(({"w": layout},), "plan.ckpt")
+    with pytest.raises(StrategyError, match=rf"plan.ckpt: w: {message}"):
+        holdings(weights, strategy)
+
+
+def test_another_number_of_dimensions_is_named():
+    weights = weights_of({"w": Spec((8, 4), 0, "first")})
+    with pytest.raises(StrategyError, match="plan.ckpt: parameter w has 2 dimensions, the strategy cuts 3"):
+        holdings(weights, Strategy(({"w": TensorLayout((2,), (0, -1, -1))},), "plan.ckpt"))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "str"])
+def test_a_dtype_that_the_format_cannot_hold(dtype):
+    weights = weights_of({"w": Spec((4,), 0, "first", dtype)}, {})
+    with pytest.raises((ValueError, KeyError)):
+        rank_files(weights, None, str, "safetensors")
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_one_file_a_rank(fmt):
+    plan = Plan.parse("dp2tp2pp2opt2")
+    files = rank_files(weights_of(MODEL), plan.strategy(), lambda rank: f"rank_{rank}/net.{fmt}", fmt, {"a": "b"})
+    assert [file.path for file in files] == [f"rank_{rank}/net.{fmt}" for rank in range(8)]
+    assert {file.format for file in files} == {fmt} and all(file.metadata == {"a": "b"} for file in files)
+    assert rank_files(weights_of(MODEL), None, str, fmt)[0].metadata == METADATA
+
+
+# ---- complete weights ------------------------------------------------------------------------------------------------
+
+def nbytes(name):
+    return math.prod(MODEL[name].shape) * DTYPES[MODEL[name].dtype].itemsize
+
+
+@pytest.mark.parametrize("part_bytes", [1, 600, 1 << 30])
+def test_parts_of_mindspore(part_bytes):
+    files, (name, index) = complete_files(weights_of(MODEL), MINDSPORE, part_bytes)
+    *parts, hyper = files
+    assert name == MAP and hyper.path == HYPER and set(hyper.holds) == {*COUNTERS, "layers.1.none"}
+    assert [file.path for file in parts] == [f"part{i}.safetensors" for i in range(len(parts))]
+    assert index["weight_map"] == {tensor: file.path for file in parts for tensor in file.holds}
+    assert index["metadata"]["total_size"] == sum(map(nbytes, index["weight_map"]))
+    assert set(index["weight_map"]) | set(hyper.holds) == {*MODEL, *COUNTERS}
+    for file in parts:
+        assert file.metadata == METADATA and file.format == "safetensors"
+        assert len(file.holds) == 1 or sum(map(nbytes, file.holds)) <= part_bytes
+        assert all(region == whole(MODEL[tensor].shape) for tensor, region in file.holds.items())
+    if part_bytes == 1 << 30:
+        assert len(parts) == 1
+
+
+def test_one_file_of_hugging_face_has_no_number():
+    files, (name, index) = complete_files(weights_of(MODEL), HUGGINGFACE)
+    assert [file.path for file in files] == ["model.safetensors"] and name == "model.safetensors.index.json"
+    assert not set(COUNTERS) & set(index["weight_map"])
+
+
+@pytest.mark.parametrize("drop, gone", [
+    ((), "never"), (("adam_*",), "adam_"), (("adam_m.*", "*.bias"), r"adam_m\.|.*\.bias$"), (("ADAM_*",), "never"),
+    (("embedding",), "never"), (("layers.?.norm*",), r"layers\.\d\.norm")])
+def test_patterns_of_names_that_stay_away(drop, gone):
+    files, _ = complete_files(weights_of(MODEL), MINDSPORE, drop=drop)
+    assert {name for file in files for name in file.holds} == {name for name in {**MODEL, **COUNTERS} if not re.match(gone, name)}
+
+
+def test_counters_that_are_dropped_leave_no_file_of_them():
+    files, _ = complete_files(weights_of(without(MODEL, "layers.1.none")), MINDSPORE, drop=tuple(COUNTERS))
+    assert HYPER not in [file.path for file in files]
+
+
+@pytest.mark.parametrize("kind, drop", [(MINDSPORE, ("*",)), (HUGGINGFACE, ("[a-z]*.*",))])
+def test_nothing_is_left(kind, drop):
+    with pytest.raises(ConfigError, match=rf"of {len(MODEL) + len(COUNTERS)} tensors none is left to be written after"):
+        complete_files(weights_of(MODEL), kind, drop=drop)
+    with pytest.raises(ConfigError, match="of 5 tensors none is left to be written$"):
+        complete_files(weights_of({}), kind)

@@ -1,0 +1,280 @@
+"""What one rank reads of a checkpoint of any layout: its regions and no byte more, checked where a checksum is known."""
+import os
+import threading
+
+import numpy as np
+import pytest
+from folders import STORAGE, flip_bit, leaves_nothing
+from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
+
+from mindresume.errors import DamagedFileError, LoadError
+from mindresume.formats.consolidated import read_complete
+from mindresume.model.layout import TensorLayout
+from mindresume.reshard import region_load
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_candidate, view_of_complete
+from mindresume.reshard.direct_engine import Traffic
+from mindresume.reshard.geometry import elements, whole
+from mindresume.reshard.region_load import check_tensors, read_regions, wanted_regions
+from mindresume.tensor_files import read_header
+
+TENSORS = random_tensors(MODEL)
+EVERYTHING = {**TENSORS, **COUNTERS}
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """{plan and kind: (root, candidate)}, each written once."""
+    known = {}
+
+    def root(text, write):
+        if (text, write) not in known:
+            folder = tmp_path_factory.mktemp("source")
+            known[text, write] = folder, write(folder, Plan.parse(text), TENSORS)
+        return known[text, write]
+    return root
+
+
+def weights_of(roots, text, write=recorded):
+    root, candidate = roots(text, write)
+    return view_of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
+
+
+def wanted_of(plan, rank, model=MODEL):
+    """Arguments of ``wanted_regions``: parameters of the network as the rank sees them, and their layouts."""
+    shard = plan.shard(random_tensors(model), rank)
+    wanted = {name: (array.shape, str(array.dtype)) for name, array in {**shard, **COUNTERS}.items()}
+    return wanted, {name: (layout, model[name].shape) for name, layout in plan.layouts(rank).items()}
+
+
+# ---- wanted_regions --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("source", ["tp4", "dp2tp2pp2opt2"])
+@pytest.mark.parametrize("target", ["dp1", "dp2tp2pp2opt2", "dp4opt-1", "tp8", "dp2tp2axes10"])
+def test_the_regions_of_every_rank(roots, source, target):
+    weights, plan = weights_of(roots, source), Plan.parse(target)
+    for rank in range(plan.world_size):
+        found = wanted_regions(weights, *wanted_of(plan, rank), rank)
+        expected = plan.regions(rank)
+        assert set(found) == set(expected) | set(COUNTERS)
+        assert all(found[name] == region for name, region in expected.items() if elements(region))
+        assert all(found[name] == whole(array.shape) for name, array in COUNTERS.items())
+
+
+def test_everything_that_does_not_fit_is_named(roots):
+    weights = weights_of(roots, "tp4")
+    wanted = {name: (array.shape, str(array.dtype)) for name, array in TENSORS.items()}
+    wanted |= {"layers.9.weight": ((4, 4), "float32"), "embedding.weight": ((16, 8), "float32"), "norm.weight": ((9,), "float32")}
+    with pytest.raises(LoadError) as found:
+        wanted_regions(weights, wanted, {}, 0)
+    assert str(found.value) == (
+        f"the checkpoint {weights.name} does not fit the network (3 tensors): embedding.weight is bfloat16 in the checkpoint, "
+        f"float32 in the network; norm.weight is (8,) in the checkpoint, (9,) in the network; layers.9.weight is not in the "
+        f"checkpoint. All shapes are those of whole tensors. Was the model configuration changed?")
+
+
+def test_ten_are_named_of_many(roots):
+    wanted = {f"layers.{number}.nothing": ((4,), "float32") for number in range(25)}
+    with pytest.raises(LoadError, match=r"\(25 tensors\): layers.0.nothing is not .*; layers.9.nothing is not in the checkpoint; "
+                                        r"\.\.\.\. All"):
+        wanted_regions(weights_of(roots, "tp4"), wanted, {}, 0)
+
+
+def test_whole_shapes_are_compared(roots):
+    """The slice of this rank has the right shape, the whole tensor has not."""
+    layout = TensorLayout((2,), (0, -1))
+    with pytest.raises(LoadError, match=r"embedding.weight is \(16, 8\) in the checkpoint, \(8, 8\) in the network"):
+        wanted_regions(weights_of(roots, "tp4"), {"embedding.weight": ((4, 8), "bfloat16")}, {
+            "embedding.weight": (layout, (8, 8))}, 0)
+
+
+def test_what_lives_within_a_step_may_be_missing(roots):
+    weights = weights_of(roots, "tp4")
+    wanted = {"accu_grads.new.weight": ((4,), "float32"), "norm.weight": ((8,), "float32")}
+    assert set(wanted_regions(weights, wanted, {}, 0)) == {"norm.weight"}
+    with pytest.raises(LoadError, match="accu_grads.new.weight is not in the checkpoint"):
+        wanted_regions(weights, wanted, {}, 0, may_miss=lambda name: False)
+    wanted = {"adam_m.new": ((4,), "float32")}
+    assert wanted_regions(weights, wanted, {}, 0, may_miss=lambda name: name.startswith("adam")) == {}
+
+
+@pytest.mark.parametrize("here, there", [((), (1,)), ((1,), ()), ((1, 1), ())])
+def test_a_number_may_have_other_dimensions(here, there):
+    weights = CheckpointView(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)}, lambda rank, name: None)
+    assert wanted_regions(weights, {"global_step": (there, "int32")}, {}, 0) == {"global_step": whole(here)}
+    with pytest.raises(LoadError, match="global_step is int32 in the checkpoint, int64 in the network"):
+        wanted_regions(weights, {"global_step": (there, "int64")}, {}, 0)
+    with pytest.raises(LoadError, match=r"global_step is .* in the checkpoint, \(2,\) in the network"):
+        wanted_regions(weights, {"global_step": ((2,), "int32")}, {}, 0)
+
+
+# ---- read_regions ----------------------------------------------------------------------------------------------------
+
+def check(found, plan, rank):
+    expected = {**plan.shard(TENSORS, rank), **COUNTERS}
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == \
+        {name: (a.dtype, a.shape, a.tobytes()) for name, a in expected.items()}
+    return sum(array.nbytes for array in expected.values())
+
+
+@pytest.mark.parametrize("source, write, tile", [("tp4", recorded, 64), ("dp2tp2pp2opt2", foreign, 1 << 22),
+                                                 ("dp8opt8", recorded, 1 << 22)])
+@pytest.mark.parametrize("target", ["dp1", "dp2tp2pp2opt2", "tp8", "dp4opt-1"])
+def test_every_rank_reads_its_part(roots, monkeypatch, source, write, target, tile):
+    monkeypatch.setattr(region_load, "TILE", tile)
+    weights, plan = weights_of(roots, source, write), Plan.parse(target)
+    for rank in range(plan.world_size):
+        check(read_regions(weights, wanted_regions(weights, *wanted_of(plan, rank), rank), 2), plan, rank)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("target", ["tp8", "dp4opt4", "dp2tp2pp2opt2"])
+def test_no_byte_more_than_that_is_read(tmp_path, fmt, target):
+    """Rows of a whole tensor, and of one that is cut alike: exactly those bytes. Columns are read run by run, unless they are so
+    short that a call costs more than the bytes in between."""
+    model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
+    tensors, plan = random_tensors(model), Plan.parse(target, model)
+    candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
+    for rank in range(plan.world_size):
+        wanted, layouts = wanted_of(plan, rank, model)
+        traffic, shown = Traffic(), []
+        traffic.progress = shown.append
+        found = read_regions(weights, wanted_regions(weights, wanted, layouts, rank), 2, traffic)
+        assert traffic.read == sum(array.nbytes for array in found.values()) == sum(shown)
+        assert traffic.verified <= traffic.read and traffic.written == 0
+
+
+def test_whole_pieces_are_compared_with_their_checksums(roots):
+    weights, traffic = weights_of(roots, "tp4"), Traffic()
+    read_regions(weights, {name: whole(weights.tensors[name].shape) for name in EVERYTHING}, traffic=traffic)
+    assert traffic.verified == traffic.read == sum(array.nbytes for array in EVERYTHING.values())
+    weights, traffic = weights_of(roots, "tp4", foreign), Traffic()
+    read_regions(weights, {name: whole(weights.tensors[name].shape) for name in EVERYTHING}, traffic=traffic)
+    assert traffic.verified == 0 and traffic.read > 0                  # nobody recorded any
+
+
+def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
+    """A recorded checkpoint with one bit of one tensor flipped in the file of a rank."""
+    candidate = recorded(tmp_path, plan, tensors, fmt)
+    path = tmp_path / candidate.files[rank][0].path
+    with open(path, "rb") as file:
+        ranges = read_header(file, str(path)).tensors[name].ranges
+    flip_bit(path, ranges[-1][0] + ranges[-1][1] - 1)
+    return view_of_candidate(STORAGE, str(tmp_path), candidate), str(path)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_a_flipped_bit_in_a_piece_that_is_read_whole(tmp_path, fmt, workers):
+    weights, path = damaged(tmp_path, Plan.parse("tp4"), "layers.0.qkv.weight", 2, fmt)
+    regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
+    with pytest.raises(DamagedFileError, match=r"layers.0.qkv.weight of rank 2 is not what was written: checksum \w{32}, "
+                                               r"recorded \w{32}") as found:
+        read_regions(weights, regions, workers)
+    assert found.value.path == path and found.value.tensor == "layers.0.qkv.weight"
+    others = {name: region for name, region in regions.items() if name != "layers.0.qkv.weight"}
+    assert set(read_regions(weights, others, workers)) == set(others)
+    above = ((0, 12), (0, 8))                                           # of ranks 0 and 1
+    found = read_regions(weights, {"layers.0.qkv.weight": above}, workers)
+    assert found["layers.0.qkv.weight"].tobytes() == TENSORS["layers.0.qkv.weight"][:12].tobytes()
+
+
+def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
+    plan = Plan.parse("dp2tp2")
+    weights, _ = damaged(tmp_path, plan, "embedding.weight", 3)         # a copy of that of rank 1
+    found = read_regions(weights, {"embedding.weight": whole((16, 8))})
+    assert found["embedding.weight"].tobytes() == TENSORS["embedding.weight"].tobytes()
+    os.remove(weights.paths(1)[0])
+    weights.headers.clear()
+    with pytest.raises(DamagedFileError, match="embedding.weight of rank 3 is not what was written"):
+        read_regions(weights, {"embedding.weight": whole((16, 8))})
+
+
+def test_a_file_that_is_cut_short_since(tmp_path):
+    candidate = recorded(tmp_path, Plan.parse("tp2"), TENSORS)
+    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
+    regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
+    read_regions(weights, regions)
+    path = tmp_path / candidate.files[1][0].path
+    os.truncate(path, path.stat().st_size - 4)
+    with pytest.raises(DamagedFileError, match="the file ends at byte .* cut short since its header was read"):
+        read_regions(weights, regions)
+
+
+def test_nothing_is_asked_for(roots):
+    traffic = Traffic()
+    assert read_regions(weights_of(roots, "tp4"), {}, traffic=traffic) == {} and traffic.read == 0
+
+
+def test_arrays_are_writable_and_apart(roots):
+    weights = weights_of(roots, "tp4")
+    regions = {name: whole(weights.tensors[name].shape) for name in TENSORS}
+    first, second = read_regions(weights, regions), read_regions(weights, regions)
+    for array in first.values():
+        array.view(np.uint8)[...] = 0 if array.ndim and array.size else ()
+    assert all(second[name].tobytes() == TENSORS[name].tobytes() for name in TENSORS)
+
+
+@pytest.mark.parametrize("workers", [1, 16])
+def test_many_threads_and_no_file_left_open(roots, workers):
+    weights, plan = weights_of(roots, "dp8opt8"), Plan.parse("dp2tp2pp2opt2")
+    failed = []
+
+    def rank(number):
+        try:
+            check(read_regions(weights, wanted_regions(weights, *wanted_of(plan, number), number), workers), plan, number)
+        except BaseException as error:
+            failed.append(error)
+            raise
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(plan.world_size)]
+    with leaves_nothing(weights.name):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+# ---- check_tensors ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("name, rank, tile", [
+    ("layers.0.qkv.weight", 0, 64), ("layers.2.proj.weight", 3, 4096), ("norm.weight", 0, 1 << 22), ("step_num", 0, 64),
+    ("layers.2.experts.weight", 1, 64), ("layers.1.mask", 2, 16)])
+def test_a_flipped_bit_is_found(tmp_path, monkeypatch, fmt, name, rank, tile):
+    monkeypatch.setattr(region_load, "TILE", tile)
+    weights, path = damaged(tmp_path, Plan.parse("tp4"), name, rank, fmt)
+    with pytest.raises(DamagedFileError, match=rf"{name} of rank {rank} is not what was written") as found:
+        check_tensors(weights, weights.tensors, 3)
+    assert found.value.path == path
+    check_tensors(weights, [other for other in weights.tensors if other != name], 3)
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize("tile", [64, 1 << 22])
+def test_every_byte_is_compared_once(roots, monkeypatch, workers, tile):
+    monkeypatch.setattr(region_load, "TILE", tile)
+    for text in ("tp4", "dp2tp2pp2opt2", "dp2tp2axes10"):
+        traffic = Traffic()
+        weights = weights_of(roots, text)
+        check_tensors(weights, weights.tensors, workers, traffic)
+        assert traffic.read == traffic.verified == sum(array.nbytes for array in EVERYTHING.values())
+
+
+def test_complete_weights_with_recorded_checksums(tmp_path):
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS))))
+    assert set(weights.tensors) == set(EVERYTHING)
+    traffic = Traffic()
+    check_tensors(weights, weights.tensors, traffic=traffic)
+    assert traffic.verified == 0
+    weights.checksum = lambda rank, name: "0" * 32 if name == "norm.weight" else None
+    with pytest.raises(DamagedFileError, match="norm.weight of rank 0 is not what was written"):
+        check_tensors(weights, weights.tensors)
+
+
+def test_a_tensor_larger_than_a_tile(tmp_path, monkeypatch):
+    tensors = {"w": np.arange(1 << 16, dtype=np.float32).reshape(64, 1024)}
+    monkeypatch.setattr(region_load, "TILE", 4096)
+    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
+    found = read_regions(weights, {"w": ((3, 61), (5, 1019))})
+    assert found["w"].tobytes() == tensors["w"][3:61, 5:1019].tobytes()

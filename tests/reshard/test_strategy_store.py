@@ -1,0 +1,100 @@
+"""Strategies of earlier jobs, beside which the next job writes its own."""
+import json
+import os
+
+import pytest
+from folders import STORAGE
+from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
+
+from mindresume.errors import StrategyError
+from mindresume.formats.strategy import read_strategy, write_strategy
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.strategy_store import MARK, identity_of, set_aside, strategy_for, strategy_lookup
+
+TENSORS = random_tensors(MODEL)
+OLD, NEW = Plan.parse("dp2tp2", MODEL), Plan.parse("tp2", MODEL)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """What mindformers leaves: (checkpoint, its candidate, folder of strategies)."""
+    candidate = foreign(tmp_path / "checkpoint", OLD, TENSORS)
+    write_strategy(OLD.strategy(), str(tmp_path / "strategy"))
+    return str(tmp_path / "checkpoint"), candidate, str(tmp_path / "strategy")
+
+
+def content(folder):
+    return {name: STORAGE.open(os.path.join(folder, name)).read() for name in os.listdir(folder)}
+
+
+def test_the_folder_beside_is_found_and_an_explicit_one_wins(job, tmp_path):
+    root, candidate, _ = job
+    write_strategy(NEW.strategy(), str(tmp_path / "other"))
+    assert strategy_for(STORAGE, root, candidate, None, "x") == OLD.strategy()
+    assert strategy_for(STORAGE, root, candidate, f"{tmp_path}/other/", "x") == NEW.strategy()
+    with pytest.raises(StrategyError, match="nowhere: there is no such strategy"):
+        strategy_for(STORAGE, root, candidate, str(tmp_path / "nowhere"), "x")
+
+
+def test_none_is_needed_for_records_and_for_one_rank(job, tmp_path):
+    write_strategy(OLD.strategy(), str(tmp_path / "ours" / "strategy"))
+    assert strategy_for(STORAGE, str(tmp_path / "ours" / "checkpoint"),
+                        recorded(tmp_path / "ours" / "checkpoint", OLD, TENSORS), None, "x") is None
+    one = foreign(tmp_path / "one" / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
+    assert strategy_for(STORAGE, str(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+    (tmp_path / "one" / "strategy").mkdir()                                 # mindformers makes it for every training
+    assert strategy_for(STORAGE, str(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+
+
+def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
+    root, candidate, folder = job
+    before, identity = content(folder), identity_of(STORAGE, root, candidate)
+    kept = set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, identity), identity)
+    assert os.listdir(folder) == [] and kept.startswith(f"{folder}_")
+    assert {name: data for name, data in content(kept).items() if name != MARK} == before
+    write_strategy(NEW.strategy(), folder)                                  # the next job is compiled, and dies
+    for given in (None, folder, f"{folder}/"):
+        assert strategy_for(STORAGE, root, candidate, given, identity) == OLD.strategy()
+    assert strategy_for(STORAGE, root, candidate, None, ["another"]) == NEW.strategy()
+    assert open_checkpoint(STORAGE, root).weights.tensors.keys() >= TENSORS.keys()
+    again = strategy_for(STORAGE, root, candidate, None, identity)          # of the second start: that of the new job is not it
+    other = set_aside(STORAGE, folder, again, identity)
+    assert other != kept and os.listdir(folder) == [] and MARK not in os.listdir(other)
+    assert strategy_for(STORAGE, root, candidate, None, identity) == OLD.strategy()
+
+
+def test_the_same_files_are_kept_once(job):
+    root, candidate, folder = job
+    kept = set_aside(STORAGE, folder, read_strategy(folder), ["a"])
+    write_strategy(OLD.strategy(), folder)
+    assert set_aside(STORAGE, folder, read_strategy(folder), ["b"]) == kept and os.listdir(folder) == []
+    assert json.loads(content(kept)[MARK]) == [["a"], ["b"]]
+    assert set_aside(STORAGE, folder, OLD.strategy(), ["c"]) == ""                          # nothing is there
+
+
+def test_a_damaged_mark_is_no_mark(job):
+    root, candidate, folder = job
+    kept = set_aside(STORAGE, folder, read_strategy(folder), ["a"])
+    write_strategy(NEW.strategy(), folder)
+    for text in ("", "{", '{"a": 1}', "7"):
+        with open(os.path.join(kept, MARK), "w") as file:
+            file.write(text)
+        assert strategy_for(STORAGE, root, candidate, None, ["a"]) == NEW.strategy()
+
+
+def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many(job):
+    root, _, folder = job
+    set_aside(STORAGE, folder)
+    write_strategy(NEW.strategy(), folder)
+    with pytest.raises(StrategyError, match=r"step 15: rank_2/.*safetensors is of rank 2, the strategy .*strategy is of 2 ranks"):
+        open_checkpoint(STORAGE, root, 15)
+
+
+def test_the_number_of_ranks_that_saved_it(job, tmp_path):
+    root, candidate, folder = job
+    assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
+    set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, "x"), identity_of(STORAGE, root, candidate))
+    write_strategy(NEW.strategy(), folder)
+    assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
+    assert strategy_lookup(STORAGE, folder)(root, candidate).world_size == 4
+    assert strategy_lookup(STORAGE, str(tmp_path / "nowhere"))(root, candidate) is None

@@ -1,0 +1,90 @@
+"""Every byte compared with what was written, also while a job completes and removes checkpoints."""
+import os
+import shutil
+
+import pytest
+from folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
+
+from mindresume.coordination.read_locks import read_locks
+from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.resume.full_verification import verify_checkpoints
+from mindresume.resume.listing import list_checkpoints
+from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def looked(root):
+    return list_checkpoints(STORAGE, str(root), unknown_strategy)[1]
+
+
+def verdicts(root, rows, again=None):
+    return [(candidate.step, bool(bad))
+            for candidate, bad in verify_checkpoints(STORAGE, str(root), rows, again or (lambda: looked(root)))]
+
+
+def test_what_is_whole_is_looked_at_once(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    assert verdicts(tmp_path, looked(tmp_path), lambda: pytest.fail("there was no need")) == [(10, False), (5, False)]
+
+
+def test_damage_is_damage(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    flip_bit(path_of(tmp_path, 10, 2))
+    assert verdicts(tmp_path, looked(tmp_path)) == [(10, True), (5, False)]
+    path_of(tmp_path, 5, 1).unlink()
+    path_of(tmp_path, 5, 3).unlink()
+    assert verdicts(tmp_path, looked(tmp_path)) == [(10, True), (5, True)]
+
+
+def test_what_a_job_removes_meanwhile_is_no_damage(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    rows = looked(tmp_path)
+    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(2)), lambda: read_locks(STORAGE, str(tmp_path)))
+    assert verdicts(tmp_path, rows) == [(15, False), (10, False)]
+
+
+def test_a_removal_that_an_old_listing_does_not_show_is_no_damage(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    rows = looked(tmp_path)
+    shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
+    path_of(tmp_path, 5, 0).unlink()
+    assert verdicts(tmp_path, rows, lambda: rows) == [(10, False)]
+
+
+def test_what_has_become_complete_meanwhile_is_verified_as_it_is_now(tmp_path):
+    save(tmp_path, 5)
+    for rank in range(4):
+        write_rank(tmp_path, 10, rank, 4, replicas=4)
+    rows, aside = looked(tmp_path), tmp_path / "aside"
+    path_of(tmp_path, 10, 1).rename(aside)
+
+    def again():
+        if aside.exists():
+            aside.rename(path_of(tmp_path, 10, 1))
+            Committer(SaveTarget(STORAGE, str(tmp_path), RUN, 0, 4)).saved(10)
+        return looked(tmp_path)
+    assert verdicts(tmp_path, rows, again) == [(10, False), (5, False)]
+
+
+def test_what_is_damaged_is_looked_for_once(tmp_path):
+    save(tmp_path, 5)
+    rows, looks = looked(tmp_path), []
+    path_of(tmp_path, 5, 0).unlink()
+    path_of(tmp_path, 5, 2).unlink()
+
+    def again():
+        looks.append(1)
+        return looked(tmp_path)
+    assert verdicts(tmp_path, rows, again) == [(5, True)] and len(looks) == 1

@@ -1,0 +1,251 @@
+"""The choice with which a job begins, without mindformers: what is said, held and put on trial."""
+import shutil
+
+import pytest
+from folders import RUN, STORAGE, Ranks, flip_bit, path_of, save, write_foreign
+
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.lease import lease_holders
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.coordination.visibility import Visibility
+from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
+from mindresume.events import (
+    WARNING,
+    CandidateRefused,
+    CheckpointSelected,
+    FreshStart,
+    Notice,
+    VerifiedBytesKept,
+    VisibilityWaited,
+    ignore,
+)
+from mindresume.model.manifest import FOLDER
+from mindresume.reshard import consolidated_checkpoint
+from mindresume.resume import job_selection, selection
+from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
+from mindresume.resume.selection_policy import QUICK, SelectionPolicy
+from mindresume.resume.selector import select
+from mindresume.settings import Settings
+from mindresume.storage.read_cache import ReadCache
+
+
+@pytest.fixture
+def events():
+    """What is emitted; of several ranks in any order."""
+    return []
+
+
+def complete(group):
+    return lambda storage, path: consolidated_checkpoint.choose_complete(storage, path, group, True, True)[0]
+
+
+def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
+    group = group or Solo()
+    return CheckpointSelector(storage, group, settings or Settings(), emit, complete(group), **options)
+
+
+def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, shared_groups=None, emit=ignore,
+           **request):
+    made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, shared_groups={} if shared_groups is None
+                   else shared_groups)
+    return made.select(SelectionRequest(str(path), **request))
+
+
+def holds(root):
+    return [holder.holds for holder in lease_holders(STORAGE, str(root)) if holder.holds]
+
+
+def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, events):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    flip_bit(path_of(tmp_path, 10, 0))
+    found = choose(tmp_path, output_dir=str(tmp_path / "output"), emit=events.append)
+    assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
+    assert own_shard(found.choice, Solo()).rank == 0 and own_shard(None, Solo()) is None
+    assert holds(tmp_path) == [(found.choice.chosen.name,)]
+    assert (found.load_attempt.output, found.load_attempt.begun) == (str(tmp_path / "output"), False)
+    refused, selected = events
+    assert (type(refused), refused.step, refused.file, refused.weights_only) == (
+        CandidateRefused, 10, "rank_0/net_rank_0-1_10.safetensors", False)
+    assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
+    found.read_lock.release()
+    assert holds(tmp_path) == []
+
+
+@pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output_dir": "/x", "resume": False}, Settings()),
+                                                ({"output_dir": "/x"}, Settings(poison_limit=0))])
+def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, request_, settings):
+    save(tmp_path, 5, world=1)
+    found = choose(tmp_path, settings=settings, **request_)
+    assert found.load_attempt is None and found.choice.chosen.step == 5
+    found.read_lock.release()
+
+
+def test_of_weights_alone_the_events_say_so(tmp_path, events):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    flip_bit(path_of(tmp_path, 10, 0))
+    choose(tmp_path, resume=False, emit=events.append).read_lock.release()
+    assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(e.weights_only for e in events)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_fresh_start_says_why_and_weights_alone_are_an_error(tmp_path, events, there):
+    path = tmp_path / "checkpoint"
+    if there:
+        path.mkdir()
+    found = choose(path, fresh_weights="of gpt", emit=events.append)
+    assert found.choice is None and found.read_lock is None and found.load_attempt is None
+    (event,) = events
+    assert event == FreshStart(str(path), event.reason, "of gpt", is_expected=there)
+    with pytest.raises(MissingCheckpointError, match=str(path)):
+        choose(path, resume=False)
+
+
+def test_a_file_is_named_already(tmp_path, events):
+    save(tmp_path, 5, world=1)
+    save(tmp_path, 10, world=1)
+    found = choose(path_of(tmp_path, 5, 0), requested="net_rank_0-1_10.safetensors", emit=events.append)
+    assert found.choice.chosen.step == 5 and events[0].level == WARNING and "net_rank_0-1_10.safetensors" in events[0].text
+    found.read_lock.release()
+
+
+def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
+    save(tmp_path / "checkpoint", 5, world=1)
+    save(tmp_path / "checkpoint", 10, world=1)
+    (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
+    found = choose(tmp_path / "checkpoint", health_dir=str(tmp_path))
+    assert found.choice.chosen.step == 5
+    found.read_lock.release()
+    (tmp_path / "health_ckpts.json").write_text("[")
+    choose(tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append).read_lock.release()
+    assert events[0].level == WARNING and str(tmp_path / "health_ckpts.json") in events[0].text
+
+
+@pytest.mark.parametrize("when", ["lock", "later"])
+def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
+    """The claim of a rank whose hold succeeded stayed, if another rank found the checkpoint removed."""
+    save(tmp_path, 5, world=2)
+    if when == "lock":
+        monkeypatch.setattr(job_selection, "report", lambda group, work: [work(), False])
+        error = LoadError
+    else:
+        monkeypatch.setattr(job_selection, "describe", lambda *_: 1 / 0)
+        error = ZeroDivisionError
+    with pytest.raises(error):
+        chooser()._protect(SelectionRequest("x"), taken(tmp_path), False)
+    assert holds(tmp_path) == []
+
+
+def taken(root):
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(2, verify=QUICK))
+
+
+def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
+    save(tmp_path, 5, world=2)
+    choice = taken(tmp_path)
+    shutil.rmtree(tmp_path / FOLDER / choice.chosen.name)
+    for error in Ranks(2).run(lambda group: chooser(group)._protect(SelectionRequest("x"), choice, False)):
+        assert isinstance(error, LoadError) and choice.chosen.attempt in str(error)
+
+
+def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
+    save(tmp_path, 5, world=2)
+
+    def work(group):
+        found = choose(tmp_path, group)
+        assert found.choice.chosen.step == 5 and own_shard(found.choice, group).rank == group.rank
+        assert holds(tmp_path) != []
+        group.gather(b"")
+        if found.read_lock is not None:
+            found.read_lock.release()
+        return found.read_lock is not None
+    assert Ranks(2).run(work) == [True, False] and holds(tmp_path) == []
+
+
+@pytest.mark.parametrize("world, converts", [(2, False), (1, True)])
+def test_what_mindformers_saved_on_as_many_ranks_is_loaded_as_it_is(tmp_path, world, converts):
+    write_foreign(tmp_path, 5, world=world)
+    found = Ranks(2).run(lambda group: choose(tmp_path, group, any_layout=True, resume=False, keep_layout=True))
+    assert [one.uses_layouts for one in found] == [converts] * 2
+
+
+def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
+    save(tmp_path, 5, world=2)
+    shared_groups = {str(tmp_path): SharedGroups((0, 1))}
+
+    def work(group):
+        found = choose(tmp_path, group, shared_groups=shared_groups, emit=events.append)
+        found.read_lock.release()
+        return found.choice.chosen.step
+    assert Ranks(2).run(work) == [5, 5]
+    assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
+
+
+def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monkeypatch):
+    save(tmp_path, 5, world=1)
+    asked = []
+
+    def with_remote(pick, path, source, *rest):
+        asked.append((path, source.saved_to()))
+        return pick()
+    monkeypatch.setattr(selection, "select_with_remote", with_remote)
+    for resume in (True, False):
+        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).read_lock.release()
+    assert asked == [(str(tmp_path), {"there"})]
+
+
+def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, events):
+    monkeypatch.setattr(job_selection, "share_of_rank", lambda group: 1 << 20)
+    assert caching_storage(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
+    assert caching_storage(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
+    storage = caching_storage(STORAGE, Settings(), Solo())
+    assert isinstance(storage, ReadCache) and storage.budget == 1 << 19
+    save(tmp_path, 5, world=1)
+    choose(tmp_path, storage=storage, emit=events.append).read_lock.release()
+    size = path_of(tmp_path, 5, 0).stat().st_size
+    assert storage.size == size and storage.budget == 0 and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
+    storage.clear()
+    small = caching_storage(STORAGE, Settings(staging_gib=2**-28), Solo())
+    choose(tmp_path, storage=small, emit=events.append).read_lock.release()
+    assert events[-1] == VerifiedBytesKept(0, size, 4)
+
+
+@pytest.mark.parametrize("settled", [Visibility(12), Visibility(65, ("rank 1 sees x",)), Visibility()])
+def test_that_the_ranks_waited_for_a_late_listing_is_an_event(tmp_path, monkeypatch, events, settled):
+    save(tmp_path, 5, world=1)
+    monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: settled)
+    choose(tmp_path, emit=events.append).read_lock.release()
+    waited = [event for event in events if isinstance(event, VisibilityWaited)]
+    assert waited == ([VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else [])
+
+
+# ---- where ---------------------------------------------------------------------------------------------------------
+
+def test_all_ranks_look_in_one_place(tmp_path):
+    """Nodes that share no disk: the disk of rank 0 is new."""
+    class Node:
+        def __getattr__(self, name):
+            return getattr(STORAGE, name)
+
+        def __init__(self, here):
+            self.status = STORAGE.status if here else lambda path: None
+    save(tmp_path / "checkpoint", 5, world=2)
+
+    def look(*there):
+        return Ranks(2).run(lambda group: locate_checkpoints(Node(there[group.rank]), str(tmp_path), group, ignore))
+    assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
+    assert look(False, False) == [str(tmp_path)] * 2
+    save(tmp_path / "other", 5, world=2)
+    shutil.rmtree(tmp_path / "checkpoint")
+    save(tmp_path / "another", 5, world=2)
+    assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
+
+
+def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_path, monkeypatch):
+    """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
+    def fail(*_):
+        raise AgreementError("rank 1: OSError: no space left")
+    monkeypatch.setattr(job_selection, "find_shared_groups", fail)
+    known = {}
+    assert not job_selection.islands_of(STORAGE, str(tmp_path), Solo(), known, ignore).is_split and known == {}

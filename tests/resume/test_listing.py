@@ -1,0 +1,64 @@
+"""What ``ls``, ``verify`` and the report say of a folder, against what a resume does with it."""
+import shutil
+
+import pytest
+from folders import STORAGE
+from reshard.plans import MODEL, Plan, foreign, random_tensors
+
+from mindresume.coordination.collectives import Solo
+from mindresume.formats.scan import scan
+from mindresume.formats.strategy import write_strategy
+from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
+from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints, size_of
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import select
+
+TENSORS = random_tensors(MODEL)
+FOUR = Plan.parse("dp2tp2", MODEL)
+
+
+@pytest.fixture(params=["dp4tp2", "tp2"])
+def root(tmp_path, request):
+    """(A save of mindformers on 4 ranks, the folder of its strategy, the layout of the job that goes on with it.)"""
+    folder = str(tmp_path / "strategy")
+    foreign(tmp_path / "checkpoint", FOUR, TENSORS)
+    write_strategy(FOUR.strategy(), folder)
+    return tmp_path / "checkpoint", folder, Plan.parse(request.param, MODEL)
+
+
+def next_job(root, folder, plan):
+    """It sets the strategy aside, is compiled, and dies."""
+    candidate = scan(STORAGE, str(root)).candidates[0]
+    identity = identity_of(STORAGE, str(root), candidate)
+    set_aside(STORAGE, folder, strategy_for(STORAGE, str(root), candidate, None, identity), identity)
+    write_strategy(plan.strategy(), folder)
+
+
+@pytest.mark.parametrize("lost", [(), (1, 2)])
+def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
+    root, folder, plan = root
+    for rank in lost:
+        shutil.rmtree(root / f"rank_{rank}")
+    next_job(root, folder, plan)
+    _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
+    assert (seen.state, seen.candidate.absent) == (COMPLETE, lost)
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank), strategy_of=strategy_lookup(STORAGE))
+    assert choice.chosen == seen.candidate and choice.refused == ()
+
+
+def test_another_number_of_ranks_is_asked_for(root):
+    root, folder, plan = root
+    next_job(root, folder, plan)
+    assert list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), 4)[1][0].problem is None
+    for world_size, said in (8, "no file of rank 4"), (2, "saved by at least 4 ranks, this job has 2"):
+        seen = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), world_size)[1][0]
+        assert seen.state == UNUSABLE and said in seen.problem.reason
+
+
+def test_size_is_of_the_files_that_are_there(root):
+    root, _, _ = root
+    candidate = scan(STORAGE, str(root)).candidates[0]
+    files = [root / file.path for file in candidate.every_file]
+    assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files) > 0
+    files[0].unlink()
+    assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files[1:])

@@ -1,0 +1,310 @@
+"""The last save of a job that had lost ranks: taken if those that were left hold every slice of every tensor, else refused."""
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, place_of, state_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindresume.coordination.collectives import Solo
+from mindresume.errors import NoUsableCheckpointError
+from mindresume.formats.metadata_from_records import missing_slices
+from mindresume.formats.scan import scan
+from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import run_name
+from mindresume.model.record_details import Details, TensorRecord
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.resume.missing_ranks import replica_sources
+from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.selector import select
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import plan
+from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
+from mindresume.tensor_files import encode, read_header
+
+WORLD = 8
+# data parallel 4 x model parallel 2, the optimizer cut in 2 of 4: what rank 0 holds, 4 has as well
+LAYOUTS = {"embedding.weight": TensorLayout((4, 2), (0, -1)), "adam_m.embedding.weight": TensorLayout((4, 2), (0, -1), 2),
+           "layer.bias": TensorLayout((4, 2), (-1,))}
+SHAPES = {"embedding.weight": (16, 4), "adam_m.embedding.weight": (16, 4), "layer.bias": (6,)}
+COVERING, LACKING = (0, 2, 3, 5), (0, 2, 4, 6)
+
+
+def whole(name, step):
+    return np.random.default_rng([len(name), step]).standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def held(rank, step):
+    return {name: np.ascontiguousarray(whole(name, step)[LAYOUTS[name].slices(rank, SHAPES[name])]) for name in SHAPES}
+
+
+def shard_of(rank, step, place=None):
+    tables = {name: (LAYOUTS[name], SHAPES[name]) for name in SHAPES}
+    random = {"python": f"of rank {rank}"}
+    if place is not None:
+        parts = [{name: array for name, array in held(rank, step).items() if name.startswith("adam") is last}
+                 for last in (False, True)]
+        return iteration_shard("net", place, state_of(step), parts[0], {**parts[1], "global_step": np.array([step], np.int32)},
+                               tables, random)
+    return rank_shard(name_of(rank, step), state_of(step), {**held(rank, step), **counters(step)}, tables, random,
+                      {"format": "ms", "remove_redundancy": "False"})
+
+
+def save(root, step, iterations=False):
+    for rank in range(WORLD):
+        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations)
+        write_shard(place, shard_of(rank, step, place if iterations else None))
+    Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
+
+
+def last_save(root, step, ranks, iterations=False, mark=True, part=()):
+    for rank in ranks:
+        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, part)
+        if mark:
+            mark_emergency(place, step)
+        write_shard(place, shard_of(rank, step, place if iterations else None))
+
+
+def choose(root, world=WORLD, **options):
+    policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
+    return select(STORAGE, str(root), Solo(), policy, **options)
+
+
+def loaded(choice, rank):
+    from mindresume.mindformers.state_restorer import read_shard
+    return read_shard(STORAGE, choice.root, choice.shards[rank])[0]
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_a_covering_part_is_a_checkpoint(tmp_path, iterations):
+    save(tmp_path, 5, iterations)
+    last_save(tmp_path, 7, COVERING, iterations)
+    choice = choose(tmp_path)
+    assert (choice.chosen.step, choice.chosen.absent, choice.refused) == (7, (1, 4, 6, 7), ())
+    for rank in range(WORLD):
+        arrays = loaded(choice, rank)
+        for name, array in held(rank, 7).items():
+            np.testing.assert_array_equal(arrays[name], array)
+        assert choice.shards[rank].state.step == 7
+        assert choice.shards[rank].details.random == ({"python": f"of rank {rank}"} if rank in COVERING else {})
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_a_part_that_lacks_something_is_not(tmp_path, iterations):
+    save(tmp_path, 5, iterations)
+    last_save(tmp_path, 7, LACKING, iterations)
+    assert choose(tmp_path).chosen.step == 5
+    reason = next(c.problem.reason for c in scan(STORAGE, str(tmp_path)).candidates if c.step == 7)
+    assert "4 of 8 ranks recorded what they wrote, missing: rank 1, 3, 5, 7; a part of " in reason
+    assert "was held by rank 1, 3, 5, 7 alone" in reason or "was held by rank 1, 5 alone" in reason
+
+
+@pytest.mark.parametrize(("part", "saved", "found"), [
+    (COVERING, COVERING, ((), (1, 4, 6, 7))),                       # as where all share a disk
+    (LACKING, LACKING, (LACKING, ())),                              # all of this node have saved
+    ((0, 1, 2, 3), (0, 2, 3), None)])
+def test_what_one_of_several_nodes_that_share_no_disk_has_of_it(tmp_path, part, saved, found):
+    last_save(tmp_path, 7, saved, part=part)
+    candidate, = scan(STORAGE, str(tmp_path)).candidates
+    if found is not None:
+        assert (candidate.part, candidate.absent, candidate.problem, candidate.maybe_completed) == (*found, None, True)
+    else:
+        assert "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of" in candidate.problem.reason
+        assert not candidate.maybe_completed
+
+
+def test_without_the_mark_it_is_a_save_that_never_completed(tmp_path):
+    save(tmp_path, 5)
+    last_save(tmp_path, 7, COVERING, mark=False)
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5 and "never completed" in choice.refused[0].reason
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iterations):
+    save(tmp_path, 5, iterations)
+    last_save(tmp_path, 7, COVERING, iterations)
+    file = scan(STORAGE, str(tmp_path)).candidates[0].files[3][0].path
+    with open(tmp_path / file, "rb") as opened:
+        entry = read_header(opened, file).tensors["embedding.weight"]
+    flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
+    choice = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.absent else [0]))
+    assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
+
+
+def test_all_ranks_of_a_group_take_it(tmp_path):
+    save(tmp_path, 5)
+    last_save(tmp_path, 7, COVERING)
+    choices = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    assert [choice.chosen.step for choice in choices] == [7] * WORLD
+    for rank, choice in enumerate(choices):
+        assert [shard.rank for shard in choice.shards] == [rank]
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_in_another_layout(tmp_path, iterations):
+    last_save(tmp_path, 7, COVERING, iterations)
+    source = open_checkpoint(STORAGE, str(tmp_path), 7)
+    for name, shape in SHAPES.items():
+        tensor = source.weights.tensors[name]
+        assert tensor.shape == shape
+        found = np.zeros(shape, np.float32)
+        for cut in tensor.cuts(tuple((0, length) for length in shape)):
+            place = source.weights.locate(name, cut)
+            assert place.rank in COVERING
+        assert found.shape == shape
+
+
+def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(tmp_path):
+    save(tmp_path, 5)
+    last_save(tmp_path, 7, COVERING)
+    logged = []
+    later = Committer(place_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
+    assert later.adopt() == [] and logged == []
+    made = plan(STORAGE, str(tmp_path), KEEP_ALL, ended=lambda run: True)
+    assert [candidate.step for candidate in made.kept] == [7, 5] and made.orphans == ()
+
+
+def test_alone_and_lacking_it_is_a_fresh_start(tmp_path):
+    """Nothing was ever complete there."""
+    last_save(tmp_path, 7, LACKING)
+    assert choose(tmp_path).fresh
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_lost(tmp_path):
+    last_save(tmp_path, 7, COVERING)
+    attempt = scan(STORAGE, str(tmp_path)).candidates[0].attempt
+    with open(os.path.join(attempt, "rank_00003.json"), "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(NoUsableCheckpointError, match="rank 3 cannot be read"):
+        choose(tmp_path)
+
+
+# ---- what mindformers wrote --------------------------------------------------------------------------------------------
+
+def foreign(root, step, ranks, fmt="ckpt"):
+    """As MindIO TTP leaves it with the built-in: files of a part of the ranks, no records."""
+    for rank in ranks:
+        path = root / f"rank_{rank}" / str(name_of(rank, step, fmt=fmt))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pieces = encode(fmt, {**held(rank, step), **counters(step)}, {"format": "ms"} if fmt == "safetensors" else {})
+        path.write_bytes(b"".join(bytes(piece) for _, piece in pieces))
+
+
+STRATEGY = Strategy((LAYOUTS,), "strategy")
+
+
+@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("world", [WORLD, None])
+def test_of_mindformers_with_its_strategy(tmp_path, fmt, world):
+    foreign(tmp_path, 5, range(WORLD), fmt)
+    foreign(tmp_path, 7, COVERING, fmt)
+    choice = choose(tmp_path, world, strategy_of=lambda root, candidate: STRATEGY)
+    assert (choice.chosen.step, choice.chosen.absent, choice.chosen.world_size) == (7, (1, 4, 6, 7), WORLD)
+    for rank in range(WORLD):
+        arrays = loaded(choice, rank)
+        assert choice.shards[rank].scalars["step_num"] == 7
+        for name, array in held(rank, 7).items():
+            np.testing.assert_array_equal(arrays[name], array)
+
+
+@pytest.mark.parametrize("strategy, said", [
+    (STRATEGY, "by strategy a part of "), (None, "without strategy files of that job"),
+    (Strategy(({"layer.bias": TensorLayout((4, 2), (-1,))},), "poor"), "embedding.weight (8, 4) has no layout"),
+    (Strategy(({name: TensorLayout((4, 2), (-1, -1, -1)) for name in LAYOUTS},), "alien"), "dimensions, the strategy cuts 3"),
+    (Strategy(({name: TensorLayout((2, 2), LAYOUTS[name].tensor_map) for name in LAYOUTS},), "small"), "no file of rank 1")])
+def test_of_mindformers_without_proof(tmp_path, strategy, said):
+    foreign(tmp_path, 5, range(WORLD))
+    foreign(tmp_path, 7, LACKING if strategy is STRATEGY else COVERING)
+    choice = choose(tmp_path, strategy_of=lambda root, candidate: strategy)
+    assert choice.chosen.step == 5 and said in choice.refused[0].reason
+
+
+@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("matrix, cut", [((8, 1), -1), ((2, 4), 1)])
+def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
+    """Of as many ranks, and it covers everything: but what it takes for copies is not the same on the ranks that wrote."""
+    cuts = {name: (cut, -1) if len(SHAPES[name]) == 2 else (-1,) for name in SHAPES}
+    alien = Strategy(({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy")
+    foreign(tmp_path, 5, range(WORLD), fmt)
+    foreign(tmp_path, 7, COVERING, fmt)
+    for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
+        policy = SelectionPolicy(WORLD, ranks_to_verify=ranks)
+        choice = select(STORAGE, str(tmp_path), Solo(), policy, strategy_of=lambda root, candidate: alien)
+        assert choice.chosen.step == 5
+        assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
+
+
+def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
+    from mindresume.reshard.strategy_store import strategy_lookup
+    foreign(tmp_path / "checkpoint", 7, COVERING)
+    write_strategy(STRATEGY, str(tmp_path / "strategy"))
+    choice = choose(tmp_path / "checkpoint", strategy_of=strategy_lookup(STORAGE))
+    assert choice.chosen.absent == (1, 4, 6, 7)
+
+
+# ---- the proof itself --------------------------------------------------------------------------------------------------
+
+@st.composite
+def jobs(draw):
+    """(stage size, stages, {name: (layout, shape)}), and a part of the ranks."""
+    matrix = tuple(draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3)))
+    size, stages = int(np.prod(matrix)), draw(st.integers(1, 2))
+    tables = {}
+    for index in range(draw(st.integers(1, 3))):
+        axes = draw(st.permutations(range(len(matrix))))
+        cuts = tuple(axis if draw(st.booleans()) else -1 for axis in axes[:draw(st.integers(1, 2))])
+        layout = TensorLayout(matrix, cuts, draw(st.sampled_from([0, -1])))
+        shape = tuple(pieces * draw(st.integers(1, 2)) for pieces in layout.pieces([0] * len(cuts)))
+        tables[f"w{index}"] = layout, shape
+    return size, stages, tables, draw(st.sets(st.integers(0, size * stages - 1), min_size=1))
+
+
+@given(jobs())
+def test_the_proof_is_that_of_counting_elements(job):
+    size, stages, tables, there = job
+    world = size * stages
+
+    def details(rank):
+        stage = rank // size
+        rows = {f"{stage}.{name}": TensorRecord("float32", layout.local_shape(shape), "", layout, shape)
+                for name, (layout, shape) in tables.items()}
+        return Details({**rows, "global_step": TensorRecord("int32", (1,), "")})
+
+    def lacking():
+        for stage in range(stages):
+            for layout, shape in tables.values():
+                seen = np.zeros(shape, bool)
+                for rank in there:
+                    if rank // size == stage:
+                        seen[layout.slices(rank % size, shape)] = True
+                if not seen.all():
+                    return True
+        return any(not any(rank // size == stage for rank in there) for stage in range(stages))
+    files = [["file"] if rank in there else [] for rank in range(world)]
+    said = missing_slices(files, False, details)
+    assert bool(said) is lacking()
+    if not said:
+        for rank in range(world):
+            found = replica_sources(rank, there, world, details)
+            stage = rank // size
+            assert set(found) == {"global_step", *(f"{stage}.{name}" for name in tables)}
+            for name, (layout, shape) in tables.items():
+                holder = found[f"{stage}.{name}"][0]
+                assert holder in there and holder // size == stage
+                assert layout.slices(holder % size, shape) == layout.slices(rank % size, shape)
+
+
+def test_shares_of_several_ranks_are_looked_at_one_by_one():
+    """With remove_redundancy a slice can be in the file of one rank alone, though others held it."""
+    layout, shape = TensorLayout((2,), (-1,)), (4,)
+    row = TensorRecord("float32", (4,), "", layout, shape)
+    rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}
+    assert missing_slices([["f"], ["f"]], True, rows.get) == "" and missing_slices([[], ["f"]], True, rows.get) == ""
+    assert replica_sources(0, [1], 2, rows.get)["b"][0] == 1
+    rows[1] = Details({"b": row})
+    assert replica_sources(0, [1], 2, lambda rank: replace(rows[1])).keys() == {"b"}

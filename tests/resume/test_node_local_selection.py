@@ -1,0 +1,161 @@
+"""The choice where nodes share no disk. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
+import shutil
+
+import pytest
+from coordination.test_storage_topology import LATER, save_part
+from folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign
+
+from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.model.manifest import FOLDER
+from mindresume.resume.node_local_selection import select_node_local
+from mindresume.resume.selection_policy import SelectionPolicy
+
+NODES = ("a", "a", "b", "b")
+PARTS = {"a": (0, 1), "b": (2, 3)}
+
+
+def both(tmp_path, *steps, **how):
+    for step in steps:
+        for node, ranks in PARTS.items():
+            save_part(tmp_path / node, step, ranks, **how)
+
+
+def choose(tmp_path, path="", **options):
+    found = Ranks(4).run(lambda group: select_node_local(
+        STORAGE, str(tmp_path / NODES[group.rank] / path), group, SelectionPolicy(**options)))
+    for error in found:
+        if isinstance(error, Exception):
+            assert all(type(other) is type(error) for other in found)
+            raise error
+    return found
+
+
+def step_of(choices):
+    steps = {choice.chosen.step if choice.chosen else None for choice in choices}
+    assert len(steps) == 1, steps
+    return steps.pop()
+
+
+def test_the_newest_that_both_have(tmp_path):
+    both(tmp_path, 5, 10)
+    save_part(tmp_path / "a", 15, (0, 1))
+    choices = choose(tmp_path)
+    assert step_of(choices) == 10
+    for rank, choice in enumerate(choices):
+        assert [shard.rank for shard in choice.shards] == [rank] and choice.shards[0].state.step == 10
+        assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
+
+
+def test_one_that_a_node_had_saved_and_not_committed_is_taken_where_its_records_say_that_they_are_all(tmp_path):
+    both(tmp_path, 5)
+    for step, told in ((10, True), (15, False)):
+        save_part(tmp_path / "a", step, (0, 1), told=told)
+        save_part(tmp_path / "b", step, (2, 3), told=told, commit=False)
+    assert step_of(choose(tmp_path)) == 10
+
+
+def test_damage_on_one_node_is_refused_by_all(tmp_path):
+    both(tmp_path, 5, 10)
+    flip_bit(path_of(tmp_path / "b", 10, 3))
+    choices = choose(tmp_path)
+    assert step_of(choices) == 5
+    assert all("rank 3 is not what was written" in choice.refused[0].reason for choice in choices)
+    assert step_of(choose(tmp_path, verify="quick")) == 10
+
+
+def test_a_later_run_that_went_back_is_newer(tmp_path):
+    both(tmp_path, 5, 10, 15)
+    for node, ranks in PARTS.items():
+        save_part(tmp_path / node, 6, ranks, run=LATER)
+    assert step_of(choose(tmp_path)) == 6
+
+
+def test_a_folder_that_is_lost_is_read_from_its_replica_on_the_same_node_or_refused(tmp_path):
+    both(tmp_path, 5)
+    shutil.rmtree(tmp_path / "b" / "rank_3")                    # that of rank 1 is on the other node
+    with pytest.raises(NoUsableCheckpointError, match="rank 3"):
+        choose(tmp_path)
+
+
+def test_nothing_anywhere_is_a_fresh_start(tmp_path):
+    choices = choose(tmp_path)
+    assert step_of(choices) is None and all(choice.fresh for choice in choices)
+
+
+def test_a_folder_of_something_else_on_one_node_is_no_fresh_start(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "data.bin").write_bytes(b"x")
+    with pytest.raises(MissingCheckpointError, match="rank 2: .* is no folder of checkpoints"):
+        choose(tmp_path)
+
+
+def test_a_node_with_an_empty_disk_is_an_error_that_says_who_has_what(tmp_path):
+    both(tmp_path, 5)
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        choose(tmp_path)
+    text = str(caught.value)
+    assert "rank 0, 1: step-0000000005-run" in text and "rank 2, 3: " in text
+    assert "resume_training: False" in text
+
+
+def test_nodes_in_another_order(tmp_path):
+    both(tmp_path, 5)
+    shutil.move(tmp_path / "a", tmp_path / "c")
+    shutil.move(tmp_path / "b", tmp_path / "a")
+    shutil.move(tmp_path / "c", tmp_path / "b")
+    with pytest.raises(NoUsableCheckpointError, match="this node holds files of rank 2, 3, none of rank 0"):
+        choose(tmp_path)
+
+
+def test_the_same_checkpoint_copied_to_both(tmp_path):
+    """By hand, from a shared disk."""
+    save(tmp_path / "a", 5)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert step_of(choose(tmp_path)) == 5
+
+
+def test_what_mindformers_wrote(tmp_path):
+    for node, ranks in PARTS.items():
+        write_foreign(tmp_path / node, 5, ranks=ranks)
+    write_foreign(tmp_path / "a", 10, ranks=(0, 1))
+    choices = choose(tmp_path)
+    assert step_of(choices) == 5 and choices[3].shards[0].scalars["step_num"] == 5
+    assert {choice.chosen.world_size for choice in choices} == {4}      # a node sees its own two, and nothing was loaded
+
+
+def test_what_mindformers_wrote_on_more_ranks(tmp_path):
+    for node, ranks in {"a": (0, 1, 4, 5), "b": (2, 3, 6, 7)}.items():
+        write_foreign(tmp_path / node, 5, ranks=ranks)
+    with pytest.raises(NoUsableCheckpointError, match="saved by at least 6 ranks, this job has 4"):
+        choose(tmp_path)
+
+
+def test_another_number_of_ranks(tmp_path):
+    for node, ranks in {"a": (0, 1), "b": (2, 3)}.items():
+        save_part(tmp_path / node, 5, ranks, world=8)
+    with pytest.raises(NoUsableCheckpointError, match="saved by 8 ranks, this job has 4"):
+        choose(tmp_path)
+
+
+def test_named(tmp_path):
+    both(tmp_path, 5, 10)
+    assert step_of(choose(tmp_path, requested=str(name_of(0, 5)))) == 5
+    with pytest.raises(MissingCheckpointError, match="cannot be used by all ranks"):
+        choose(tmp_path, requested=str(name_of(0, 7)))
+    save_part(tmp_path / "a", 15, (0, 1))
+    with pytest.raises(MissingCheckpointError, match="cannot be used by all ranks"):
+        choose(tmp_path, requested=str(name_of(0, 15)))
+
+
+def test_health_as_rank_0_knows_it(tmp_path):
+    both(tmp_path, 5, 10)
+    assert step_of(choose(tmp_path, unhealthy=frozenset({str(name_of(0, 10))}))) == 5
+
+
+def test_a_rank_that_fails_reaches_all(tmp_path):
+    both(tmp_path, 5)
+    shutil.rmtree(tmp_path / "b" / FOLDER)
+    (tmp_path / "b" / FOLDER).write_text("no folder")
+    with pytest.raises((AgreementError, NoUsableCheckpointError)):
+        choose(tmp_path)

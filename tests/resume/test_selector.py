@@ -1,0 +1,382 @@
+"""Which checkpoint is chosen, and what the user is told about the others."""
+import os
+import shutil
+
+import pytest
+from folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
+
+from mindresume.coordination.collectives import Solo
+from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
+from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import _CandidateQueue, select
+from mindresume.resume.verifier import VerifiedShard
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.tensor_files import read_header
+
+NEXT_RUN = run_name(2, "0000bbbb")
+WORLD = 4
+
+
+def choose(root, world=WORLD, named=None, **options):
+    """The choice of one process that proves all ranks, as `mindresume which` does."""
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+
+
+def attempt(root, step, run=RUN):
+    return root / FOLDER / attempt_name(step, run)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Steps 5, 10, 15 of 4 ranks; ranks 0/2 and 1/3 are replicas."""
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    return tmp_path
+
+
+def refusals(choice):
+    return [(refusal.step, refusal.reason) for refusal in choice.refused]
+
+
+def test_the_newest_complete_one(saved):
+    choice = choose(saved)
+    assert (choice.chosen.step, choice.chosen.epoch, choice.chosen.run) == (15, 2, RUN)
+    assert choice.refused == () and not choice.fresh
+    assert choice.shards[2].details.random == {"python": "of rank 2"}
+    assert choice.shards[0].state.step == 15
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_a_flipped_bit_names_file_and_tensor(tmp_path, fmt):
+    for step in (5, 10):
+        save(tmp_path, step, fmt=fmt)
+    path = path_of(tmp_path, 10, 1, fmt=fmt)
+    with open(path, "rb") as file:
+        entry = read_header(file, str(path)).tensors["embedding.weight"]
+    flip_bit(path, entry.ranges[0][0] + 7)
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5
+    refusal, = choice.refused
+    assert (refusal.step, refusal.rank, refusal.file) == (10, 1, f"rank_1/net_rank_1-1_10.{fmt}")
+    assert "not what was written" in refusal.reason and "damaged: embedding.weight" in refusal.reason
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_a_file_cut_at_a_tensor_boundary(tmp_path, fmt):
+    for step in (5, 10):
+        save(tmp_path, step, fmt=fmt)
+    path = path_of(tmp_path, 10, 3, fmt=fmt)
+    with open(path, "rb") as file:
+        end = max(offset for entry in read_header(file, str(path)).tensors.values() for offset, _ in entry.ranges)
+    written = path.stat().st_size
+    os.truncate(path, end)
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5
+    assert refusals(choice) == [(10, f"the file of rank 3 has {end} bytes, {written} were written")]
+
+
+def test_a_file_of_zero_bytes(saved):
+    path_of(saved, 15, 2).write_bytes(b"")
+    assert refusals(choose(saved)) == [(15, "the file of rank 2 is empty (0 bytes)")]
+
+
+def test_garbage_of_the_right_size(saved):
+    path = path_of(saved, 15, 2)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    choice = choose(saved)
+    assert choice.chosen.step == 10 and choice.refused[0].rank == 2
+
+
+def test_a_deleted_rank_folder_is_refused_without_replicas(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, replicas=4)
+    shutil.rmtree(tmp_path / "rank_1")
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        choose(tmp_path)
+    assert [refusal.step for refusal in caught.value.refused] == [10, 5]
+    assert "the file of rank 1 is missing, and 3 of its tensors are on no other rank" in str(caught.value)
+    assert "resume_training: False" in str(caught.value)
+
+
+def test_a_deleted_rank_folder_is_read_from_proven_replicas(saved):
+    shutil.rmtree(saved / "rank_1")
+    choice = choose(saved)
+    assert choice.chosen.step == 15
+    shard = choice.shards[1]
+    assert {source.file.path.split("/")[0] for source in shard.sources} <= {"rank_0", "rank_2", "rank_3"}
+    assert {name for source in shard.sources for name in source.names} == set(tensors_of(1, 15))
+    assert shard.details.random == {"python": "of rank 1"}
+
+
+def test_a_damaged_replica_does_not_count(saved):
+    path_of(saved, 15, 1).unlink()
+    path = path_of(saved, 15, 3)
+    with open(path, "rb") as file:
+        flip_bit(path, read_header(file, str(path)).tensors["layer.bias"].ranges[0][0])
+    choice = choose(saved)
+    assert choice.chosen.step == 10
+    assert choice.refused[0].rank in (1, 3) and "damaged" in choice.refused[0].reason
+
+
+def test_a_deleted_record(saved):
+    (attempt(saved, 15) / record_name(2)).unlink()
+    choice = choose(saved)
+    assert choice.chosen.step == 10
+    assert choice.refused[0].rank == 2 and "the record of rank 2 is missing" in choice.refused[0].reason
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", None])
+def test_a_torn_or_altered_record(saved, content):
+    path = attempt(saved, 15) / record_name(1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40] if content is None else content)
+    choice = choose(saved)
+    assert choice.chosen.step == 10 and choice.refused[0].rank == 1
+
+
+def test_a_torn_manifest_is_made_up_for_by_the_records(saved):
+    (attempt(saved, 15) / MANIFEST).write_bytes(b"{")
+    choice = choose(saved)
+    assert choice.chosen.step == 15 and any("judged by the records" in note for note in choice.notes)
+
+
+def test_records_of_all_ranks_without_manifest_are_complete(saved):
+    (attempt(saved, 15) / MANIFEST).unlink()
+    assert choose(saved).chosen.step == 15
+
+
+def test_a_save_cut_short_is_refused_with_the_missing_ranks(saved):
+    for rank in (0, 3):
+        write_rank(saved, 20, rank, WORLD)
+    choice = choose(saved)
+    assert choice.chosen.step == 15
+    assert refusals(choice) == [(20, "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 1, 2")]
+
+
+def test_a_file_whose_record_was_never_written(saved):
+    write_rank(saved, 20, 0, 1)
+    shutil.rmtree(attempt(saved, 20))
+    attempt(saved, 20).mkdir()
+    choice = choose(saved)
+    assert choice.chosen.step == 15 and refusals(choice)[0] == (20, "the save never completed: no rank recorded what they wrote")
+
+
+def test_another_world_size(saved):
+    with pytest.raises(NoUsableCheckpointError, match="saved by 4 ranks, this job has 2; .*auto_trans_ckpt: True"):
+        choose(saved, world=2)
+    assert choose(saved, world=None).chosen.step == 15
+
+
+def test_a_leftover_of_a_larger_world_size(tmp_path):
+    save(tmp_path, 20, world=8, run=RUN)
+    save(tmp_path, 5, world=4, run=NEXT_RUN, suffix=1)
+    assert choose(tmp_path).chosen.step == 5                       # the later run, though of an earlier step
+    write_foreign(tmp_path / "foreign", 20, world=8, meta=False, time=100)
+    write_foreign(tmp_path / "foreign", 25, world=4, time=200)
+    choice = choose(tmp_path / "foreign")
+    assert choice.chosen.step == 25 and set(choice.chosen.files) == {0, 1, 2, 3}
+
+
+def test_two_runs_side_by_side_are_never_mixed(tmp_path):
+    save(tmp_path, 5)
+    for rank in (0, 1):
+        write_rank(tmp_path, 10, rank, WORLD)                       # the first run dies
+    for rank in (2, 3):
+        write_rank(tmp_path, 10, rank, WORLD, run=NEXT_RUN, suffix=1)   # and so does the second one, the other way round
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5
+    assert [reason for _, reason in refusals(choice)] == [
+        "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 0, 1",
+        "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 2, 3"]
+
+
+def test_a_shard_of_another_run_under_the_right_name(saved):
+    other = saved.parent / "other"
+    save(other, 15, run=NEXT_RUN)
+    shutil.copy(path_of(other, 15, 1), path_of(saved, 15, 1))
+    choice = choose(saved)
+    assert choice.chosen.step == 10 and f"is not of run {RUN}, step 15" in choice.refused[0].reason
+
+
+def test_after_a_fall_back_the_new_run_is_newer(saved):
+    save(saved, 10, run=NEXT_RUN, suffix=1)
+    choice = choose(saved)
+    assert (choice.chosen.step, choice.chosen.run, choice.refused) == (10, NEXT_RUN, ())
+
+
+# ---- fresh start or error --------------------------------------------------------------------------------------------
+
+def test_nothing_there_is_a_fresh_start(tmp_path):
+    assert choose(tmp_path).fresh and choose(tmp_path / "missing").fresh
+
+
+def test_debris_of_a_first_save_is_a_fresh_start(tmp_path):
+    write_rank(tmp_path, 5, 0, WORLD)
+    (tmp_path / "rank_1").mkdir()
+    (tmp_path / "rank_1" / f".net_rank_1-1_5.safetensors.{RUN}.mindresume-tmp").write_bytes(b"half")
+    choice = choose(tmp_path)
+    assert choice.fresh and choice.chosen is None and refusals(choice)[0][0] == 5
+
+
+def test_empty_rank_folders_are_a_fresh_start(tmp_path):
+    (tmp_path / "rank_0").mkdir()
+    assert choose(tmp_path).fresh
+
+
+def test_never_a_silent_fresh_start_when_something_was_complete(tmp_path):
+    save(tmp_path, 5)
+    flip_bit(path_of(tmp_path, 5, 0))
+    write_rank(tmp_path, 10, 0, WORLD)
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        choose(tmp_path)
+    assert [refusal.step for refusal in caught.value.refused] == [10, 5]
+
+
+# ---- named checkpoints -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["net_rank_0-1_10.safetensors", "net_rank_3-1_10", "net_rank_0-1_10"])
+def test_a_named_checkpoint(saved, name):
+    assert choose(saved, named=name).chosen.step == 10
+
+
+def test_a_named_checkpoint_that_is_missing_on_a_rank(tmp_path):
+    save(tmp_path, 5)
+    save(tmp_path, 10, replicas=4)
+    path_of(tmp_path, 10, 2).unlink()
+    with pytest.raises(MissingCheckpointError, match="rank 2 is missing.*rank_2/net_rank_2-1_10.safetensors"):
+        choose(tmp_path, named="net_rank_0-1_10.safetensors")
+
+
+def test_a_named_checkpoint_that_does_not_exist_lists_the_others(saved):
+    with pytest.raises(MissingCheckpointError, match="net_rank_0-1_10.safetensors, net_rank_0-1_5.safetensors"):
+        choose(saved, named="net_rank_0-9_9")
+
+
+def test_a_named_checkpoint_that_is_damaged_is_an_error_not_a_fall_back(saved):
+    flip_bit(path_of(saved, 15, 0))
+    with pytest.raises(MissingCheckpointError, match="not what was written"):
+        choose(saved, named=str(name_of(0, 15)))
+
+
+# ---- files and rank folders ----------------------------------------------------------------------------------------------
+
+def test_a_rank_folder_stands_for_the_root(saved):
+    assert choose(saved / "rank_0").chosen.step == 15
+
+
+def test_a_file_in_a_rank_folder(saved):
+    choice = choose(path_of(saved, 10, 0))
+    assert choice.chosen.step == 10 and len(choice.shards) == WORLD
+
+
+def test_a_file_outside_rank_folders(saved, tmp_path):
+    shutil.copy(path_of(saved, 10, 0), tmp_path / "single.safetensors")
+    choice = choose(tmp_path / "single.safetensors", world=1)
+    assert choice.chosen.step == 10 and choice.shards[0].scalars["global_batch_size"] == 8
+
+
+# ---- folders of mindformers ----------------------------------------------------------------------------------------------
+
+def test_mindformers_folder_by_content_not_by_name(tmp_path):
+    for step in (5, 10, 15):
+        write_foreign(tmp_path, step)
+    write_foreign(tmp_path, 20, suffix=1)
+    os.rename(path_of(tmp_path, 20, 0, suffix=1), tmp_path / "rank_0" / "net_rank_0_1-2_5.safetensors")
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 15                     # rank 0 alone has -2_5 of the second life
+    assert "no file of rank" in choice.refused[0].reason
+
+
+def test_mindformers_folder_without_meta_json_and_with_wrong_times(tmp_path):
+    write_foreign(tmp_path, 10, meta=False, time=100)
+    write_foreign(tmp_path, 5, meta=False, time=200)
+    assert choose(tmp_path).chosen.step == 10
+
+
+@pytest.mark.parametrize("meta", ["", "{", '{"last_ckpt_file": "net_rank_0-7_7.safetensors"}', "[]"])
+def test_a_bad_meta_json_is_only_a_note(tmp_path, meta):
+    for step in (5, 10):
+        write_foreign(tmp_path, step)
+    (tmp_path / "rank_0" / "meta.json").write_text(meta)
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 10 and any("meta.json" in note for note in choice.notes)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_a_truncated_mindformers_file(tmp_path, fmt):
+    for step in (5, 10):
+        write_foreign(tmp_path, step, fmt=fmt)
+    path = path_of(tmp_path, 10, 1, fmt=fmt)
+    os.truncate(path, path.stat().st_size - 10)
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5 and choice.refused[0].rank == 1
+
+
+def test_ranks_of_mindformers_at_different_steps(tmp_path):
+    for step in (5, 10):
+        write_foreign(tmp_path, step)
+    shutil.copy(path_of(tmp_path, 5, 1), path_of(tmp_path, 10, 1))       # step 5 inside, the name of step 10
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5 and "rank 1 holds step 5" in choice.refused[0].reason
+
+
+def test_records_left_behind_by_a_copy(saved):
+    shutil.rmtree(saved / FOLDER)                                        # cp -r rank_* elsewhere
+    choice = choose(saved)
+    assert choice.chosen.step == 15 and choice.shards[0].details is None
+
+
+def test_weights_without_counters_are_no_training_state(tmp_path):
+    from mindresume.tensor_files import encode
+    path = path_of(tmp_path, 5, 0)
+    path.parent.mkdir()
+    weights = {"w": tensors_of(0, 5)["layer.bias"]}
+    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", weights, {})))
+    with pytest.raises(NoUsableCheckpointError, match="no step_num"):
+        choose(tmp_path, world=1)
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------------
+
+def test_one_bad_verdict_moves_all_ranks(saved):
+    flip_bit(path_of(saved, 15, 2))
+    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
+    assert [result.chosen.step for result in results] == [10] * WORLD
+    assert [result.shards[0].rank for result in results] == [0, 1, 2, 3]
+    assert all(isinstance(result.shards[0], VerifiedShard) for result in results)
+    assert len({str(result.refused) for result in results}) == 1
+
+
+def test_an_error_of_rank_0_reaches_all(tmp_path):
+    save(tmp_path, 5)
+    flip_bit(path_of(tmp_path, 5, 3))
+    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    assert [type(result) for result in results] == [NoUsableCheckpointError] * WORLD
+
+
+class Counting(PosixStorage):
+    def __init__(self):
+        self.operations = 0
+
+    def __getattribute__(self, name):
+        if name in ("list", "status", "open"):
+            self.operations += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("trouble", [False, True])
+def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_ranks(tmp_path, trouble):
+    """On rank 0, until all ranks start to prove their own files. ``trouble``: the job died in a save of the newest."""
+    counts = []
+    for world in (2, 16):
+        root = tmp_path / str(world)
+        for step in (10, 20):
+            save(root, step, world)
+        for rank in range(world // 2 if trouble else 0):
+            write_rank(root, 30, rank, world)
+        counting = Counting()
+        chooser = _CandidateQueue(counting, str(root), SelectionPolicy(world))
+        assert chooser.next([])["candidate"]["step"] == 20
+        counts.append(counting.operations)
+    assert counts[0] == counts[1]

@@ -1,0 +1,555 @@
+"""Which iteration is chosen, what the user is told about the others, and whether it is a fresh start or an error."""
+import json
+import os
+import shutil
+
+import folders
+import pytest
+from folders import RUN, STORAGE, Ranks, flip_bit
+from iterations import (
+    FOREIGN,
+    folder_of,
+    foreign,
+    intend,
+    making,
+    records_of,
+    save,
+    track,
+    unname,
+    weights_of,
+    write_all,
+    write_rank,
+)
+
+from mindresume.coordination.collectives import Solo
+from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
+from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER
+from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import select
+
+NEXT = run_name(2, "0000bbbb")
+
+
+def choose(root, named=None, world=None, **options):
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+
+
+def told(choice):
+    return " | ".join(choice.notes)
+
+
+def refused(choice):
+    return [(refusal.step, refusal.reason) for refusal in choice.refused]
+
+
+def taken(choice):
+    return (choice.chosen.step, choice.chosen.run)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save(tmp_path, 5, 10, 15)
+    return tmp_path
+
+
+# ---- the tracker -----------------------------------------------------------------------------------------------------
+
+def test_what_the_tracker_names(saved):
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and choice.chosen.base == "iteration_00000015"
+    assert (choice.refused, choice.notes, choice.fresh) == ((), (), False)
+    assert [proof.details.random for proof in choice.shards] == [{"python": f"of rank {rank}"} for rank in range(2)]
+
+
+@pytest.mark.parametrize("text", ["10", "10\n", "  10\r\n", "0000000010"])
+def test_a_tracker_that_was_set_back_by_hand(saved, text):
+    track(saved, text)
+    choice = choose(saved)
+    assert taken(choice) == (10, RUN) and choice.refused == ()
+    assert told(choice) == f"newer than step 10, which {TRACKER} names, and only taken if no other can be: step 15"
+
+
+def test_a_tracker_that_names_a_step_that_is_not_there(saved):
+    track(saved, 12)
+    choice = choose(saved)
+    assert taken(choice) == (10, RUN)
+    assert told(choice) == (f"{TRACKER} names step 12, which is not there | newer than step 12, which {TRACKER} names, and only "
+                            f"taken if no other can be: step 15")
+
+
+def test_a_tracker_that_names_a_later_step_than_any(saved):
+    track(saved, 10**17)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and told(choice) == f"{TRACKER} names step {10**17}, which is not there"
+
+
+def test_a_tracker_older_than_everything_is_no_reason_to_begin_afresh(saved):
+    track(saved, 0)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and "only taken if no other can be: step 15, 10, 5" in told(choice)
+
+
+@pytest.mark.parametrize("content, reason", [
+    (b"", "it is empty"), (b" \n", "it is empty"), (b"\xff\xfe\x00", "it is not text"), (b"-15", "is negative"),
+    (b"9" * 40, "a number of 40 digits"), (b"1" * 5000, "a number of 1024 digits"), (b"10.0", "no whole number"),
+    (b"release", "no whole number"), ("١٠".encode(), "no whole number"), (b"10 5", "no whole number"),
+    (b"\0", "no whole number")])
+def test_a_tracker_that_says_nothing_is_named_and_the_newest_is_taken(saved, content, reason):
+    track(saved, content)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and reason in told(choice) and "the newest one that is whole is taken" in told(choice)
+    assert len(told(choice)) < 200
+
+
+def test_without_a_tracker_the_newest_is_taken(saved):
+    os.remove(saved / TRACKER)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN)
+    assert told(choice) == f"{TRACKER} is not there; the newest one that is whole is taken"
+
+
+def test_a_tracker_that_is_a_folder(saved):
+    os.remove(saved / TRACKER)
+    (saved / TRACKER).mkdir()
+    assert taken(choose(saved)) == (15, RUN)
+
+
+def test_a_tracker_that_a_dead_job_could_not_change(saved):
+    track(saved, 10)
+    intend(saved, 15)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN)
+    assert told(choice) == f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
+
+
+def test_an_intent_of_another_step_is_no_excuse(saved):
+    track(saved, 5)
+    intend(saved, 10)
+    assert taken(choose(saved)) == (5, RUN)
+
+
+# ---- not committed ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_what_all_ranks_have_finished_is_the_newest(saved, manifest):
+    if manifest:
+        unname(saved, 15)
+        track(saved, 10)
+    else:
+        shutil.rmtree(folder_of(saved, 15))
+        write_all(saved, 15)
+        track(saved, 10)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and choice.chosen.committed is manifest and choice.refused == ()
+    assert choice.chosen.base.startswith(FOLDER)
+
+
+def test_what_all_ranks_have_finished_waits_behind_a_tracker_that_was_set_back(saved):
+    write_all(saved, 20)
+    track(saved, 5)
+    choice = choose(saved)
+    assert taken(choice) == (5, RUN) and "only taken if no other can be: step 20, 15, 10" in told(choice)
+
+
+def test_a_run_that_began_at_a_tracker_set_back_is_found_where_it_died_before_the_rename(saved):
+    """Visible are steps 5, 10 and 15 of the run before; the new run has committed 10, and said that the tracker will name it."""
+    track(saved, 5)
+    save(saved / "elsewhere", 10, run=NEXT)
+    os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, NEXT))
+    intend(saved, 10)
+    choice = choose(saved)
+    assert taken(choice) == (10, NEXT) and "names step 5: the job that saved step 10 died" in told(choice)
+
+
+def test_what_is_newer_than_a_tracker_set_back_is_not_taken_unless_its_run_was_about_to_point_to_it(saved):
+    """Between its last record and the intent, a run that began at a tracker set back by hand cannot be told from one before,
+    behind which the tracker was set: what the user wrote counts, and the other is named."""
+    track(saved, 5)
+    write_all(saved, 10, run=NEXT)
+    choice = choose(saved)
+    assert taken(choice) == (5, RUN) and "newer than step 5" in told(choice) and "step 10" in told(choice)
+
+
+def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_names(tmp_path):
+    save(tmp_path, 5)
+    foreign(tmp_path, "mf190_20_single", (10, 15))
+    write_all(tmp_path, 20, run=NEXT, at=3e9)
+    choice = choose(tmp_path)
+    assert taken(choice) == (20, NEXT) and choice.refused == ()
+
+
+def test_one_rank_missing_is_no_checkpoint(saved):
+    write_rank(saved, 20, 1)
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and choice.refused == ()      # it is newer than what the tracker names, so it comes last
+
+
+def test_a_first_save_that_never_completed_is_a_fresh_start(tmp_path):
+    write_rank(tmp_path, 10, 0)
+    choice = choose(tmp_path)
+    assert choice.chosen is None and choice.fresh
+    assert refused(choice) == [(10, "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 1")]
+
+
+def test_a_first_save_whose_record_is_damaged_is_no_fresh_start(tmp_path):
+    write_all(tmp_path, 10)
+    (records_of(making(tmp_path, 10), 10) / record_name(1)).write_bytes(b"torn")
+    with pytest.raises(NoUsableCheckpointError, match="the record of rank 1 cannot be read"):
+        choose(tmp_path)
+
+
+# ---- damaged ---------------------------------------------------------------------------------------------------------
+
+def cut(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+DAMAGE = {
+    "removed": (lambda root: os.remove(weights_of(root, 10, 1)), "the file of rank 1 is missing, and 1 of its tensors are on no"),
+    "cut": (lambda root: cut(weights_of(root, 10, 1, "opt")), "bytes, "),
+    "a bit": (lambda root: flip_bit(weights_of(root, 10, 1)), "is not what was written; damaged: embedding.weight"),
+    "empty": (lambda root: weights_of(root, 10).write_bytes(b""), "the file of rank 0 is empty (0 bytes)"),
+    "another step": (lambda root: shutil.copy(weights_of(root, 5), weights_of(root, 10)), "is not of run"),
+    "record": (lambda root: os.remove(records_of(folder_of(root, 10), 10) / record_name(1)), "the record of rank 1 is missing"),
+    "another record": (lambda root: shutil.copy(records_of(folder_of(root, 10), 10) / record_name(0),
+                                                records_of(folder_of(root, 10), 10) / record_name(1)), "is of run"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_one_that_is_named_is_damaged_and_the_next_older_one_is_taken(saved, kind):
+    damage, reason = DAMAGE[kind]
+    track(saved, 10)
+    damage(saved)
+    choice = choose(saved)
+    assert taken(choice) == (5, RUN) and "only taken if no other can be: step 15" in told(choice)
+    (step, said), = refused(choice)
+    assert step == 10 and reason in said
+
+
+def test_a_newer_one_is_the_last_resort(saved):
+    track(saved, 10)
+    for step in (5, 10):
+        cut(weights_of(saved, step))
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and [step for step, _ in refused(choice)] == [10, 5]
+
+
+def test_when_all_are_damaged_it_is_an_error_that_names_each(saved):
+    for step in (5, 10, 15):
+        cut(weights_of(saved, step))
+    with pytest.raises(NoUsableCheckpointError) as error:
+        choose(saved)
+    assert [refusal.step for refusal in error.value.refused] == [15, 10, 5]
+    assert all(f"iteration_{step:08d}/net-model-0000000-0000002.safetensors" in str(error.value) for step in (5, 10, 15))
+
+
+@pytest.mark.parametrize("name", [COMMON, METADATA])
+def test_the_small_files_are_not_needed_where_records_say_the_same(saved, name):
+    os.remove(folder_of(saved, 15) / name)
+    assert taken(choose(saved)) == (15, RUN)
+
+
+def test_a_damaged_manifest_is_made_up_for_by_the_records(saved):
+    (records_of(folder_of(saved, 15), 15) / MANIFEST).write_bytes(b"torn")
+    choice = choose(saved)
+    assert taken(choice) == (15, RUN) and "judged by the records of the ranks instead" in told(choice)
+
+
+def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
+    os.rename(folder_of(saved, 15), folder_of(saved, 20))
+    track(saved, 20)
+    choice = choose(saved)
+    assert taken(choice) == (10, RUN)
+    assert "iteration_00000020 holds step 15: the folder was renamed" in " ".join(reason for _, reason in refused(choice))
+
+
+def test_all_ranks_take_the_same_and_the_damage_that_one_sees_counts_for_all(saved):
+    flip_bit(weights_of(saved, 15, 1))
+    choices = Ranks(2).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(2)))
+    assert [taken(choice) for choice in choices] == [(10, RUN)] * 2
+    assert {choice.refused[0].rank for choice in choices} == {1}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_number_of_ranks_may_be_another(saved, world):
+    assert taken(choose(saved, world=world)) == (15, RUN)
+
+
+def test_health(tmp_path):
+    for step, health in ((5, 0), (10, None), (15, 1)):
+        save(tmp_path, step, health=health)
+    assert taken(choose(tmp_path)) == (15, RUN)
+    choice = choose(tmp_path, unhealthy=())
+    assert taken(choice) == (10, RUN) and "unhealthy when it was saved (the embedding's local norm" in refused(choice)[0][1]
+    assert taken(choose(tmp_path, "15", unhealthy=())) == (15, RUN)
+    assert taken(choose(folder_of(tmp_path, 15), unhealthy=())) == (15, RUN)
+
+
+def test_health_where_all_are_sick(tmp_path):
+    save(tmp_path, 5, health=1)
+    with pytest.raises(NoUsableCheckpointError, match="(?s)The training has no healthy checkpoints yet, please start.*unhealthy"):
+        choose(tmp_path, unhealthy=())
+
+
+# ---- named -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("named", ["iteration_00000010", "iteration_0000010", "iteration_10", "iteration_00000010/", "10",
+                                   "0010"])
+def test_resume_training_names_a_step(saved, named):
+    choice = choose(saved, named)
+    assert taken(choice) == (10, RUN) and choice.notes == ()
+
+
+@pytest.mark.parametrize("named", ["12", "iteration_00000012", "-10", "ten", "rank_0", "١٠",
+                                   "net-model-0000000-0000002.safetensors"])
+def test_resume_training_names_what_is_not_there(saved, named):
+    with pytest.raises(MissingCheckpointError, match="There are: iteration_00000005, iteration_00000010, iteration_00000015"):
+        choose(saved, named)
+
+
+def test_a_named_one_that_is_damaged_is_an_error_and_no_other_is_taken(saved):
+    cut(weights_of(saved, 10))
+    with pytest.raises(MissingCheckpointError, match="requested"):
+        choose(saved, "10")
+
+
+@pytest.mark.parametrize("name", ["iteration_00000010", "iteration_0000010", "iteration_10", "best", "epoch 3"])
+def test_a_folder_that_is_given_directly_whatever_its_name(saved, name):
+    os.rename(folder_of(saved, 10), saved / name)
+    choice = choose(saved / name)
+    assert taken(choice) == (10, RUN) and choice.chosen.base == name
+
+
+@pytest.mark.parametrize("name", ["iteration_00000010", "best"])
+def test_a_folder_that_was_copied_elsewhere_without_its_root(saved, tmp_path_factory, name):
+    there = tmp_path_factory.mktemp("there") / name
+    shutil.copytree(folder_of(saved, 10), there)
+    shutil.rmtree(saved)
+    assert taken(choose(there)) == (10, RUN) and taken(choose(f"{there}/")) == (10, RUN)
+    assert taken(choose(there / "net-opt-0000001-0000002.safetensors")) == (10, RUN)
+    if name != "best":
+        assert taken(choose(there.parent)) == (10, RUN)
+
+
+def test_a_folder_under_the_number_of_another_step_is_refused_even_if_it_is_named(saved):
+    os.rename(folder_of(saved, 10), folder_of(saved, 12))
+    with pytest.raises(MissingCheckpointError, match="iteration_00000012 holds step 10: the folder was renamed"):
+        choose(folder_of(saved, 12))
+
+
+def test_two_folders_of_one_step_under_names_of_different_length(saved):
+    shutil.copytree(folder_of(saved, 10), saved / "iteration_0000010")
+    assert taken(choose(saved, "10")) == (10, RUN)
+    track(saved, 10)
+    assert taken(choose(saved)) == (10, RUN)
+
+
+# ---- rank folders beside ---------------------------------------------------------------------------------------------
+
+def test_both_formats_in_one_root(tmp_path):
+    """A job changed the format, and changed it back: it goes on from the newest."""
+    folders.save(tmp_path, 5, world=2)
+    save(tmp_path, 10, 15, run=NEXT)
+    assert taken(choose(tmp_path)) == (15, NEXT)
+    folders.save(tmp_path, 12, world=2, run=run_name(3, "0000cccc"))
+    choice = choose(tmp_path)
+    assert (choice.chosen.step, choice.chosen.base) == (12, "")
+
+
+def test_where_all_of_one_format_are_damaged_the_other_is_taken(tmp_path):
+    folders.save(tmp_path, 5, world=2)
+    save(tmp_path, 10, 15, run=NEXT)
+    for step in (10, 15):
+        weights_of(tmp_path, step, 1).write_bytes(b"")
+    choice = choose(tmp_path)
+    assert choice.chosen.step == 5 and [step for step, _ in refused(choice)] == [15, 10]
+
+
+def test_a_save_that_never_completed_does_not_hide_the_rank_folders(tmp_path):
+    """The first save of a job that went over to Checkpoint 2.0 died: what it came from is still there."""
+    folders.save(tmp_path, 5, world=2)
+    write_rank(tmp_path, 10, 0, run=NEXT)
+    choice = choose(tmp_path)
+    assert choice.chosen is not None and choice.chosen.step == 5
+
+
+# ---- what mindformers wrote -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_mindformers_folders(tmp_path, name):
+    foreign(tmp_path, name)
+    choice = choose(tmp_path)
+    assert taken(choice) == (15, None) and choice.refused == () and choice.notes == ()
+    assert (choice.chosen.state.global_batch_size, choice.chosen.epoch) == (8, choice.chosen.state.epoch)
+    assert choice.chosen.world_size == {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
+    track(tmp_path, 10)
+    assert taken(choose(tmp_path)) == (10, None)
+    assert taken(choose(folder_of(tmp_path, 15))) == (15, None)
+    assert taken(choose(next(folder_of(tmp_path, 15).glob("*-opt-*0-*")))) == (15, None)
+
+
+def without(pattern):
+    def act(folder):
+        for path in folder.glob(pattern):
+            path.unlink()
+    return act
+
+
+def common(**values):
+    def act(folder):
+        path = folder / COMMON
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return act
+
+
+def mixed(folder):
+    """The last rank of a save of another number of ranks."""
+    shutil.copy(folder / "qwen3-model-0000003-0000004.safetensors", folder / "qwen3-model-0000007-0000008.safetensors")
+
+
+def other_prefix(folder):
+    os.rename(folder / "qwen3-opt-0000002-0000004.safetensors", folder / "llama-opt-0000002-0000004.safetensors")
+
+
+def metadata(change):
+    def act(folder):
+        path = folder / METADATA
+        rows = json.loads(path.read_text())
+        change(rows, *(next(iter(rows[key].items())) for key in ("state_dict_metadata", "storage_data")))
+        path.write_text(json.dumps(rows))
+    return act
+
+
+def elsewhere(rows, described, stored):
+    for row in stored[1]:
+        row["file_name"] = "x-model-0000000-0000004.safetensors"
+
+
+def narrower(rows, described, stored):
+    """By the metadata every dimension is larger than in the files."""
+    row = described[1]
+    row["global_shape"] = [2 * size for size in row["global_shape"]]
+    for chunk in row["chunk"]:
+        chunk["local_shape"] = [2 * size for size in chunk["local_shape"]]
+
+
+def renamed(rows, described, stored):
+    name = described[0]
+    rows["state_dict_metadata"]["other"] = rows["state_dict_metadata"].pop(name)
+    for key in [key for key in rows["storage_data"] if f"'{name}'" in key]:
+        rows["storage_data"][key.replace(f"'{name}'", "'other'")] = rows["storage_data"].pop(key)
+
+
+FOREIGN_DAMAGE = {
+    "metadata cut": (lambda folder: cut(folder / METADATA), "metadata.json: "),
+    "metadata empty": (lambda folder: (folder / METADATA).write_bytes(b""), "metadata.json: it has 0 bytes"),
+    "metadata no object": (lambda folder: (folder / METADATA).write_bytes(b"[]"), "metadata.json: "),
+    "metadata of other files": (metadata(elsewhere), "slice 0 of "),
+    "metadata of other shapes": (metadata(narrower), "by metadata.json it is float32 of shape"),
+    "metadata of other tensors": (metadata(renamed), "metadata.json names for it"),
+    "metadata without a tensor": (metadata(lambda rows, described, stored: [
+        rows["state_dict_metadata"].pop(described[0]), [rows["storage_data"].pop(key) for key in list(rows["storage_data"])
+                                                        if f"'{described[0]}'" in key]]), "metadata.json does not name "),
+    "model": (without("*-model-0000002-*"), "3 of 4 model files are there, missing: 2"),
+    "all models": (without("*-model-*"), "the weights of the network are missing"),
+    "opt": (without("*-opt-0000000-*"), "3 of 4 opt files are there, missing: 0"),
+    "metadata": (without(METADATA), "metadata.json is missing"),
+    "common": (without(COMMON), "common.json is missing"),
+    "weights": (without("*.safetensors"), "the folder holds no weights"),
+    "cut": (lambda folder: cut(folder / "qwen3-model-0000001-0000004.safetensors"), "rank 1: "),
+    "empty": (lambda folder: (folder / "qwen3-opt-0000003-0000004.safetensors").write_bytes(b""), "(0 bytes)"),
+    "mixed": (mixed, "files of two saves are mixed"),
+    "other prefix": (other_prefix, "files of two saves are mixed"),
+    "common empty": (lambda folder: (folder / COMMON).write_bytes(b""), "common.json: it is empty"),
+    "common torn": (lambda folder: cut(folder / COMMON), "common.json: "),
+    "common of another step": (common(step_num=10), "common.json is of step 10, the folder of step 15"),
+    "common without step": (common(step_num=None), "step_num is missing"),
+    "common a text": (common(global_batch_size="8"), "global_batch_size is '8'"),
+    "common zero": (common(global_batch_size=0), "global_batch_size is 0"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN_DAMAGE)
+def test_damaged_mindformers_folders(tmp_path, kind):
+    foreign(tmp_path)
+    damage, reason = FOREIGN_DAMAGE[kind]
+    damage(folder_of(tmp_path, 15))
+    choice = choose(tmp_path)
+    assert taken(choice) == (10, None)
+    (step, said), = refused(choice)
+    assert step == 15 and reason in said
+    with pytest.raises(MissingCheckpointError) as error:
+        choose(folder_of(tmp_path, 15))
+    assert reason in str(error.value)
+    shutil.rmtree(folder_of(tmp_path, 10))
+    with pytest.raises(NoUsableCheckpointError):
+        choose(tmp_path)
+
+
+@pytest.mark.parametrize("row", [{}, {"ckpt_status": 0}, {"ckpt_status": None, "a_key_of_2_1": {"x": 1}}])
+def test_common_of_other_versions(tmp_path, row):
+    foreign(tmp_path, "mf180_20_tp2")
+    common(**row)(folder_of(tmp_path, 15))
+    assert taken(choose(tmp_path, unhealthy=())) == (15, None)
+
+
+def test_mindformers_folders_that_were_sick(tmp_path):
+    foreign(tmp_path, "mf190_20_single")
+    common(ckpt_status=1)(folder_of(tmp_path, 15))
+    assert taken(choose(tmp_path)) == (15, None)
+    assert taken(choose(tmp_path, unhealthy=())) == (10, None)
+
+
+def test_without_a_tracker_missing_files_are_a_first_save_that_died(tmp_path):
+    foreign(tmp_path, steps=(10,), tracked=False)
+    without(COMMON)(folder_of(tmp_path, 10))
+    choice = choose(tmp_path)
+    assert choice.chosen is None and choice.fresh and "common.json is missing" in refused(choice)[0][1]
+
+
+def test_with_a_tracker_missing_files_are_an_error(tmp_path):
+    foreign(tmp_path, steps=(10,))
+    without("*-model-0000001-*")(folder_of(tmp_path, 10))
+    with pytest.raises(NoUsableCheckpointError, match="missing: 1"):
+        choose(tmp_path)
+
+
+def test_without_a_tracker_what_is_whole_is_taken(tmp_path):
+    foreign(tmp_path, tracked=False)
+    assert taken(choose(tmp_path)) == (15, None)
+
+
+def test_an_empty_iteration_folder_is_left_by_a_first_save_that_died(tmp_path):
+    folder_of(tmp_path, 10).mkdir()
+    choice = choose(tmp_path)
+    assert choice.chosen is None and choice.fresh
+
+
+def test_a_file_named_like_an_iteration_is_none(saved):
+    folder_of(saved, 20).write_text("")
+    assert taken(choose(saved)) == (15, RUN)
+
+
+def test_a_tracker_alone_says_that_there_was_a_checkpoint(tmp_path):
+    """Somebody removed the folders, or they are not here yet."""
+    track(tmp_path, 15)
+    with pytest.raises(MissingCheckpointError, match="names step 15, and there is no iteration folder"):
+        choose(tmp_path)
+
+
+def test_ours_after_folders_of_mindformers(tmp_path):
+    foreign(tmp_path, "mf190_20_single")
+    save(tmp_path, 20, run=NEXT, at=3e9)
+    assert taken(choose(tmp_path)) == (20, NEXT)
+    cut(weights_of(tmp_path, 20))
+    choice = choose(tmp_path)
+    assert taken(choice) == (15, None) and [step for step, _ in refused(choice)] == [20]
+
+
+def test_files_of_two_saves_of_ours_without_records(tmp_path):
+    save(tmp_path, 10, 15)
+    shutil.rmtree(folder_of(tmp_path, 15) / FOLDER)
+    shutil.copy(weights_of(tmp_path, 10, 1), weights_of(tmp_path, 15, 1))
+    assert taken(choose(tmp_path)) == (10, RUN)

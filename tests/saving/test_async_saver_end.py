@@ -1,0 +1,209 @@
+"""How a save that was begun ends when its training does: at an error, at the exit of the interpreter, at a signal."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import folders
+import pytest
+
+from mindresume.formats.iteration_naming import TRACKER
+from mindresume.formats.rank_folder_naming import META
+from mindresume.formats.records import scan_records
+
+KINDS = ["thread", "process"]
+TESTS = Path(__file__).resolve().parents[1]
+PATIENCE = 600.0
+
+COMMON = """
+import atexit, os, signal, sys, time
+import folders
+from mindresume.model.training_state import TrainingState
+from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard, rank_shard
+from mindresume.storage.filesystem import PosixStorage
+
+
+class Held(PosixStorage):
+    '''Weights are written as soon as there is a file "go".'''
+    def write(self, path, pieces, size=0):
+        while size and not os.path.exists("go"):
+            time.sleep(0.005)
+        return super().write(path, pieces, size)
+
+
+def saver(kind, version):
+    return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
+
+
+def shard(place, step):
+    if place.iterations:
+        return iteration_shard("net", place, folders.state_of(step), folders.tensors_of(0, step), None)
+    return rank_shard(folders.name_of(0, step), folders.state_of(step), folders.tensors_of(0, step))
+"""
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+
+
+def python(folder, text, *arguments, **how):
+    (folder / "common_of_training.py").write_text(COMMON)            # a writer process imports it, too
+    (folder / "training.py").write_text(f"from common_of_training import *\n{text}")
+    return subprocess.Popen([sys.executable, "training.py", *arguments], cwd=folder, env=environment(), stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, **how)
+
+
+def committed(folder):
+    return [found.step for found in scan_records(folders.STORAGE, str(folder / "checkpoint"))[0] if found.committed]
+
+
+def pointer(folder, version):
+    return folder / "checkpoint" / (TRACKER if version == "2.0" else f"rank_0/{META}")
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_in_flight_is_committed_when_the_interpreter_ends_with_an_error(tmp_path, kind, version):
+    """The weights come when the interpreter is ending already and pools of threads take no more work."""
+    training = python(tmp_path, """
+saver = saver(*sys.argv[1:])
+atexit.register(saver.finish, 600)
+atexit.register(lambda: open("go", "w").close())        # runs before
+saver.save(Save(shard(saver.place, 5)))
+raise ValueError("the training failed")
+""", kind, version)
+    _, errors = training.communicate(timeout=PATIENCE)
+    assert training.returncode == 1 and "the training failed" in errors and "futures" not in errors
+    assert committed(tmp_path) == [5] and pointer(tmp_path, version).exists()
+
+
+# ---- a writer of its own process ---------------------------------------------------------------------------------------
+
+BEGUN = """
+saver = saver("process", "1.0")
+saver.save(Save(shard(saver.place, 5)))
+"""
+
+
+def wait_for(condition):
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_writer_is_no_process_of_the_launcher(tmp_path, monkeypatch):
+    """Own session, and the launcher's mark under another name: it is not ended, it is waited for."""
+    monkeypatch.setenv("MSRUN_LAUNCHER_JOB", "17.4711")
+    training = python(tmp_path, f"{BEGUN}print(saver._writer._process.pid, flush=True); sys.stdin.read()",
+                      stdin=subprocess.PIPE)
+    writer = int(training.stdout.readline())
+    variables = Path(f"/proc/{writer}/environ").read_bytes().split(b"\0")
+    assert os.getsid(writer) == writer != os.getsid(training.pid)
+    assert b"MSRUN_LAUNCHER_WRITER=17.4711" in variables and b"MSRUN_LAUNCHER_JOB=17.4711" not in variables
+    (tmp_path / "go").touch()
+    training.communicate(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_does_not_end_a_writer(tmp_path, sent):
+    """Not even while it starts."""
+    training = python(tmp_path, f"{BEGUN}os.kill(saver._writer._process.pid, {sent}); open('go', 'w').close()\n"
+                                "print(saver.finish(600))")
+    output, errors = training.communicate(timeout=PATIENCE)
+    assert "saved=True, error=None" in output, errors
+    assert committed(tmp_path) == [5]
+
+
+def test_a_writer_finishes_and_ends_when_the_training_is_killed(tmp_path):
+    """A child of the training lives on and holds the other end of the pipe, as workers of a data set can."""
+    training = python(tmp_path, f"""{BEGUN}
+child = os.fork()
+if child == 0:
+    while not os.path.exists("end"):
+        time.sleep(0.01)
+    os._exit(0)
+print(saver._writer._process.pid, child, flush=True)
+time.sleep(600)
+""")
+    writer, child = map(int, training.stdout.readline().split())
+    training.kill()
+    training.wait(PATIENCE)
+    (tmp_path / "go").touch()
+    wait_for(lambda: not lives(writer))
+    assert committed(tmp_path) == [5] and lives(child)
+    (tmp_path / "end").touch()
+    training.communicate()
+
+
+def test_a_writer_that_cannot_finish_ends_after_its_time(tmp_path):
+    """Of a training that is gone: with a disk that never answers it would stay for ever."""
+    training = python(tmp_path, """
+saver = saver("process", "1.0")
+saver.timeout = 0.1
+saver.save(Save(shard(saver.place, 5)))
+print(saver._writer._process.pid, flush=True)
+time.sleep(600)
+""")
+    writer = int(training.stdout.readline())
+    training.kill()
+    wait_for(lambda: not lives(writer))
+    assert committed(tmp_path) == []
+    training.communicate()
+
+
+def launched(folder, text, **settings):
+    """Under our launcher, one worker."""
+    (folder / "common_of_training.py").write_text(COMMON)
+    (folder / "training.py").write_text(f"from common_of_training import *\n{text}")
+    return subprocess.Popen(["bash", str(TESTS.parent / "scripts" / "msrun_launcher.sh"), "training.py", "1"], cwd=folder,
+                            env={**environment(), "PYTHON": sys.executable, **settings}, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def test_a_save_in_flight_counts_as_what_it_is_after_sigterm(tmp_path):
+    launcher = launched(tmp_path, f"""
+signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
+{BEGUN}
+open("up", "w").close()
+while not os.path.exists("asked"):
+    time.sleep(0.01)
+open("go", "w").close()
+print(saver.finish(600), flush=True)
+""")
+    wait_for((tmp_path / "up").exists)
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=PATIENCE)
+    assert "saved=True, error=None" in output and launcher.returncode == 143
+    assert committed(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGTERM); "
+                                                                                   "time.sleep(600)"])
+def test_the_launcher_waits_for_a_writer(tmp_path, end):
+    """Whatever the training dies of. Where the launcher is the first process of a container, nothing survives it."""
+    launcher = launched(tmp_path, f"{BEGUN}print('writer', saver._writer._process.pid, os.getpid(), flush=True)\n{end}")
+    words = next(line for line in launcher.stdout if line.startswith("writer ")).split()
+    wait_for(lambda: not lives(int(words[2])))
+    (tmp_path / "go").touch()
+    launcher.communicate(timeout=PATIENCE)
+    assert committed(tmp_path) == [5]
+
+
+def test_the_launcher_does_not_wait_for_ever(tmp_path):
+    launcher = launched(tmp_path, f"{BEGUN}print('writer', saver._writer._process.pid, flush=True)\nos._exit(1)", MSRUN_LEAVE="1")
+    writer = int(next(line for line in launcher.stdout if line.startswith("writer ")).split()[1])
+    launcher.communicate(timeout=PATIENCE)
+    assert not lives(writer) and committed(tmp_path) == []

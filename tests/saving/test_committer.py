@@ -1,0 +1,249 @@
+import os
+from dataclasses import replace
+
+import pytest
+from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_foreign, write_rank
+
+from mindresume.errors import RecordError, SaveError
+from mindresume.events import CommitDelayed, SaveAbandoned
+from mindresume.formats import OURS
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, rank_shard, write_shard
+from mindresume.storage.filesystem import PosixStorage
+
+NEXT_RUN = run_name(2, "0000bbbb")
+
+
+def steps(root):
+    return [c.step for c in scan(STORAGE, str(root)).candidates if c.committed]
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
+    committer = Committer(place_of(tmp_path, 0, 3))
+    for rank in (0, 2):
+        write_rank(tmp_path, 5, rank, 3, fmt=fmt)
+    committer.saved(5)
+    assert committer.pending == [5] and steps(tmp_path) == []
+    assert committer.try_commit(5) == [1]
+    write_rank(tmp_path, 5, 1, 3, fmt=fmt)
+    assert committer.poll() == [] and steps(tmp_path) == [5]
+    meta = (tmp_path / "rank_0" / "meta.json").read_text()
+    assert meta == f'{{"last_epoch":1,"last_step":5,"last_ckpt_file":"net_rank_0-1_5.{fmt}"}}'
+    assert not (tmp_path / "rank_1" / "meta.json").exists()             # one is enough for mindformers, which takes the oldest
+
+
+def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tmp_path):
+    """Of a rank that stands between the rename of its record and the flush the record is seen, and may be gone after a loss of
+    power: a manifest without it would stay for ever."""
+    done = []
+
+    class Noting(PosixStorage):
+        def list(self, folder):
+            done.append(("list", folder))
+            return super().list(folder)
+
+        def sync(self, folder):
+            done.append(("sync", folder))
+            super().sync(folder)
+
+        def write(self, path, pieces, size=0):
+            done.append(("write", os.path.basename(path)))
+            return super().write(path, pieces, size)
+    for rank in range(2):
+        write_rank(tmp_path, 5, rank, 2)
+    place = replace(place_of(tmp_path, 0, 2), storage=Noting())
+    assert Committer(place).try_commit(5) == []
+    listed, attempt = done.index(("list", place.attempt(5))), place.attempt(5)
+    written = next(number for number, (what, name) in enumerate(done) if what == "write" and MANIFEST in name)
+    assert ("sync", attempt) in done[listed:written]
+
+
+def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
+    events = []
+    for rank in range(2):
+        write_rank(tmp_path, 5, rank, 2)
+    path_of(tmp_path, 5, 1).write_bytes(b"short")
+    committer = Committer(place_of(tmp_path, 0, 2), emit=events.append)
+    committer.saved(5)
+    assert committer.pending == [5] and steps(tmp_path) == []
+    (delayed,) = events
+    assert (type(delayed), delayed.step) == (CommitDelayed, 5) and "net_rank_1-1_5.safetensors" in delayed.reason
+
+
+def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path):
+    now, events = [0.0], []
+    committer = Committer(place_of(tmp_path, 0, 4), emit=events.append, clock=lambda: now[0],
+                          sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    write_rank(tmp_path, 5, 0, 4)
+    write_rank(tmp_path, 5, 2, 4)
+    committer.saved(5)
+    assert committer.finish(deadline=10.0, pause=0.5) == {5: [1, 3]}
+    assert 10.0 <= now[0] <= 11.0
+    assert [(type(event), event.step, event.missing_ranks) for event in events] == [(SaveAbandoned, 5, (1, 3))]
+
+
+def test_the_end_commits_what_arrives_late(tmp_path):
+    write_rank(tmp_path, 5, 0, 2)
+
+    def sleep(seconds):
+        write_rank(tmp_path, 5, 1, 2)
+    committer = Committer(place_of(tmp_path, 0, 2), clock=lambda: 0.0, sleep=sleep)
+    committer.saved(5)
+    assert committer.finish(deadline=1.0) == {} and steps(tmp_path) == [5]
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path):
+    write_rank(tmp_path, 5, 0, 1)
+    before = path_of(tmp_path, 5, 0).read_bytes()
+    with pytest.raises(SaveError, match="exists already"):
+        write_rank(tmp_path, 5, 0, 1, run=NEXT_RUN)
+    assert path_of(tmp_path, 5, 0).read_bytes() == before
+
+
+class FullDisk(PosixStorage):
+    """Accepts ``limit`` bytes of the next file, then fails as a full disk does."""
+    limit = 100
+
+    def write(self, path, pieces, size=0):
+        def cut():
+            left = self.limit
+            for piece in pieces:
+                if len(piece) > left:
+                    raise OSError(28, os.strerror(28), path)
+                left -= len(piece)
+                yield piece
+        return super().write(path, cut())
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path):
+    save(tmp_path, 5, world=1)
+    place = place_of(tmp_path, 0, 1)
+    broken = type(place)(FullDisk(), place.root, RUN, 0, 1)
+    with pytest.raises(SaveError, match="step 10 was not saved on rank 0: No space left.*saved before are untouched"):
+        write_shard(broken, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+    assert sorted(os.listdir(tmp_path / "rank_0")) == ["meta.json", "net_rank_0-1_5.safetensors"]
+    assert steps(tmp_path) == [5]
+
+
+def test_a_read_only_folder_is_a_clear_error(tmp_path):
+    (tmp_path / "rank_0").write_text("a file is in the way")
+    with pytest.raises(SaveError, match="step 5 was not saved on rank 0"):
+        write_rank(tmp_path, 5, 0, 1)
+
+
+def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
+    write_foreign(tmp_path, 1, world=2, suffix=7)
+    for step in (5, 10, 15):
+        save(tmp_path, step, world=2)
+    save(tmp_path, 20, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(2))
+    assert steps(tmp_path) == [20, 15]
+    assert sorted(os.listdir(tmp_path / "rank_1")) == ["net_rank_1-2_5.safetensors", "net_rank_1_1-2_10.safetensors",
+                                                       "net_rank_1_7-1_1.safetensors"]
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(15, RUN), attempt_name(20, NEXT_RUN)]
+
+
+def test_removal_that_died_half_way_is_finished_by_the_next_one(tmp_path):
+    save(tmp_path, 5, world=2)
+    attempt = tmp_path / FOLDER / attempt_name(5, RUN)
+    attempt.rename(attempt.with_name(TRASH + attempt.name))              # dies right after the first operation
+    path_of(tmp_path, 5, 0).unlink()                                     # ... or in the middle
+    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.maybe_completed] == []
+    save(tmp_path, 10, world=2, policy=KeepLast(3))
+    assert steps(tmp_path) == [10]
+    assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(10, RUN)]
+
+
+def test_a_victim_removed_by_hand_is_no_error(tmp_path):
+    import shutil
+    for step in (5, 10):
+        save(tmp_path, step, world=1)
+    path_of(tmp_path, 5, 0).unlink()
+    save(tmp_path, 15, world=1, policy=KeepLast(2))
+    shutil.rmtree(tmp_path / FOLDER / attempt_name(10, RUN))
+    save(tmp_path, 20, world=1, policy=KeepLast(1))
+    assert steps(tmp_path) == [20]
+
+
+def test_debris_of_a_dead_run_goes_with_the_next_commit(tmp_path):
+    save(tmp_path, 5, world=2)
+    write_rank(tmp_path, 10, 0, 2)                                        # rank 1 died before its record
+    path_of(tmp_path, 10, 1).write_bytes(path_of(tmp_path, 10, 0).read_bytes())
+    save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(3))
+    assert steps(tmp_path) == [10, 5]
+    assert not path_of(tmp_path, 10, 0).exists() and not path_of(tmp_path, 10, 1).exists()
+
+
+def test_an_unfinished_save_of_the_living_run_stays_until_a_later_one_is_committed(tmp_path):
+    write_rank(tmp_path, 5, 0, 2)
+    committer = Committer(place_of(tmp_path, 0, 2), KeepLast(2))
+    committer.saved(5)
+    committer.prune()
+    assert path_of(tmp_path, 5, 0).exists()
+    for rank in range(2):
+        write_rank(tmp_path, 10, rank, 2)
+    committer.saved(10)
+    assert committer.pending == [] and steps(tmp_path) == [10]
+    assert not path_of(tmp_path, 5, 0).exists()
+
+
+def test_a_run_that_died_before_its_manifest_is_committed_by_the_next(tmp_path):
+    for rank in range(2):
+        write_rank(tmp_path, 5, rank, 2)
+    write_rank(tmp_path, 10, 0, 2)
+    committer = Committer(place_of(tmp_path, 0, 2, NEXT_RUN))
+    assert committer.adopt() == [5] and steps(tmp_path) == [5]
+    assert committer.adopt() == []
+
+
+def test_temporary_files_of_dead_runs_are_removed_those_of_this_one_stay(tmp_path):
+    folder = tmp_path / "rank_0"
+    folder.mkdir()
+    for name in (f".a.safetensors.{RUN}.mindresume-tmp", f".b.safetensors.{NEXT_RUN}.mindresume-tmp", ".c.tmp", "d.ckpt"):
+        (folder / name).write_text("x")
+    assert clean_own_folder(place_of(tmp_path, 0, 1, NEXT_RUN)) == [f".a.safetensors.{RUN}.mindresume-tmp"]
+    assert len(os.listdir(folder)) == 3
+
+
+def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
+    write_rank(tmp_path, 5, 0, 2)
+    write_rank(tmp_path, 5, 1, 4)
+    with pytest.raises(RecordError, match="4 ranks; expected"):
+        Committer(place_of(tmp_path, 0, 2)).try_commit(5)
+    found = scan(STORAGE, str(tmp_path)).candidates[0]
+    assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.attempt)
+
+
+class Small(PosixStorage):
+    """A disk with room for ``left`` bytes that counts what is written to it."""
+    left, written = 100, 0
+
+    def room(self, folder):
+        return self.left
+
+    def write(self, path, pieces, size=0):
+        self.written += 1
+        return super().write(path, pieces, size)
+
+
+def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
+    save(tmp_path, 5, world=1)
+    small = Small()
+    place = SaveTarget(small, str(tmp_path), RUN, 0, 1)
+    with pytest.raises(SaveError, match="needs 0.0 MiB.*has room for 0.0 MiB.*keep_checkpoint_max"):
+        write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+    assert small.written == 0 and steps(tmp_path) == [5]
+    small.left = 1 << 20
+    write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+
+
+def test_the_manifest_has_what_any_rank_measured_and_rank_0_goes_first(tmp_path):
+    """With pipeline stages only the last one knows the loss."""
+    for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
+        write_shard(place_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
+                                                       tensors_of(rank, 5)))
+    Committer(place_of(tmp_path, 0, 2)).saved(5)
+    assert scan(STORAGE, str(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}

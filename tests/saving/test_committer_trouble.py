@@ -1,0 +1,93 @@
+"""A step that cannot be committed, or not yet: its events, and records that are listed late."""
+import errno
+import os
+from dataclasses import replace
+
+from folders import RUN, STORAGE, path_of, place_of, write_rank
+
+from mindresume.events import CommitDelayed, SaveAbandoned
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import attempt_name, record_name
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KeepLast
+from mindresume.storage.filesystem import PosixStorage
+
+
+def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
+    for rank in range(2):
+        write_rank(tmp_path, 5, rank, 2)
+    path_of(tmp_path, 5, 1).write_bytes(b"short")
+    now, events = [0.0], []
+    committer = Committer(place_of(tmp_path, 0, 2), emit=events.append, clock=lambda: now[0],
+                          sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    committer.saved(5)
+    assert committer.finish(deadline=60.0) == {5: []}
+    delayed, abandoned = events
+    assert isinstance(delayed, CommitDelayed) and isinstance(abandoned, SaveAbandoned)
+    assert delayed.step == abandoned.step == 5 and abandoned.missing_ranks == ()
+    assert all("rank_1/net_rank_1-1_5.safetensors" in event.reason for event in events)
+
+
+class ListedLate(PosixStorage):
+    """The record of rank 1 of step 5 is not listed until this folder changes here; looked for, it is there, as on NFS."""
+    late = True
+
+    def list(self, folder):
+        names = super().list(folder)
+        return [name for name in names if name != record_name(1)] if self.late and attempt_name(5, RUN) in folder else names
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        self.late = self.late and attempt_name(5, RUN) not in new
+
+
+def written(root, *steps):
+    for step in steps:
+        for rank in range(2):
+            write_rank(root, step, rank, 2)
+    return replace(place_of(root, 0, 2), storage=ListedLate())
+
+
+def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tmp_path):
+    """Else it would be removed behind the later one, as one that never completed."""
+    events, place = [], written(tmp_path, 5, 10)
+    committer = Committer(place, KeepLast(2), events.append)
+    committer.saved(5)
+    assert committer.pending == [5]
+    committer.saved(10)
+    assert (committer.committed, committer.pending) == ([5, 10], [])
+    assert not any(isinstance(event, SaveAbandoned) for event in events)
+    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10, 5]
+
+
+def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
+    committer = Committer(written(tmp_path, 5))
+    committer.saved(5)
+    assert committer.pending == [5] and committer.finish(deadline=0.0) == {} and committer.committed == [5]
+
+
+class LooksInVain(PosixStorage):
+    """Nobody can look at the weights of rank 1. Counts how often a record is opened."""
+    opened = 0
+
+    def open(self, path):
+        self.opened += os.path.basename(path).startswith("rank_0000")
+        return super().open(path)
+
+    def status(self, path):
+        if f"{os.sep}rank_1{os.sep}" in path:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().status(path)
+
+
+def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
+    disk = LooksInVain()
+    committer = Committer(replace(place_of(tmp_path, 0, 2), storage=disk))
+    for step in range(1, 9):
+        for rank in range(2):
+            write_rank(tmp_path, step, rank, 2)
+        committer.saved(step)
+    disk.opened = 0
+    assert committer.poll() == list(range(1, 9)) and disk.opened == 2 * 8
+    committer.place = replace(committer.place, storage=PosixStorage())
+    assert committer.poll() == [] and sorted(committer.committed) == list(range(1, 9))

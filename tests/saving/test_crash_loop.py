@@ -1,0 +1,306 @@
+"""A checkpoint on which jobs die is suspected, taken last, and never removed; one step clears it."""
+import json
+import os
+import signal
+import socket
+
+import pytest
+from folders import STORAGE, Ranks, save
+
+from mindresume.coordination.collectives import Solo
+from mindresume.errors import LoadError
+from mindresume.model.manifest import FOLDER, attempt_name, run_name
+from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.selector import select
+from mindresume.saving import crash_loop as module
+from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
+from mindresume.saving.garbage_collector import plan
+from mindresume.saving.retention import KeepLast
+from mindresume.storage.filesystem import PosixStorage
+
+NAN = RuntimeError("loss is nan")
+
+
+def choose(root, limit=2, named=None):
+    return select(STORAGE, str(root), Solo(), SelectionPolicy(1, named, max_failed_loads=limit))
+
+
+class Job:
+    """Loads what is chosen, and is about to compute its first step. ``ranks`` of it."""
+    count = 0
+
+    def __init__(self, root, limit=2, named=None, output="/output", ranks=1, hosts=1, compiled=True):
+        Job.count += 1
+        self.choice = choose(root, limit, named)
+        self.step = self.choice.chosen.step
+        self.load_attempts = [LoadAttempt(STORAGE, str(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
+        for load_attempt in self.load_attempts:
+            load_attempt.run, load_attempt.hosts = run_name(Job.count, "0000aaaa"), hosts
+            if compiled:
+                load_attempt.begin()
+
+    def dies(self, error=None, rank=0):
+        """Without an error: without a word."""
+        if error is not None:
+            self.load_attempts[rank].failed(error)
+        self.load_attempts[0]._listen_no_more()                 # as the end of the process does
+        return self
+
+    def passes(self):
+        for load_attempt in self.load_attempts:
+            load_attempt.passed()
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, world=1)
+    return tmp_path
+
+
+def left(root):
+    return sorted(name for name in os.listdir(root / FOLDER) if name.startswith(("trial", "death")))
+
+
+def test_two_deaths_and_the_older_one_is_tried(root):
+    assert [Job(root).dies().step for _ in range(2)] == [15, 15]
+    found = choose(root)
+    assert found.chosen.step == 10
+    assert [str(refusal) for refusal in found.refused] == [
+        "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was done, the last one: without a "
+        "word (mindresume.poison_limit: 2); name it to take it all the same"]
+
+
+def test_the_job_before_is_told_of(root):
+    Job(root).dies(NAN)
+    assert choose(root).notes == (f"step 15: the job before loaded it and died before the first step was done, the last one: "
+                                  f"RuntimeError: loss is nan (rank 0, host {socket.gethostname()})",)
+
+
+def test_a_step_clears_it(root):
+    Job(root).dies(NAN)
+    Job(root).passes()
+    assert left(root) == [] and [Job(root).dies().step for _ in range(2)] == [15, 15]
+
+
+def test_only_what_happens_after_the_load_counts(root):
+    """Two preemptions, or errors, while it was read or the network was compiled: the newest checkpoint was poison."""
+    for _ in range(3):
+        Job(root, compiled=False).dies(NAN)
+    assert left(root) == [] and choose(root).chosen.step == 15
+
+
+@pytest.mark.parametrize("error", [
+    KeyboardInterrupt(), SystemExit(143), MemoryError(), RuntimeError("Device(id:0) memory isn't enough: Out of Memory"),
+    RuntimeError("Ascend error EL0004: Failed to allocate memory"), RuntimeError("std::bad_alloc"),
+    RuntimeError("HcclAllReduce failed, EI0002: notify wait timeout"), ConnectionResetError(), TimeoutError(),
+    RuntimeError("The total number of timed out node is 1"), RuntimeError("Exception thrown from dataset pipeline"),
+    OSError(5, "Input/output error"), LoadError("it changed"), TypeError("unexpected argument"), ImportError("no module")])
+def test_what_something_else_explains_does_not_count(root, error):
+    for _ in range(3):
+        Job(root, ranks=2).dies(error, rank=1)
+    assert choose(root).chosen.step == 15 and list(load_attempts(STORAGE, str(root)).values()) == [()]
+    Job(root, ranks=2).passes()
+    assert left(root) == []
+
+
+@pytest.mark.parametrize("error", [NAN, ValueError("nan"), FloatingPointError(), RuntimeError("aicore exception"),
+                                   AssertionError("")])
+def test_what_may_come_of_the_checkpoint_counts(root, error):
+    for _ in range(2):
+        Job(root, ranks=2).dies(error, rank=1)
+    assert explanation(error) == "" and choose(root).chosen.step == 10
+
+
+def test_an_error_of_the_compiler_is_none_of_the_checkpoint():
+    space = {}
+    exec(compile("def compile(): raise ValueError('For primitive[Add]')", "/x/mindspore/nn/cell.py", "exec"), space)
+    try:
+        space["compile"]()
+    except ValueError as error:
+        assert explanation(error) == "the network could not be compiled"
+
+
+def test_who_lost_the_others_does_not_excuse_the_one_with_the_error(root):
+    for _ in range(2):
+        job = Job(root, ranks=3)
+        job.dies(RuntimeError("hccl: peer is gone"), rank=0)
+        job.dies(NAN, rank=2)
+    assert choose(root).chosen.step == 10
+
+
+@pytest.mark.parametrize("number, counts", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)])
+def test_a_job_that_was_asked_to_end_and_then_killed(root, number, counts):
+    """The number is on the disk although no handler ran, and none could: the process did not live to see it."""
+    before = signal.signal(number, lambda *_: None)
+    try:
+        for _ in range(2):
+            job = Job(root)
+            os.kill(os.getpid(), number)
+            job.dies()
+    finally:
+        signal.signal(number, before)
+    assert choose(root).chosen.step == (10 if counts else 15)
+    Job(root, named="net_rank_0-2_5").passes()
+    assert not any(name.startswith("death") for name in left(root))
+
+
+def test_all_suspected_is_better_than_nothing(root):
+    """Never stuck: the newest one again, with what is known of the others."""
+    assert [Job(root).dies().step for _ in range(6)] == [15, 15, 10, 10, 5, 5]
+    found = choose(root)
+    assert found.chosen.step == 15 and [refusal.step for refusal in found.refused] == [15, 10, 5]
+
+
+# ---- hosts ---------------------------------------------------------------------------------------------------------------
+
+def deaths_on(root, monkeypatch, *hosts, ranks=2, of=2):
+    for host in hosts:
+        monkeypatch.setattr(module.socket, "gethostname", lambda host=host: host)
+        Job(root, ranks=ranks, hosts=of).dies(NAN, rank=1)
+
+
+def test_one_host_that_kills_every_job_is_no_checkpoint_that_does(root, monkeypatch):
+    deaths_on(root, monkeypatch, "bad", "bad", "bad")
+    found = choose(root)
+    assert found.chosen.step == 15 and "3 jobs in a row" in found.notes[-1] and "All died on host bad" in found.notes[-1]
+    deaths_on(root, monkeypatch, "bad")                         # never stuck: it may be its slice after all
+    found = choose(root)
+    assert found.chosen.step == 10 and "all on host bad" in found.refused[0].reason
+
+
+@pytest.mark.parametrize("hosts, of", [(("one", "two"), 2), (("one", "one"), 1)])
+def test_other_hosts_or_the_only_one(root, monkeypatch, hosts, of):
+    deaths_on(root, monkeypatch, *hosts, of=of)
+    assert choose(root).chosen.step == 10
+
+
+# ---- whose ---------------------------------------------------------------------------------------------------------------
+
+def test_jobs_that_begin_with_it_at_the_same_time_are_not_in_a_row(root):
+    """Several trainings from one source; one of them has done its first step."""
+    jobs = [Job(root, output=f"/output/{number}") for number in range(5)]
+    assert [job.step for job in jobs] == [15] * 5
+    jobs[2].passes()
+    for job in jobs:
+        job.dies()
+    assert not any(name.startswith("trial") for name in left(root))
+    assert [Job(root, output="/output/0").dies().step for _ in range(3)] == [15, 15, 10]
+
+
+def test_a_name_wins(root):
+    for _ in range(2):
+        Job(root).dies()
+    assert choose(root, named="net_rank_0-2_5").chosen.step == 15
+
+
+def test_a_limit_of_none(root):
+    assert [Job(root, limit=0).dies().step for _ in range(4)] == [15] * 4
+
+
+def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
+    for _ in range(2):
+        Job(root).dies()
+    job = Job(root)
+    assert job.step == 10 and len(load_attempts(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
+
+
+def test_a_folder_that_is_not_ours_to_write_to(tmp_path, root):
+    job = Job(root, compiled=False)
+    load_attempt = LoadAttempt(STORAGE, str(tmp_path / "elsewhere"), job.choice.chosen, "/output")
+    load_attempt.run = run_name(1, "0000aaaa")
+    load_attempt.begin()
+    load_attempt.failed(NAN)
+    load_attempt.passed()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_all_ranks_at_once(root):
+    """The note is rank 0's; a rank that fails while another one clears it has nothing to say."""
+    chosen = choose(root).chosen
+
+    def work(group):
+        load_attempt = LoadAttempt(STORAGE, str(root), chosen, "/output", group.rank)
+        load_attempt.run, load_attempt.hosts = run_name(1, "0000aaaa"), 1
+        load_attempt.begin()
+        group.gather(b"")
+        load_attempt.passed()
+        group.gather(b"")
+        load_attempt.failed(NAN)
+    Ranks(4).run(work)
+    assert left(root) == []
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("content", [
+    b"", b"\xff\xfe", b"two", b"2 /output", b"[]", b"{}", b"[" * 9000, *(
+        json.dumps({"output": "/output", "deaths": [row] * 2, "began": None}).encode()
+        for row in ({}, {"run": "x"}, {"run": "0001-0000aaaa", "hosts": 0}, {"run": "0001-0000aaaa", "cause": "x" * 999}))])
+def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
+    """Nor does it let one go."""
+    Job(root).dies()
+    (root / FOLDER / left(root)[1]).write_bytes(content)
+    assert set(load_attempts(STORAGE, str(root)).values()) == {None} and choose(root).chosen.step == 15
+    save(root, 20, world=1)
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [20, 15]
+    Job(root, named="net_rank_0-2_5").passes()
+    assert not any(name.startswith("trial") for name in left(root))
+
+
+@pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
+def test_a_word_that_cannot_be_read_is_no_silence(root, word):
+    job = Job(root).dies(NAN)
+    (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
+    assert list(load_attempts(STORAGE, str(root)).values()) == [()]
+
+
+@pytest.mark.parametrize("operation", ["write", "rename", "sync", "remove"])
+def test_a_disk_that_fails_ends_nothing_but_the_trial(root, operation):
+    class Broken(PosixStorage):
+        pass
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+    Job(root).dies()
+    setattr(Broken, operation, fail)
+    load_attempt = LoadAttempt(Broken(), str(root), choose(root).chosen, "/output")
+    load_attempt.run = run_name(9, "0000aaaa")
+    for work in (load_attempt.begin, load_attempt.passed, lambda: load_attempt.failed(NAN)):
+        try:
+            work()
+        except OSError:
+            continue
+    load_attempt._listen_no_more()
+    assert choose(root, limit=3).chosen.step == 15
+
+
+# ---- retention -------------------------------------------------------------------------------------------------------------
+
+def test_what_is_suspected_is_never_removed(root):
+    """The newest checkpoint was passed over, an older one trained on, and the newer removed."""
+    for _ in range(2):
+        Job(root).dies()
+    Job(root).passes()                                          # of step 10
+    later = run_name(2, "0000bbbb")
+    for step in (15, 20, 25):
+        save(root, step, world=1, run=later, suffix=1)
+    made, first = plan(STORAGE, str(root), KeepLast(1)), run_name(1, "0000aaaa")
+    assert [(c.step, c.run) for c in made.kept] == [(25, later), (15, first)]
+    assert made.reasons[str(root / FOLDER / attempt_name(15, first))] == "a job died right after it had loaded it"
+    Job(root, named="net_rank_0-2_5").passes()
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
+
+
+def test_what_nobody_suspects_is_removed_when_the_training_goes_on_from_another_one(root):
+    """One job died right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has saved."""
+    Job(root).dies()
+    later = run_name(2, "0000bbbb")
+    for step in (20, 25):
+        save(root, step, world=1, run=later, suffix=1)
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25, 15]
+    Job(root, output="/another").passes()                       # of a training that knows nothing of the first one
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25, 15]
+    Job(root).passes()
+    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
+    assert left(root) == []

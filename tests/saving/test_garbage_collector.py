@@ -1,0 +1,599 @@
+"""What goes and what never goes, and a removal that dies before any single one of its operations."""
+import errno
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import folders
+import iterations
+import pytest
+from folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
+
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
+from mindresume.events import CheckpointsRemoved, RemovalPostponed
+from mindresume.formats.rank_folder_naming import META, meta_json
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, trash_name, untrashed
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import select
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import NOTHING_WHOLE, Plan, carry_out, plan
+from mindresume.saving.protection import NEWEST_HEALTHY, NEWEST_WHOLE
+from mindresume.saving.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
+from mindresume.storage.filesystem import PosixStorage
+
+NEXT_RUN = run_name(2, "0000bbbb")
+
+
+def steps(candidates):
+    return [candidate.step for candidate in candidates]
+
+
+def planned(root, policy, **more):
+    return plan(STORAGE, str(root), policy, **more)
+
+
+def committed(root):
+    return steps(c for c in scan(STORAGE, str(root)).candidates if c.committed)
+
+
+def tree(root):
+    return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*"))
+
+
+def over(run):
+    return True
+
+
+def why(made):
+    """{name of the attempt: reason}; there are no two of one name."""
+    rows = [*made.kept, *made.to_delete, *made.orphans, *made.unfinished, *made.read_locked]
+    assert sorted(c.commit_dir for c in rows) == sorted(made.reasons)
+    return {candidate.name: made.reasons[candidate.commit_dir] for candidate in rows}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Steps 5 to 20 of 2 ranks, and step 25 of rank 0 alone."""
+    root = tmp_path / "checkpoint"
+    for step in (5, 10, 15, 20):
+        save(root, step, world=2)
+    write_rank(root, 25, 0, 2)
+    return root
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+def test_a_plan_touches_nothing_and_says_why(saved):
+    before = tree(saved)
+    made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=over)
+    assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == ([20, 10], [15, 5], [25], ())
+    assert why(made) == {attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
+                         attempt_name(10, RUN): "one every 10 steps",
+                         attempt_name(15, RUN): "none of: the last one, one every 10 steps",
+                         attempt_name(5, RUN): "none of: the last one, one every 10 steps",
+                         attempt_name(25, RUN): "the save never completed"}
+    assert tree(saved) == before
+
+
+def test_every_save_is_in_exactly_one_group(saved):
+    save(saved, 30, world=2, run=NEXT_RUN, suffix=1)
+    made = planned(saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=over)
+    assert sorted(why(made)) == sorted(os.listdir(saved / FOLDER))
+
+
+@pytest.mark.parametrize("ended, active, orphans", [(over, None, [25]), (lambda run: False, None, []),
+                                                   (lambda run: run == NEXT_RUN, None, []), (over, RUN, [])])
+def test_an_incomplete_save_goes_only_if_its_run_is_over(saved, ended, active, orphans):
+    made = planned(saved, KEEP_ALL, ended=ended, active=active)
+    assert steps(made.orphans) == orphans and steps(made.unfinished) == [step for step in [25] if step not in orphans]
+    assert made.to_delete == () and steps(made.kept) == [20, 15, 10, 5]
+
+
+def test_an_incomplete_save_of_the_active_run_goes_behind_its_newest_commit(saved):
+    assert planned(saved, KEEP_ALL, active=RUN).orphans == ()
+    write_rank(saved, 18, 0, 2)                                     # 20 is committed
+    assert steps(planned(saved, KEEP_ALL, active=RUN).orphans) == [18]
+    assert planned(saved, KEEP_ALL, active=NEXT_RUN).orphans == ()
+
+
+def test_whether_a_run_is_over_is_asked_after_the_folder_was_read(saved):
+    """A job that starts in between: its save is in the folder, and its claim must be seen."""
+    read = []
+
+    class Watched(PosixStorage):
+        def list(self, folder):
+            read.append(folder)
+            return super().list(folder)
+    seen = []
+    plan(Watched(), str(saved), KEEP_ALL, ended=lambda run: not seen.append(len(read)))
+    assert seen and min(seen) >= 6                     # the folder of records and those of five attempts
+
+
+def test_what_mindformers_wrote_is_neither_counted_nor_removed(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step, world=2)
+    write_foreign(tmp_path, 50, world=2, suffix=7)
+    made = planned(tmp_path, KeepLast(1), ended=over)
+    assert (steps(made.kept), steps(made.to_delete)) == ([10], [5])
+    carry_out(STORAGE, str(tmp_path), made)
+    assert path_of(tmp_path, 50, 0, 7).exists() and path_of(tmp_path, 50, 1, 7).exists()
+
+
+def cut_short(root, step):
+    os.truncate(path_of(root, step, 1), 10)
+
+
+def delete_file(root, step):
+    path_of(root, step, 1).unlink()
+
+
+def delete_record(root, step):
+    (root / FOLDER / attempt_name(step, RUN) / "rank_00001.json").unlink()
+
+
+@pytest.mark.parametrize("spoil", [cut_short, delete_file, delete_record])
+def test_the_newest_whole_one_never_goes_and_broken_newer_ones_do_not_count(saved, spoil):
+    for step in (15, 20):
+        spoil(saved, step)
+    made = planned(saved, KeepLast(1))
+    assert steps(made.kept) == [20, 10] and steps(made.to_delete) == [15, 5]
+    assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
+    made = planned(saved, KeepLast(2))
+    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()       # 20 and 15 are broken: 10 and 5 are the last 2
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))
+    chosen = select(STORAGE, str(saved), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+    assert chosen.step == 10 or spoil is delete_file
+
+
+def test_without_a_whole_one_no_checkpoint_goes(saved):
+    for step in (5, 10, 15, 20):
+        cut_short(saved, step)
+    made = planned(saved, KeepLast(1), ended=over)
+    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == () and steps(made.orphans) == [25]
+    assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
+
+
+def test_what_meta_json_names_stays(saved):
+    """A job has committed a newer one and has not pointed to it yet; beside it somebody prunes the folder."""
+    meta = saved / "rank_0" / "meta.json"
+    older, gone = (json.dumps(meta_json(name_of(0, step))) for step in (10, 11))
+    for text, kept in ((older, [20, 10]), (gone, [20]), ("[1]", [20]), ("", [20]), (None, [20])):
+        meta.unlink() if text is None else meta.write_text(text)
+        made = planned(saved, KeepLast(1), ended=over)
+        assert steps(made.kept) == kept, text
+        if len(kept) > 1:
+            assert why(made)[attempt_name(10, RUN)] == "rank_0/meta.json names it"
+
+
+def test_nothing_goes_while_what_meta_json_names_is_not_known(saved):
+    class Trouble(PosixStorage):
+        def open(self, path):
+            if path.endswith("meta.json"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return super().open(path)
+    with pytest.raises(OSError, match="Input/output"):
+        plan(Trouble(), str(saved), KeepLast(1))
+
+
+def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
+    save(tmp_path, 5, world=2)
+    save(tmp_path, 10, world=2)
+    (tmp_path / FOLDER / attempt_name(10, RUN) / MANIFEST).unlink()
+    for ended in (over, lambda run: False):
+        made = planned(tmp_path, KeepLast(1), ended=ended)
+        assert steps(made.kept) == [10, 5] and made.to_delete == ()
+        assert why(made)[attempt_name(10, RUN)] == "complete, not committed yet"
+
+
+def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_good(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, world=2)
+    attempt = tmp_path / FOLDER / attempt_name(5, RUN)
+    (attempt / MANIFEST).unlink()
+    folders.flip_bit(attempt / "rank_00001.json", 5)
+    assert steps(planned(tmp_path, KeepLast(3), ended=over).to_delete) == []
+    made = planned(tmp_path, KeepLast(2), ended=over)
+    assert steps(made.to_delete) == [5] and steps(made.kept) == [15, 10]
+    assert planned(tmp_path, KeepLast(2)).to_delete == ()                      # its run may still commit it
+
+
+@pytest.fixture
+def healths(monkeypatch):
+    """{step: what the health monitor said when it was saved}"""
+    found, plain = {}, folders.state_of
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=found.get(step)))
+    return found
+
+
+@pytest.mark.parametrize("sick, kept, extra", [((), [25], None), ((25, 20), [25, 15], 15), ((25, 20, 15, 10, 5), [25], None),
+                                               ((20,), [25], None), ((10,), [25], None)])
+def test_the_newest_healthy_one_stays(tmp_path, healths, sick, kept, extra):
+    healths.update({step: int(step in sick) for step in (5, 10, 15, 20, 25)})
+    for step in (5, 10, 15, 20, 25):
+        save(tmp_path, step, world=2)
+    made = planned(tmp_path, KeepLast(1))
+    assert steps(made.kept) == kept
+    if extra:
+        assert why(made)[attempt_name(extra, RUN)] == NEWEST_HEALTHY
+    Committer(folders.place_of(tmp_path, 0, 2), KeepLast(1)).prune()
+    assert committed(tmp_path) == kept
+
+
+def test_the_newest_healthy_one_that_is_whole_stays_and_one_that_nobody_judged_counts_as_healthy(tmp_path, healths):
+    healths.update({5: 0, 20: 1, 25: 1})
+    for step in (5, 10, 15, 20, 25):
+        save(tmp_path, step, world=2)
+    cut_short(tmp_path, 15)
+    made = planned(tmp_path, KeepLast(1))
+    assert steps(made.kept) == [25, 10] and why(made)[attempt_name(10, RUN)] == NEWEST_HEALTHY
+
+
+def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
+    losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, folders.state_of
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: folders.TrainingState(
+        *[getattr(plain(step), name) for name in ("step", "steps_per_epoch", "global_step", "global_batch_size", "loss_scale",
+                                                  "sink_size", "dataset_size")], metrics=(("loss", losses[step]),)))
+    for step in losses:
+        save(tmp_path, step, world=1)
+    assert [dict(c.metrics) for c in scan(STORAGE, str(tmp_path)).candidates] == [{"loss": losses[s]} for s in (20, 15, 10, 5)]
+    made = planned(tmp_path, KeepAny((KeepLast(1), KeepBest("loss", 1))))
+    assert steps(made.kept) == [20, 10] and why(made)[attempt_name(10, RUN)] == "the best one by loss (smallest)"
+
+
+# ---- carrying out ----------------------------------------------------------------------------------------------------
+
+class Died(Exception):
+    """Not an OSError: nothing in the product catches it, as nothing catches a SIGKILL."""
+
+
+class Counting(PosixStorage):
+    """One operation after the other; dies before number ``limit`` (from 0)."""
+    width = 1
+
+    def __init__(self, limit=None):
+        self.limit, self.done = limit, []
+
+    def _count(self, *what):
+        if len(self.done) == self.limit:
+            raise Died(what)
+        self.done.append(what)
+
+    def list(self, folder):
+        self._count("list", folder)
+        return super().list(folder)
+
+    def status(self, path):
+        self._count("status", path)
+        return super().status(path)
+
+    def open(self, path):
+        self._count("open", path)
+        return super().open(path)
+
+    def rename(self, old, new):
+        self._count("rename", old, new)
+        super().rename(old, new)
+
+    def sync(self, folder):
+        self._count("sync", folder)
+        super().sync(folder)
+
+    def remove(self, path):
+        self._count("remove", path)
+        super().remove(path)
+
+
+def test_the_order_of_operations(saved):
+    storage = Counting()
+    removed = carry_out(storage, str(saved), planned(saved, KeepLast(3)))
+    assert steps(removed) == [5]
+    records, name = saved / FOLDER, attempt_name(5, RUN)
+    changes = [what for what in storage.done if what[0] not in ("list", "status", "open")]
+    trash = Path(changes[0][2])
+    assert trash.parent == records and untrashed(trash.name) == name
+    expected = [("rename", str(records / name), str(trash)), ("sync", str(records))]
+    for rank in range(2):
+        path = path_of(saved, 5, rank)
+        expected += [("remove", str(path)), ("remove", str(path.with_name(f".{path.name}.{RUN}.mindresume-tmp"))),
+                     ("sync", str(path.parent))]
+    expected += [("remove", str(trash / entry)) for entry in (MANIFEST, "rank_00000.json", "rank_00001.json")]
+    assert changes == [*expected, ("remove", str(trash))]
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_dies_before_any_operation_and_the_next_one_finishes(tmp_path, fmt):
+    source = tmp_path / "source"
+    for step in (5, 10, 15):
+        save(source, step, world=2, fmt=fmt)
+    write_rank(source, 20, 0, 2, fmt=fmt)
+    path_of(source, 25, 1, fmt=fmt).write_bytes(b"torn: no record says whose it is, nor does a label")
+    finished = tmp_path / "finished"
+    shutil.copytree(source, finished)
+    complete = Counting()
+    carry_out(complete, str(finished), planned(finished, KeepLast(1), ended=over))
+    assert committed(finished) == [15] and len(complete.done) > 40
+    for limit in range(len(complete.done)):
+        root = tmp_path / "again"
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(source, root)
+        with pytest.raises(Died):
+            carry_out(Counting(limit), str(root), planned(root, KeepLast(1), ended=over))
+        assert committed(root)[0] == 15, limit
+        chosen = select(STORAGE, str(root), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+        assert chosen is not None and chosen.step == 15, limit
+        carry_out(STORAGE, str(root), planned(root, KeepLast(1), ended=over))
+        assert tree(root) == tree(finished), limit
+
+
+def test_dies_twice_and_the_third_one_finishes(saved, tmp_path):
+    for first, second in ((3, 5), (8, 8), (12, 2), (20, 15)):
+        root = tmp_path / f"{first}-{second}"
+        shutil.copytree(saved, root)
+        for limit in (first, second):
+            with pytest.raises(Died):
+                carry_out(Counting(limit), str(root), planned(root, KeepLast(1), ended=over))
+        carry_out(STORAGE, str(root), planned(root, KeepLast(1), ended=over))
+        assert os.listdir(root / FOLDER) == [attempt_name(20, RUN)] and committed(root) == [20]
+        assert sorted(os.listdir(root / "rank_0")) == ["meta.json", path_of(root, 20, 0).name]
+
+
+def test_weights_of_a_removal_that_died_are_synced_by_the_next_one_too(saved):
+    """Who removed them may have died before it synced; a power loss now must not bring them back without their records."""
+    made, dying = planned(saved, KeepLast(3)), Counting()
+    dying.limit = 1 + next(i for i, what in enumerate(counted(saved)) if what == ("remove", str(path_of(saved, 5, 1))))
+    with pytest.raises(Died):
+        carry_out(dying, str(saved), made)
+    assert not path_of(saved, 5, 1).exists()
+    storage = Counting()
+    carry_out(storage, str(saved), planned(saved, KeepLast(3)))
+    trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))            # with whatever nonce
+    first_record = next(i for i, what in enumerate(storage.done) if what[0] == "remove" and what[1].startswith(trash))
+    assert ("sync", str(saved / "rank_0")) in storage.done[:first_record]
+    assert ("sync", str(saved / "rank_1")) in storage.done[:first_record]
+
+
+def counted(root):
+    """The operations of removing step 5, on a copy, with the paths of ``root``."""
+    copy = root.parent / "counted"
+    shutil.copytree(root, copy)
+    storage = Counting()
+    carry_out(storage, str(copy), planned(copy, KeepLast(3)))
+    return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.done]
+
+
+def test_missing_victims_are_no_error(saved):
+    made = planned(saved, KeepLast(1), ended=over)
+    shutil.rmtree(saved / FOLDER / attempt_name(10, RUN))
+    path_of(saved, 15, 0).unlink()
+    assert steps(carry_out(STORAGE, str(saved), made)) == [15, 5, 25]
+    assert committed(saved) == [20]
+
+
+def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
+    save(tmp_path, 5, world=1)
+    write_rank(tmp_path, 10, 0, 3)
+    assert steps(carry_out(STORAGE, str(tmp_path), planned(tmp_path, KEEP_ALL, ended=over))) == [10]
+    assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)] and not path_of(tmp_path, 10, 0).exists()
+
+
+def test_a_later_file_of_the_same_name_stays(tmp_path):
+    """The rank folders were deleted by hand and their hidden records were not: the next run uses the names again."""
+    for step in (5, 10, 15):
+        save(tmp_path, step, world=2)
+    for rank in range(2):
+        shutil.rmtree(tmp_path / f"rank_{rank}")
+    save(tmp_path, 5, world=2, run=NEXT_RUN)
+    made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=over)
+    assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
+    carry_out(STORAGE, str(tmp_path), made)
+    chosen = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+    assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [attempt_name(5, NEXT_RUN)]
+
+
+# ---- holds -----------------------------------------------------------------------------------------------------------
+
+HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
+
+
+def test_a_held_one_is_no_victim(saved):
+    made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=over)
+    assert steps(made.to_delete) == [15, 5] and made.orphans == ()
+    assert sorted(steps(made.read_locked)) == [10, 25]               # 20 stays anyway
+    assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
+    carry_out(STORAGE, str(saved), made, lambda: HELD)
+    assert committed(saved) == [20, 10]
+
+
+def test_a_hold_that_appears_after_the_plan(saved):
+    before, events = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
+    removed = carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, events.append)
+    assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
+    assert before == {p: p.stat().st_mtime_ns for p in before} and path_of(saved, 10, 1).exists()
+    assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(10, RUN)), HELD[attempt_name(10, RUN)], 10)]
+    assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))) == [10]          # let go: the next one takes it
+
+
+def test_holds_are_asked_after_the_rename_is_durable(saved):
+    storage, asked = Counting(), []
+
+    def read_locks():
+        asked.append([what[0] for what in storage.done])
+        return {}
+    carry_out(storage, str(saved), planned(saved, KeepLast(2)), read_locks)
+    assert asked == [["rename", "sync"], ["rename", "sync", "rename", "sync"]]
+
+
+def test_dies_before_it_sees_the_hold_and_the_next_one_brings_it_back(saved):
+    with pytest.raises(Died):
+        carry_out(Counting(1), str(saved), planned(saved, KeepLast(3)), lambda: {})
+    assert committed(saved) == [20, 15, 10]
+    held = {attempt_name(5, RUN): "loading"}
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+    assert committed(saved) == [20, 15, 10, 5]
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))
+    assert committed(saved) == [20, 15, 10] and not path_of(saved, 5, 0).exists()
+
+
+def test_dies_while_it_renames_back(saved):
+    held = {attempt_name(5, RUN): "loading"}
+    for limit in (2, 3):                                             # before the rename back, before its sync
+        with pytest.raises(Died):
+            carry_out(Counting(limit), str(saved), planned(saved, KeepLast(3)), lambda: held)
+        carry_out(STORAGE, str(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+        assert committed(saved) == [20, 15, 10, 5]
+
+
+def test_what_lost_files_already_does_not_come_back_and_waits_for_its_holder(saved):
+    attempt = saved / FOLDER / attempt_name(5, RUN)
+    attempt.rename(attempt.with_name(TRASH + attempt.name))
+    path_of(saved, 5, 0).unlink()
+    held = {attempt_name(5, RUN): "loading"}
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+    assert committed(saved) == [20, 15, 10] and path_of(saved, 5, 1).exists()
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))
+    assert not path_of(saved, 5, 1).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
+
+
+def test_another_process_finished_the_removal_before_the_hold_was_seen(saved):
+    def read_locks():
+        for trash in (saved / FOLDER).glob(TRASH + attempt_name(5, RUN) + ".*"):
+            shutil.rmtree(trash)
+        return {attempt_name(5, RUN): "loading"}
+    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), read_locks) == []
+    assert committed(saved) == [20, 15, 10]
+
+
+# ---- each fails for itself -------------------------------------------------------------------------------------------
+
+class Stuck(Counting):
+    """Operations on what has one of ``names`` in its path, or is in a folder of it, fail."""
+
+    def __init__(self, operation, *names, code=errno.EACCES):
+        super().__init__()
+        self.operation, self.names, self.code = operation, names, code
+
+    def _count(self, what, *paths):
+        super()._count(what, *paths)
+        if what == self.operation and any(name in paths[0] for name in self.names):
+            raise OSError(self.code, os.strerror(self.code), *paths[:1])
+
+
+@pytest.mark.parametrize("operation, name, left", [
+    ("rename", attempt_name(15, RUN), [20, 15]), ("remove", str(Path(path_of("", 15, 1)).name), [20]),
+    ("sync", "rank_1", [20]), ("open", "rank_00000.json", [20])])
+def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, name, left):
+    events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
+    old.mkdir()
+    storage = Stuck(operation, name)
+    removed = carry_out(storage, str(saved), planned(saved, KeepLast(1), ended=over), emit=events.append)
+    assert committed(saved) == left and not old.exists()
+    assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
+    if operation != "open":                                                     # then other records tell what it wrote
+        assert events and {(type(event), event.reason) for event in events} == {(RemovalPostponed, "Permission denied")}
+        assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over))
+    assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
+
+
+def test_what_cannot_be_removed_is_emitted_once(saved):
+    events, storage = [], Stuck("rename", attempt_name(5, RUN))
+    place = folders.place_of(saved, 0, 2)
+    committer = Committer(type(place)(storage, place.root, place.run, 0, 2), KeepLast(3), events.append)
+    assert committer.prune() == committer.prune() == []
+    assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)]
+
+
+def test_trash_of_the_same_attempt_is_in_nobodys_way(saved):
+    """Its removal was cut short, the checkpoint was copied back by hand."""
+    name = attempt_name(5, RUN)
+    for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
+        shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
+    assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))) == [5]
+    assert committed(saved) == [20, 15, 10] and not list((saved / FOLDER).glob(TRASH + "*"))
+    assert not path_of(saved, 5, 0).exists()
+
+
+def test_a_rename_that_reports_an_error_after_its_effect(saved):
+    class Late(PosixStorage):
+        def rename(self, old, new):
+            super().rename(old, new)
+            raise OSError(errno.EIO, "Input/output error", old)
+    events = []
+    assert carry_out(Late(), str(saved), planned(saved, KeepLast(3)), emit=events.append) == []
+    assert len(events) == 1 and committed(saved) == [20, 15, 10]
+    assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
+
+
+def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
+    def read_locks():
+        raise OSError(errno.EIO, "Input/output error")
+    events = []
+    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), read_locks, events.append) == []
+    assert path_of(saved, 5, 0).exists() and len(events) == 2
+    held = {attempt_name(5, RUN): "loading"}
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), lambda: held)
+    assert committed(saved) == [20, 15, 10, 5]                                   # it was held, and comes back
+
+
+# ---- the committer ---------------------------------------------------------------------------------------------------
+
+def test_the_committer_removes_respects_holds_and_emits(saved):
+    events, held = [], dict(HELD)
+    for rank in range(2):
+        write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
+    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
+    committer.saved(30)
+    assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
+    assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
+    held.clear()
+    assert committer.prune() == [10] and committer.prune() == []
+
+
+def test_the_committer_leaves_what_may_still_go_on(saved):
+    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
+    assert committer.prune() == [] and path_of(saved, 25, 0).exists()
+    assert json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == path_of(saved, 20, 0).name
+
+
+def test_the_committer_never_takes_a_later_run_for_over(saved):
+    """A run that began since: what was known of the runs at the start says nothing about it."""
+    write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
+    Committer(folders.place_of(saved, 0, 2), KeepLast(1), ended=over).prune()
+    assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
+
+
+def test_what_is_held_while_others_are_removed_is_not_moved(tmp_path):
+    """However long these take: it is looked for right before."""
+    iterations.save(tmp_path, 1, 2, 3)
+    moved, held = [], []
+    to_delete = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]
+
+    class Slow(PosixStorage):
+        def rename(self, old, new):
+            if os.path.basename(old).startswith("iteration_"):
+                moved.append(os.path.basename(old))
+                if len(moved) == 1:
+                    other = next(c for c in to_delete if c.base != moved[0])
+                    held.append(acquire_read_lock(STORAGE, str(tmp_path), other.name, other.commit_dir,
+                                                  sleep=lambda seconds: None))
+            super().rename(old, new)
+    carry_out(Slow(), str(tmp_path), Plan(to_delete=tuple(to_delete)), ReadLocks(STORAGE, str(tmp_path)))
+    assert len(moved) == 1 and held[0] is not None
+    held[0].release()
+
+
+def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
+    for step in (5, 6, 7):
+        save(tmp_path, step, world=1)
+
+    class Private(PosixStorage):
+        def open(self, path):
+            if path.endswith(META):
+                raise PermissionError(13, "Permission denied", path)
+            return super().open(path)
+    made = plan(Private(), str(tmp_path), KeepLast(1), {}, ended=over)
+    assert steps(made.to_delete) == [6, 5]

@@ -1,0 +1,783 @@
+"""How an iteration folder becomes visible, is replaced and removed, and what the next run makes of a death in between."""
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import folders
+import iterations
+import pytest
+from folders import RUN, STORAGE
+from iterations import (
+    folder_of,
+    foreign,
+    hidden,
+    intend,
+    listing,
+    making,
+    place_of,
+    records_of,
+    save,
+    track,
+    tracker,
+    unname,
+    write_all,
+    write_rank,
+)
+
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.lease import holder_of_this_process
+from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
+from mindresume.errors import FolderInUseError, RecordError
+from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
+from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, read_common
+from mindresume.formats.metadata import read_metadata
+from mindresume.formats.records import scan_records
+from mindresume.formats.scan import scan
+from mindresume.model.layout import TensorLayout
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import select
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import carry_out, empty_trash, plan
+from mindresume.saving.iteration_publisher import finish_tracker
+from mindresume.saving.retention import KeepEverySteps, KeepLast
+from mindresume.storage.filesystem import PosixStorage, temporary_name
+
+NEXT, THIRD = run_name(2, "0000bbbb"), run_name(3, "0000cccc")
+VISIBLE = "iteration_00000010"
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """In memory where there is one: deaths are simulated, so no disk need be waited for."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    path = tempfile.mkdtemp(prefix="mindresume-", dir="/dev/shm")
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+def adopting(root, run=NEXT, emit=ignore):
+    return Committer(place_of(root, 0, 2, run), emit=emit).adopt()
+
+
+def chosen(root):
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+    return choice.chosen and (choice.chosen.step, choice.chosen.run)
+
+
+def committed(root):
+    return [(c.step, c.run) for c in scan_records(STORAGE, str(root))[0] if c.committed]
+
+
+class Dying(PosixStorage):
+    """Dies before operation ``at`` of those that change something."""
+    width = 1
+
+    def __init__(self, at=None):
+        self.at, self.done = at, []
+
+    def _count(self, name, path):
+        self.done.append((name, os.path.basename(path)))
+        if len(self.done) == self.at:
+            raise KeyboardInterrupt
+
+    def rename(self, old, new):
+        self._count("rename", new)
+        super().rename(old, new)
+
+    def write(self, path, pieces, size=0):
+        self._count("write", path)
+        return super().write(path, pieces, size)
+
+    def remove(self, path):
+        self._count("remove", path)
+        super().remove(path)
+
+
+def lives(act):
+    """Calls ``act(storage, number)`` with a death before each of its operations. Yields what was not done yet."""
+    calm = Dying()
+    act(calm, 0)
+    for at in range(1, len(calm.done) + 1):
+        with pytest.raises(KeyboardInterrupt):
+            act(Dying(at), at)
+        yield at, calm.done[at - 1]
+
+
+# ---- a save ----------------------------------------------------------------------------------------------------------
+
+def test_a_commit_leaves_what_mindformers_alone_needs_and_nothing_else(tmp_path):
+    save(tmp_path, 10)
+    assert listing(tmp_path) == [VISIBLE, TRACKER] and hidden(tmp_path) == [] and tracker(tmp_path) == "10"
+    folder = folder_of(tmp_path, 10)
+    assert sorted(os.listdir(folder)) == [FOLDER, COMMON, METADATA, *(f"net-{kind}-{rank:07d}-0000002.safetensors" for kind in (
+        "model", "opt") for rank in range(2))]
+    common = read_common((folder / COMMON).read_bytes(), COMMON)
+    assert (common.step_num, common.global_step, common.global_batch_size, common.ckpt_status) == (10, 10, 8, None)
+    assert "ckpt_status" not in json.loads((folder / COMMON).read_text())
+    rows = read_metadata((folder / METADATA).read_bytes(), METADATA)
+    assert set(rows) == {"embedding.weight", "adam_m.embedding.weight"}
+    assert rows["embedding.weight"].layout == TensorLayout((2,), (0, -1)) and rows["embedding.weight"].shape == (8, 4)
+    assert [copies[0].file for copies in rows["embedding.weight"].stored.values()] == [
+        f"net-model-{rank:07d}-0000002.safetensors" for rank in range(2)]
+
+
+def test_one_rank_needs_no_metadata_and_health_is_said_when_it_is_known(tmp_path):
+    save(tmp_path, 10, world=1, health=1)
+    assert METADATA not in os.listdir(folder_of(tmp_path, 10))
+    assert read_common((folder_of(tmp_path, 10) / COMMON).read_bytes(), COMMON).ckpt_status == 1
+
+
+def test_the_manifest_names_the_small_files_with_their_checksums(tmp_path):
+    save(tmp_path, 10)
+    with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
+        small = Manifest.read(file).small
+    assert {file.path: file.size for file in small} == {name: (folder_of(tmp_path, 10) / name).stat().st_size
+                                                        for name in (COMMON, METADATA)}
+    assert all(len(file.checksum) == 32 for file in small)
+
+
+def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
+    committer = Committer(place_of(tmp_path))
+    write_rank(tmp_path, 10, 0)
+    committer.saved(10)
+    assert committer.pending == [10] and listing(tmp_path) == [] and chosen(tmp_path) is None
+    write_rank(tmp_path, 10, 1)
+    assert chosen(tmp_path) == (10, RUN)                        # all have finished it
+    assert committer.poll() == [] and listing(tmp_path) == [VISIBLE, TRACKER]
+
+
+def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
+    events = []
+    for rank in range(2):
+        place = place_of(tmp_path, rank)
+        shard = iterations.iteration_shard("net", place, folders.state_of(10), iterations.tensors_of(rank, 10), None, {
+            "embedding.weight": (TensorLayout((3,), (-1, -1)), (4, 4))})
+        iterations.write_shard(place, shard)
+    committer = Committer(place_of(tmp_path), emit=events.append)
+    committer.saved(10)
+    assert committer.pending == [10] and listing(tmp_path) == []
+    assert [(type(event), event.step) for event in events] == [(CommitDelayed, 10)] and "3 ranks, of 2" in events[0].reason
+
+
+def test_a_death_at_every_operation_of_a_save(tmp_path):
+    """The one before, or the new one; and the next run makes it visible, points to it and leaves nothing."""
+    def act(storage, number):
+        root = tmp_path / str(number)
+        save(root, 10)
+        write_all(root, 20)
+        Committer(place_of(root, storage=storage)).saved(20)
+    seen = set()
+    for number, (operation, name) in lives(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (20, RUN), (operation, name)
+        adopting(root)
+        assert chosen(root) == (20, RUN) and tracker(root) == "20", (operation, name)
+        assert listing(root) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(root) == [], (operation, name)
+        seen.add((operation, name.split(".")[0]))
+    assert {("rename", "iteration_00000020"), ("rename", "latest_checkpointed_iteration"), ("rename", "manifest"),
+            ("remove", "tracker-0000000020")} <= seen
+
+
+# ---- the next run ----------------------------------------------------------------------------------------------------
+
+def test_records_without_a_manifest_are_committed(tmp_path):
+    write_all(tmp_path, 10)
+    assert adopting(tmp_path) == [10]
+    assert listing(tmp_path) == [VISIBLE, TRACKER] and hidden(tmp_path) == [] and tracker(tmp_path) == "10"
+    assert committed(tmp_path) == [(10, RUN)] and adopting(tmp_path) == []
+
+
+def test_a_manifest_without_a_name_gets_it(tmp_path):
+    save(tmp_path, 5, 10)
+    unname(tmp_path, 10)
+    track(tmp_path, 5)
+    assert chosen(tmp_path) == (10, RUN)
+    assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and hidden(tmp_path) == []
+
+
+def test_a_name_without_a_tracker_gets_it_if_that_was_meant(tmp_path):
+    save(tmp_path, 5, 10)
+    track(tmp_path, 5)
+    intend(tmp_path, 10)
+    assert chosen(tmp_path) == (10, RUN)
+    assert adopting(tmp_path) == [] and tracker(tmp_path) == "10" and hidden(tmp_path) == []
+
+
+def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
+    """... although all ranks died after the manifest of the next step."""
+    class NoTracker(PosixStorage):
+        def rename(self, old, new):
+            if new.endswith(TRACKER):
+                raise OSError(5, "Input/output error", new)
+            super().rename(old, new)
+
+        def write(self, path, pieces, size=0):
+            if "tracker-0000000015" in path:
+                raise KeyboardInterrupt
+            return super().write(path, pieces, size)
+    save(tmp_path, 5)
+    committer = Committer(place_of(tmp_path, storage=NoTracker()))
+    write_all(tmp_path, 10)
+    committer.saved(10)
+    write_all(tmp_path, 15)
+    with pytest.raises(KeyboardInterrupt):
+        committer.saved(15)
+    assert tracker(tmp_path) == "5" and hidden(tmp_path)[-1] == "tracker-0000000010"
+    assert chosen(tmp_path) == (15, RUN)
+    assert adopting(tmp_path) == [15] and tracker(tmp_path) == "15" and hidden(tmp_path) == []
+
+
+def test_a_tracker_that_was_set_back_stays(tmp_path):
+    save(tmp_path, 5, 10)
+    track(tmp_path, 5)
+    assert adopting(tmp_path) == [] and tracker(tmp_path) == "5" and chosen(tmp_path) == (5, RUN)
+
+
+def test_an_intent_whose_iteration_is_gone_or_is_not_the_newest_only_goes(tmp_path):
+    save(tmp_path, 5, 10)
+    for step in (5, 7):
+        intend(tmp_path, step)
+    adopting(tmp_path)
+    assert tracker(tmp_path) == "10" and hidden(tmp_path) == []
+
+
+def test_what_a_later_run_saved_again_is_not_put_in_its_place(tmp_path):
+    """Run 1 died before it named step 10, run 2 could not adopt it and saved that step itself."""
+    write_all(tmp_path, 10)
+    save(tmp_path, 10, run=NEXT)
+    assert adopting(tmp_path, THIRD) == []
+    assert committed(tmp_path) == [(10, NEXT), (10, RUN)] and chosen(tmp_path) == (10, NEXT)
+    assert (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).is_dir() and tracker(tmp_path) == "10"
+
+
+def test_a_save_that_a_damaged_record_makes_doubtful_is_neither_adopted_nor_lost(tmp_path):
+    save(tmp_path, 5)
+    write_all(tmp_path, 10)
+    (records_of(making(tmp_path, 10), 10) / record_name(1)).write_bytes(b"torn")
+    assert adopting(tmp_path) == [] and making(tmp_path, 10).is_dir() and chosen(tmp_path) == (5, RUN)
+
+
+def test_a_file_that_is_not_as_recorded_is_not_adopted(tmp_path):
+    events = []
+    write_all(tmp_path, 10)
+    (making(tmp_path, 10) / "net-opt-0000001-0000002.safetensors").write_bytes(b"short")
+    assert adopting(tmp_path, emit=events.append) == [] and listing(tmp_path) == []
+    (delayed,) = events
+    assert (type(delayed), delayed.step, delayed.run_id) == (CommitDelayed, 10, RUN) and "net-opt-0000001" in delayed.reason
+
+
+def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
+    write_all(tmp_path, 10)
+    write_all(tmp_path, 20)
+    assert adopting(tmp_path) == [20, 10] and tracker(tmp_path) == "20"
+    assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(tmp_path) == []
+
+
+def test_a_death_at_every_operation_of_an_adoption_of_several(tmp_path):
+    """Between two of them the tracker was behind what had its name already, as if somebody had set it back."""
+    def act(storage, number):
+        root = tmp_path / str(number)
+        save(root, 5)
+        for step in (10, 15, 20):
+            write_all(root, step)
+        Committer(place_of(root, run=NEXT, storage=storage)).adopt()
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (20, RUN), operation
+        adopting(root, THIRD)
+        assert chosen(root) == (20, RUN) and tracker(root) == "20", operation
+        assert committed(root) == [(20, RUN), (15, RUN), (10, RUN), (5, RUN)], operation
+
+
+def test_the_newest_cannot_be_adopted_and_those_before_it_are_not_passed_over(tmp_path):
+    save(tmp_path, 5)
+    for step in (10, 15):
+        write_all(tmp_path, step)
+    (making(tmp_path, 15) / "net-opt-0000001-0000002.safetensors").write_bytes(b"short")
+    assert chosen(tmp_path) == (10, RUN)
+    assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and chosen(tmp_path) == (10, RUN)
+
+
+def test_the_tracker_ends_where_the_choice_began(tmp_path):
+    """It names step 20, which has no name yet; a later run that went back has saved step 15, and both have died."""
+    save(tmp_path, 5, 20)
+    unname(tmp_path, 20)
+    write_all(tmp_path, 15, run=NEXT)
+    assert chosen(tmp_path) == (20, RUN)
+    adopting(tmp_path, THIRD)
+    assert tracker(tmp_path) == "20" and chosen(tmp_path) == (20, RUN)
+
+
+def test_adopted_although_something_newer_never_completed(tmp_path):
+    save(tmp_path, 10)
+    write_all(tmp_path, 20)
+    write_rank(tmp_path, 30, 0)
+    assert adopting(tmp_path) == [20]
+    assert tracker(tmp_path) == "20" and chosen(tmp_path) == (20, RUN)
+
+
+def test_what_is_adopted_does_not_undo_a_tracker_that_was_set_back(tmp_path):
+    save(tmp_path, 5, 10)
+    write_all(tmp_path, 15)
+    track(tmp_path, 5)
+    assert chosen(tmp_path) == (5, RUN)
+    adopting(tmp_path)
+    assert chosen(tmp_path) == (5, RUN)
+
+
+def test_a_death_at_every_operation_of_an_adoption(tmp_path):
+    def act(storage, number):
+        root = tmp_path / str(number)
+        save(root, 5)
+        write_all(root, 10)
+        Committer(place_of(root, run=NEXT, storage=storage)).adopt()
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (10, RUN), operation
+        adopting(root, THIRD)
+        assert chosen(root) == (10, RUN) and tracker(root) == "10" and committed(root) == [(10, RUN), (5, RUN)], operation
+        acquire(STORAGE, str(root), holder_of_this_process("saving"), 0.0).release()
+        assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], operation
+
+
+def test_half_written_trackers_of_earlier_runs_go_and_those_of_others_stay(tmp_path):
+    save(tmp_path, 10, run=NEXT)
+    names = {run: temporary_name(str(tmp_path / TRACKER), run) for run in (RUN, NEXT, THIRD)}
+    foreign_one = tmp_path / f".{TRACKER}.swp"
+    for path in (*names.values(), foreign_one):
+        with open(path, "wb") as file:
+            file.write(b"1")
+    finish_tracker(STORAGE, str(tmp_path), [], NEXT)
+    assert [os.path.exists(names[run]) for run in (RUN, NEXT, THIRD)] == [False, True, True] and foreign_one.exists()
+
+
+# ---- a step is saved once more ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("older, left", [((5,), "5"), ((), None)])
+def test_a_death_at_every_operation_of_replacing_ours(tmp_path, older, left):
+    """At no time does the tracker name a folder that is not whole, or is not there."""
+    def act(storage, number):
+        root = tmp_path / f"{older} {number}"
+        save(root, *older, 20)
+        write_all(root, 20, run=NEXT)
+        Committer(place_of(root, run=NEXT, storage=storage)).saved(20)
+    trackers = set()
+    for number, operation in lives(act):
+        root = tmp_path / f"{older} {number}"
+        assert chosen(root) == (20, NEXT), operation
+        trackers.add(tracker(root))
+        assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), operation
+        adopting(root, THIRD)
+        Committer(place_of(root, run=THIRD)).prune()
+        assert chosen(root) == (20, NEXT) and tracker(root) == "20", operation
+        assert hidden(root) == [] and (20, RUN) not in committed(root), operation
+    assert trackers == {"20", left}
+
+
+def test_a_folder_of_mindformers_is_replaced_whole(tmp_path):
+    """Ours is made of two files a rank under another prefix: nothing of the other may stay beside it."""
+    foreign(tmp_path, steps=(10, 15))
+    save(tmp_path, 15, run=NEXT)
+    assert sorted(name for name in os.listdir(folder_of(tmp_path, 15)) if "qwen" in name) == []
+    assert chosen(tmp_path) == (15, NEXT) and tracker(tmp_path) == "15"
+    assert hidden(tmp_path) == [] and (folder_of(tmp_path, 10) / METADATA).exists()
+
+
+def test_a_death_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path):
+    def act(storage, number):
+        root = tmp_path / str(number)
+        foreign(root, "mf190_20_single", (10, 15))
+        write_all(root, 15, world=1, run=NEXT, at=3e9)              # later than the files of the fixture
+        Committer(place_of(root, 0, 1, NEXT, storage)).saved(15)
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (15, NEXT), operation
+        Committer(place_of(root, 0, 1, THIRD)).adopt()
+        Committer(place_of(root, 0, 1, THIRD)).prune()
+        assert chosen(root) == (15, NEXT) and tracker(root) == "15" and hidden(root) == [], operation
+
+
+def test_the_tracker_is_led_to_the_newest_before_it(tmp_path):
+    """... not to a later one, which would be taken by mindformers instead of the step that is being saved again."""
+    save(tmp_path, 5, 10, 20, 30)
+    track(tmp_path, 20)
+    write_all(tmp_path, 20, run=NEXT)
+
+    class Stop(PosixStorage):
+        def rename(self, old, new):
+            if TRASH in new:
+                raise KeyboardInterrupt
+            super().rename(old, new)
+    with pytest.raises(KeyboardInterrupt):
+        Committer(place_of(tmp_path, run=NEXT, storage=Stop())).saved(20)
+    assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
+
+
+@pytest.mark.parametrize("trouble", ["tracker-0000000010", VISIBLE])
+def test_a_death_at_every_operation_of_a_save_behind_one_that_got_no_name(tmp_path, trouble):
+    """The earlier one is named first; the tracker follows before anything else is done."""
+    def act(storage, number):
+        failed, rename = [], storage.rename
+
+        def once(old, new):
+            if new.endswith(trouble) and not failed:
+                failed.append(new)
+                raise OSError(5, "Input/output error", new)
+            rename(old, new)
+        storage.rename, root = once, tmp_path / str(number)
+        save(root, 5)
+        committer = Committer(place_of(root, storage=storage))
+        for step in (10, 20):
+            write_all(root, step)
+            committer.saved(step)
+        assert failed and tracker(root) == "20" and hidden(root) == []
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        newest = 20 if making(root, 20).exists() or folder_of(root, 20).exists() else 10
+        assert chosen(root) == (newest, RUN), operation
+        adopting(root)
+        assert chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == [], operation
+
+
+def test_an_intent_that_was_left_goes_with_the_next_save(tmp_path):
+    """Else a tracker that somebody sets back would be taken for late once the newer ones are gone."""
+    class Once(PosixStorage):
+        def remove(self, path):
+            if path.endswith("tracker-0000000010"):
+                raise OSError(5, "Input/output error", path)
+            super().remove(path)
+    save(tmp_path, 5)
+    write_all(tmp_path, 10)
+    Committer(place_of(tmp_path, storage=Once())).saved(10)
+    intend(tmp_path, 30)                                        # not ours to remove: of a later step
+    assert hidden(tmp_path) == ["tracker-0000000010", "tracker-0000000030"]
+    save(tmp_path, 20)
+    assert hidden(tmp_path) == ["tracker-0000000030"] and tracker(tmp_path) == "20"
+
+
+def test_an_error_before_the_rename_is_made_up_by_the_next_save(tmp_path):
+    class Once(PosixStorage):
+        failed = False
+
+        def rename(self, old, new):
+            if new.endswith(VISIBLE) and not self.failed:
+                self.failed = True
+                raise OSError(5, "Input/output error", new)
+            super().rename(old, new)
+    events, storage = [], Once()
+    committer = Committer(place_of(tmp_path, storage=storage), emit=events.append)
+    for step in (10, 20):
+        write_all(tmp_path, step)
+        committer.saved(step)
+    assert ["[Errno 5]" in event.text for event in events if isinstance(event, Notice)] == [True]
+    assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and tracker(tmp_path) == "20"
+    assert chosen(tmp_path) == (20, RUN)
+
+
+# ---- retention -------------------------------------------------------------------------------------------------------
+
+def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
+    """A job that went over to Checkpoint 2.0: all of ours count."""
+    folders.save(tmp_path, 5, world=2)
+    folders.save(tmp_path, 10, world=2)
+    committer = save(tmp_path, 15, 20, run=NEXT, policy=KeepLast(3))
+    assert committed(tmp_path) == [(20, NEXT), (15, NEXT), (10, RUN)]
+    committer.policy = KeepLast(1)
+    assert committer.prune() == [15, 10]
+    assert listing(tmp_path) == ["iteration_00000020", TRACKER, "rank_0", "rank_1"] and hidden(tmp_path) == []
+    assert {name for rank in range(2) for name in os.listdir(tmp_path / f"rank_{rank}")} == {"meta.json"}
+
+
+def test_folders_of_mindformers_never_go(tmp_path):
+    foreign(tmp_path, steps=(10, 15))
+    save(tmp_path, 20, 25, run=NEXT, policy=KeepLast(1))
+    assert listing(tmp_path) == [VISIBLE, "iteration_00000015", "iteration_00000025", TRACKER]
+
+
+def test_what_the_tracker_names_by_hand_never_goes(tmp_path):
+    save(tmp_path, 5, 10, 15)
+    track(tmp_path, 5)
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert [c.step for c in made.to_delete] == [10] and made.reasons[str(folder_of(tmp_path, 5))] == f"{TRACKER} names it"
+    assert carry_out(STORAGE, str(tmp_path), made) == [*made.to_delete]
+    assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(tmp_path) == (5, RUN)
+
+
+def test_the_newest_whole_one_stays_when_a_newer_one_has_lost_a_small_file(tmp_path):
+    save(tmp_path, 5, 10, 15)
+    os.remove(folder_of(tmp_path, 15) / COMMON)
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert [c.step for c in made.kept] == [15, 10] and [c.step for c in made.to_delete] == [5]
+
+
+def test_a_policy_over_steps_keeps_iterations_of_earlier_runs(tmp_path):
+    save(tmp_path, 10, 15, 20)
+    save(tmp_path, 15, 20, 25, run=NEXT, policy=KeepEverySteps(10))
+    assert listing(tmp_path) == [VISIBLE, "iteration_00000020", "iteration_00000025", TRACKER]
+    assert committed(tmp_path) == [(25, NEXT), (20, NEXT), (10, RUN)]
+
+
+def test_incomplete_saves_of_this_run_and_of_those_that_are_over_go(tmp_path):
+    write_rank(tmp_path, 5, 1)
+    write_rank(tmp_path, 10, 1, run=NEXT)
+    write_rank(tmp_path, 30, 1, run=NEXT)
+    save(tmp_path, 20, run=NEXT)
+    assert hidden(tmp_path) == [attempt_name(30, NEXT)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_a_writer_left_that_died_while_it_made_its_folders_goes(tmp_path, depth):
+    parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
+    os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
+    assert chosen(tmp_path) is None and adopting(tmp_path) == []
+    assert plan(STORAGE, str(tmp_path), KeepLast(2)).orphans == ()              # its run may still go on
+    save(tmp_path, 20, run=NEXT)
+    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
+
+
+def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_written(tmp_path):
+    save(tmp_path, 5)
+    committer = Committer(place_of(tmp_path))
+    for step in (10, 15, 20):
+        write_rank(tmp_path, step, 0)
+        committer.saved(step)
+    assert committer.make_room(25) == [10, 15]
+    assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
+    assert chosen(tmp_path) == (5, RUN)
+
+def test_while_a_step_is_replaced_the_tracker_leads_to_no_folder_that_is_only_listed(tmp_path):
+    """Another host has removed it, and this one still lists it."""
+    save(tmp_path, 5, 10)
+    write_all(tmp_path, 10, run=NEXT)
+    trackers = []
+
+    class Late(PosixStorage):
+        def list(self, folder):
+            return [*super().list(folder), *(["iteration_00000007"] if folder == str(tmp_path) else [])]
+
+        def rename(self, old, new):
+            super().rename(old, new)
+            trackers.extend([(tmp_path / TRACKER).read_text()] if new == str(tmp_path / TRACKER) else [])
+    committer = Committer(place_of(tmp_path, run=NEXT, storage=Late()))
+    committer.saved(10)
+    assert committer.pending == [] and trackers == ["5", "10"]
+
+
+def test_a_death_at_every_operation_of_a_removal(tmp_path):
+    def act(storage, number):
+        root = tmp_path / str(number)
+        save(root, 10, 20)
+        carry_out(storage, str(root), plan(STORAGE, str(root), KeepLast(1)))
+    for number, operation in lives(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (20, RUN), operation
+        for candidate in scan(STORAGE, str(root)).candidates:                   # whole, or no checkpoint any more
+            assert candidate.problem is None and all((root / file.path).exists() for file in candidate.every_file), operation
+        Committer(place_of(root, run=NEXT), KeepLast(1)).prune()
+        left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process is gone, or it is old
+        assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation
+
+
+@pytest.mark.parametrize("at", range(1, 25))
+def test_nothing_moves_under_a_reader_that_begins_at_any_operation_of_a_removal(tmp_path, at):
+    """A held iteration folder was renamed for a moment, until its remover saw the hold: files were missing meanwhile."""
+    save(tmp_path, 10, 20)
+    commit_dir, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
+
+    class Watched(PosixStorage):
+        left = at
+
+        def __getattribute__(self, name):
+            if name in ("list", "open", "write", "rename", "sync", "status", "remove"):
+                self.__dict__["left"] = self.left - 1
+                if self.left == 0:
+                    held.append(acquire_read_lock(STORAGE, str(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append))
+            return super().__getattribute__(name)
+
+        def rename(self, old, new):
+            moved.extend([old] if held else [])
+            super().rename(old, new)
+    storage = Watched()
+    carry_out(storage, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)), ReadLocks(storage, str(tmp_path)))
+    assert held and (held[0] is not None) == os.path.exists(commit_dir)
+    assert waited or commit_dir not in moved
+    if held[0] is not None:
+        held[0].release()
+
+
+def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
+    save(tmp_path / "other", 10)
+    (tmp_path / "root" / FOLDER).mkdir(parents=True)
+    os.symlink(folder_of(tmp_path / "other", 10), tmp_path / "root" / FOLDER / f"{TRASH}{attempt_name(10, RUN)}")
+    empty_trash(STORAGE, str(tmp_path / "root"))
+    assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
+
+
+# ---- a folder is what it is, not the name of its records -------------------------------------------------------------
+
+def orphan(root, step, run=RUN):
+    """One rank has saved a step again that was committed, as former versions did: a second folder of that name."""
+    other = root.parent / f"orphan-{root.name}"
+    write_rank(other, step, 1, run=run)
+    shutil.move(making(other, step, run), making(root, step, run))
+    return making(root, step, run)
+
+
+def test_two_folders_of_one_attempt_go_each_for_itself(tmp_path):
+    root = tmp_path / "root"
+    save(root, 10, 20)
+    left = orphan(root, 20)
+    made = plan(STORAGE, str(root), KeepLast(1), ended=lambda run: True)
+    assert [c.commit_dir for c in made.orphans] == [str(left)] and [c.step for c in made.to_delete] == [10]
+    assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
+    carry_out(STORAGE, str(root), made)
+    assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == []
+
+    orphan(root, 20)
+    save(root, 30, policy=KeepLast(1))                                  # both go, and nothing is in the way of anything later
+    assert listing(root) == ["iteration_00000030", TRACKER] and hidden(root) == []
+    save(root, 40, policy=KeepLast(1))
+    assert listing(root) == ["iteration_00000040", TRACKER] and hidden(root) == []
+
+
+def test_the_next_run_is_not_confused_by_them(tmp_path):
+    root = tmp_path / "root"
+    save(root, 10, 20)
+    orphan(root, 20)
+    assert chosen(root) == (20, RUN) and adopting(root) == []
+    save(root, 30, run=NEXT, policy=KeepLast(2))
+    assert listing(root) == ["iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
+
+
+def test_a_copy_by_hand_is_not_counted_never_removed_and_in_nobodys_way(tmp_path):
+    root = tmp_path / "root"
+    save(root, 10)
+    shutil.copytree(folder_of(root, 10), folder_of(root, 11))
+    assert chosen(root) == (10, RUN)
+    save(root, 20, 30, policy=KeepLast(2))
+    assert listing(root) == ["iteration_00000011", "iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
+    made = plan(STORAGE, str(root), KeepLast(2))
+    assert "iteration_00000011 is a copy" in made.reasons[str(folder_of(root, 11))]
+    shutil.copytree(folder_of(root, 30), folder_of(root, 99))          # newer by its name than everything
+    save(root, 40, policy=KeepLast(1))
+    assert listing(root) == ["iteration_00000011", "iteration_00000040", "iteration_00000099", TRACKER]
+    assert chosen(root) == (40, RUN) and adopting(root) == []
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+def candidate_of(root, step):
+    return next(c for c in scan(STORAGE, str(root)).candidates if c.step == step)
+
+
+def test_what_is_read_is_not_removed(tmp_path):
+    save(tmp_path, 10, 20)
+    found = candidate_of(tmp_path, 10)
+    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    events, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), read_locks(STORAGE, str(tmp_path)))
+    assert made.to_delete == () and [c.step
+                                     for c in made.read_locked] == [10] and "held: loading" in made.reasons[found.commit_dir]
+    # ... also by who decided before the hold was there
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert carry_out(STORAGE, str(tmp_path), made, lambda: read_locks(STORAGE, str(tmp_path)), events.append) == []
+    assert folder_of(tmp_path, 10).is_dir()
+    assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.commit_dir)]
+    lease.release()
+    assert Committer(place_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
+
+
+def test_a_hold_that_comes_too_late_says_so(tmp_path):
+    save(tmp_path, 10, 20)
+    found = candidate_of(tmp_path, 10)
+    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))
+    assert acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir) is None and hidden(tmp_path) == []
+
+
+def test_what_was_uncommitted_under_a_reader_comes_back(tmp_path):
+    """The process that renamed it died before it looked for holds."""
+    save(tmp_path, 10, 20)
+    found = candidate_of(tmp_path, 10)
+    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
+    empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
+    lease.release()
+    assert folder_of(tmp_path, 10).is_dir() and hidden(tmp_path) == []
+    assert {c.step for c in scan(STORAGE, str(tmp_path)).candidates if not c.problem} == {10, 20}
+
+
+def test_what_comes_back_does_not_push_out_what_has_its_name_now(tmp_path):
+    save(tmp_path, 10)
+    found = candidate_of(tmp_path, 10)
+    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
+    write_all(tmp_path, 10, run=NEXT)
+    Committer(place_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(STORAGE, str(tmp_path))).saved(10)
+    assert committed(tmp_path) == [(10, NEXT)] and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
+    lease.release()
+    empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
+    assert hidden(tmp_path) == [] and chosen(tmp_path) == (10, NEXT)
+
+
+# ---- two jobs --------------------------------------------------------------------------------------------------------
+
+def claimed(root, run=""):
+    holder = holder_of_this_process("saving", 2)
+    return acquire(STORAGE, str(root), replace(holder, run=run), 0.0, keep_run_marker=True)
+
+
+def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path):
+    """A commit moves the folders away: without the marker nothing would tell that run 2 ever was."""
+    save(tmp_path, 10)
+    lease = claimed(tmp_path, NEXT)
+    save(tmp_path, 20, run=NEXT)
+    lease.release()
+    assert hidden(tmp_path) == [f"ended-{NEXT}.json"]
+    with pytest.raises(FolderInUseError, match=NEXT):
+        write_rank(tmp_path, 30, 0)
+    assert hidden(tmp_path) == [f"ended-{NEXT}.json"] and chosen(tmp_path) == (20, NEXT)
+
+
+def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
+    write_all(tmp_path, 10)
+    claimed(tmp_path, NEXT).release()
+    committer = Committer(place_of(tmp_path))
+    with pytest.raises(FolderInUseError):
+        committer.saved(10)
+    assert listing(tmp_path) == []
+
+
+def test_the_number_of_a_run_grows_over_all_that_ended(tmp_path):
+    runs = []
+    for _ in range(3):
+        lease = claimed(tmp_path)
+        runs.append(lease.run[:4])
+        lease.release()
+    assert runs == ["0001", "0002", "0003"] and len(hidden(tmp_path)) == 1
+
+
+def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_path):
+    save(tmp_path / "old", 10, run=THIRD)
+    (tmp_path / "new").mkdir()
+    shutil.copytree(folder_of(tmp_path / "old", 10), folder_of(tmp_path / "new", 10))
+    lease = claimed(tmp_path / "new")
+    save(tmp_path / "new", 20, run=lease.run)
+    lease.release()
+    assert lease.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).to_delete] == [10]
+
+
+def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training(tmp_path):
+    write_all(tmp_path, 10)
+    path = records_of(making(tmp_path, 10), 10) / record_name(0)
+    path.write_bytes(path.read_bytes()[:-20])
+    committer = Committer(place_of(tmp_path))
+    with pytest.raises(RecordError, match="cut short"):
+        committer.try_commit(10)
+    committer.saved(10)
+    assert committer.pending == [10] and listing(tmp_path) == []

@@ -1,0 +1,220 @@
+"""Which checkpoints are of one training: what retention counts and removes, in folders of before and in those of several."""
+import io
+import json
+import shutil
+from pathlib import Path
+
+import iterations
+import pytest
+from folders import RUN, STORAGE, save
+from iterations import folder_of, listing, track, tracker
+from saving.test_shard_writer import shard_of
+
+from mindresume.errors import RecordError
+from mindresume.events import Event, Notice
+from mindresume.formats.records import scan_records
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name
+from mindresume.model.record_codec import seal, unseal
+from mindresume.resume.selector import candidate_from_json, candidate_to_json
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import plan
+from mindresume.saving.lineage import continued, newest_lineage, others
+from mindresume.saving.protection import ANOTHER_TRAINING
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, write_shard
+
+RUNS = [RUN, *(run_name(number, f"0000{letter * 4}") for number, letter in ((2, "b"), (3, "c"), (4, "d"), (5, "e")))]
+
+
+class Trainings:
+    """Runs in one folder, one after the other. ``fmt``: "1.0" or "2.0"."""
+
+    def __init__(self, root, fmt):
+        self.root, self.fmt, self.number = root, fmt, 0
+
+    def run(self, *steps, origin=None, keep=2, recorded=True):
+        """``origin``: the step it resumes from, of the newest run that has it, None: a fresh start. ``recorded`` False: by a
+        version of before, which knew of no lineages."""
+        run, self.number = RUNS[self.number], self.number + 1
+        chosen = next((c for c in self.found() if c.step == origin), None) if origin else None
+        lineage = continued(chosen, run, True) if recorded else ""
+        events: list[Event] = []
+        for step in steps:
+            for rank in range(2):
+                place = self.place(run, rank, lineage)
+                write_shard(place, shard_of(place, step, suffix=self.number))
+            Committer(self.place(run, 0, lineage), KeepLast(keep), events.append).saved(step)
+        return events
+
+    def place(self, run, rank, lineage):
+        return SaveTarget(STORAGE, str(self.root), run, rank, 2, self.fmt == "2.0", lineage=lineage)
+
+    def found(self):
+        return scan_records(STORAGE, str(self.root))[0]
+
+    def committed(self):
+        return sorted((c.step, int(c.run[:4])) for c in self.found() if c.committed)
+
+
+@pytest.fixture(params=["1.0", "2.0"])
+def trainings(request, tmp_path):
+    return Trainings(tmp_path, request.param)
+
+
+def test_a_fresh_start_leaves_the_checkpoints_of_the_training_before(trainings):
+    trainings.run(100, 110)
+    trainings.run(10, 20, 30)
+    assert trainings.committed() == [(20, 2), (30, 2), (100, 1), (110, 1)]
+    trainings.run(40, origin=30)
+    assert trainings.committed() == [(30, 2), (40, 3), (100, 1), (110, 1)]
+    assert [c.step for c in others(trainings.found(), RUNS[1])] == [110, 100]
+    assert newest_lineage(trainings.found()) == RUNS[1]
+
+
+def test_back_in_the_first_training_the_second_is_the_other_one(trainings):
+    """Its checkpoint was named."""
+    trainings.run(100, 110)
+    trainings.run(10, 20)
+    trainings.run(120, 130, origin=110)
+    assert trainings.committed() == [(10, 2), (20, 2), (120, 3), (130, 3)]
+
+
+def test_resumes_are_one_training_whatever_was_removed_in_between(trainings):
+    trainings.run(10, 20)
+    trainings.run(30, 40, origin=20)
+    trainings.run(50, 60, origin=40)                            # nothing is left of run 1
+    trainings.run(70, origin=60, keep=1)
+    assert trainings.committed() == [(70, 4)]
+
+
+def test_a_resume_from_an_older_step_gives_up_the_newer_ones(trainings):
+    """On purpose: it was named. They are of the same training, and older than what the new run saves."""
+    trainings.run(10, 20, 30, keep=9)
+    trainings.run(15, origin=10, keep=3)
+    assert trainings.committed() == [(15, 2), (20, 1), (30, 1)]
+    trainings.run(20, origin=15, keep=2)
+    assert trainings.committed() == [(15, 2), (20, 3)]
+
+
+def test_a_folder_of_before_is_one_training(trainings):
+    trainings.run(10, 20, recorded=False)
+    trainings.run(30, recorded=False, keep=9)
+    trainings.run(40, origin=30)
+    assert trainings.committed() == [(30, 2), (40, 3)]
+    assert {c.lineage for c in trainings.found()} == {""}
+
+
+def test_a_fresh_start_in_a_folder_of_before(trainings):
+    trainings.run(100, 110, recorded=False)
+    trainings.run(10, 20, 30)
+    trainings.run(40, origin=30)
+    assert trainings.committed() == [(30, 2), (40, 3), (100, 1), (110, 1)]
+
+
+def test_the_newest_of_this_training_stays_whatever_is_newer_of_another_one(trainings):
+    trainings.run(10, 20)
+    trainings.run(5)
+    made = plan(STORAGE, str(trainings.root), KeepLast(1), lineage=RUNS[0])
+    assert [c.step for c in made.to_delete] == [10] and [c.step for c in made.kept] == [5, 20]
+    assert made.reasons[made.kept[0].commit_dir] == ANOTHER_TRAINING
+    assert [c.step for c in plan(STORAGE, str(trainings.root), KeepLast(1)).to_delete] == [20, 10]       # all together
+
+
+def test_a_save_that_nobody_committed_is_of_its_training_too(trainings):
+    trainings.run(100)
+    trainings.run(10)
+    candidate = next(c for c in trainings.found() if c.step == 100)
+    Path(candidate.attempt, MANIFEST).unlink()
+    assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
+    Committer(trainings.place(RUNS[2], 0, RUNS[1]), KeepLast(1)).adopt()
+    Committer(trainings.place(RUNS[2], 0, RUNS[1]), KeepLast(1)).prune()
+    assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
+
+
+def test_a_save_that_cannot_be_read_is_of_the_training_of_its_run(tmp_path):
+    trainings = Trainings(tmp_path, "1.0")
+    trainings.run(5, recorded=False)
+    trainings.run(100, 110)
+    folder = tmp_path / FOLDER / attempt_name(100, RUNS[1])
+    for path in folder.glob("rank_*"):
+        path.write_bytes(b"damaged")
+    (folder / MANIFEST).unlink()
+    assert [c.step for c in others(trainings.found(), RUNS[1])] == [5]
+    assert [c.step for c in others(trainings.found(), "")] == [110, 100]
+
+
+def test_of_another_folder_a_lineage_goes_by_the_run():
+    class Chosen:
+        run, lineage = RUNS[1], ""
+    assert continued(Chosen, RUNS[2], same_folder=True) == "" and continued(Chosen, RUNS[2], same_folder=False) == RUNS[1]
+    Chosen.lineage = RUN
+    assert continued(Chosen, RUNS[2], same_folder=True) == continued(Chosen, RUNS[2], same_folder=False) == RUN
+    Chosen.run = None                                           # mindformers wrote it
+    assert continued(Chosen, RUNS[2], True) == continued(None, RUNS[2], True) == RUNS[2]
+
+
+# ---- iteration folders of the same step ------------------------------------------------------------------------------
+
+def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_path):
+    trainings = Trainings(tmp_path, "2.0")
+    trainings.run(10, 20)
+    before = (folder_of(tmp_path, 10) / "common.json").read_bytes()
+    events = trainings.run(10, keep=1)
+    (kept,) = [name for name in listing(tmp_path) if ".kept-" in name]
+    assert (tmp_path / kept / "common.json").read_bytes() == before and tracker(tmp_path) == "10"
+    assert [kept in event.text for event in events if isinstance(event, Notice)] == [True]
+    assert [(c.step, c.run) for c in scan(STORAGE, str(tmp_path)).candidates] == [(10, RUNS[1]), (20, RUN)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_whole_folder_of_mindformers_is_never_removed(tmp_path, whole):
+    """It saved steps 10 and 15; somebody set it back, and step 15 is saved again."""
+    iterations.foreign(tmp_path)
+    track(tmp_path, 10)
+    if not whole:
+        (folder_of(tmp_path, 15) / "common.json").unlink()
+    Trainings(tmp_path, "2.0").run(15, keep=1)
+    kept = [name for name in listing(tmp_path) if ".kept-" in name]
+    assert len(kept) == whole and listing(tmp_path)[:2] == ["iteration_00000010", "iteration_00000015"]
+
+
+def test_a_copy_by_hand_is_never_removed(tmp_path):
+    trainings = Trainings(tmp_path, "2.0")
+    trainings.run(10)
+    shutil.copytree(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
+    trainings.run(20, origin=10, keep=1)
+    assert len([name for name in listing(tmp_path) if ".kept-" in name]) == 1 and trainings.committed() == [(20, 2)]
+
+
+# ---- on disk ---------------------------------------------------------------------------------------------------------
+
+def test_records_and_manifests_say_it_and_those_of_before_are_read(tmp_path):
+    trainings = Trainings(tmp_path, "1.0")
+    trainings.run(10)
+    trainings.run(20, recorded=False, keep=9)
+    for run, step, lineage in ((RUN, 10, RUN), (RUNS[1], 20, "")):
+        folder = tmp_path / FOLDER / attempt_name(step, run)
+        with open(folder / MANIFEST, "rb") as file:
+            manifest = Manifest.read(file)
+        with open(folder / "rank_00001.json", "rb") as file:
+            record, _ = read_record(file)
+        assert (manifest.lineage, record.lineage) == (lineage, lineage)
+        assert ("lineage" in json.loads((folder / MANIFEST).read_text().splitlines()[1])) is bool(lineage)
+        assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
+
+
+@pytest.mark.parametrize("value", ["", "x", 5, None, [], "0001-0000AAAA", "../0001-0000aaaa"])
+def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
+    save(tmp_path, 5, world=1)
+    for name, kind, read in ((MANIFEST, "manifest", Manifest.read), ("rank_00000.json", "record", read_record)):
+        with open(tmp_path / FOLDER / attempt_name(5, RUN) / name, "rb") as file:
+            head, _ = unseal(file, kind, 1 << 20)
+        with pytest.raises(RecordError):
+            read(io.BytesIO(seal({**head, "lineage": value})))
+
+
+def test_the_ranks_agree_on_it(trainings):
+    trainings.run(10)
+    (found,) = trainings.found()
+    assert candidate_from_json(json.loads(json.dumps(candidate_to_json(found)))).lineage == RUN

@@ -1,0 +1,1023 @@
+"""What lies in the object store after every operation, and what a job on an empty disk takes from there."""
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import folders
+import iterations
+import pytest
+from fakes import moxing
+from folders import STORAGE, Ranks, simulated
+
+from mindresume.coordination.collectives import Solo
+from mindresume.coordination.lease import holder_of_this_process, next_run
+from mindresume.coordination.lease_acquisition import acquire, check_no_live_job
+from mindresume.coordination.read_locks import ReadLocks
+from mindresume.errors import AgreementError, NoUsableCheckpointError, RemoteError
+from mindresume.events import (
+    WARNING,
+    CandidateRefused,
+    CheckpointFetched,
+    CheckpointsRemoved,
+    Notice,
+    UploadFailed,
+    UploadsSkipped,
+)
+from mindresume.fault_injection.faults import Fault, Killed, Machine
+from mindresume.fault_injection.ranks import Turns
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
+from mindresume.resume import remote_fetch
+from mindresume.resume.remote_fetch import RemoteFetch, keep_run_marker
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
+from mindresume.resume.selector import Choice, select
+from mindresume.saving import garbage_collector
+from mindresume.saving.committer import Committer
+from mindresume.saving.crash_loop import FailedLoad
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, record_path
+from mindresume.saving.retention import KEEP_ALL, KeepLast
+from mindresume.saving.uploader import AGAIN, Uploader
+from mindresume.simulation.standins import here
+from mindresume.storage.object_store import MoxingStore
+
+URL = "obs://bucket/job/checkpoint"
+RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
+FORMATS = {"1.0": folders, "2.0": iterations}
+
+
+class Died(BaseException):
+    """The process is gone."""
+
+
+class World:
+    """An object store, and jobs of two ranks on disks that come and go. Time passes when somebody sleeps."""
+
+    def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
+        self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
+        self.events = []                                    # of all ranks
+        self.disk, self.others = base / "disk", []
+        self.remote = RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
+
+    def empty_disk(self) -> None:
+        shutil.rmtree(self.disk, ignore_errors=True)
+        self.disk = self.base / "disk2" if self.disk.name == "disk" else self.base / "disk"
+
+    def place(self, rank=0, run=RUN):
+        make = FORMATS[self.fmt].place_of
+        return make(self.disk, rank, self.size, run)
+
+    def save(self, step, run=RUN, policy=KEEP_ALL):
+        if self.fmt == "1.0":
+            folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
+        else:
+            iterations.save(self.disk, step, world=self.size, run=run)
+        Committer(self.place(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
+
+    def sleep(self, seconds):
+        """The other ranks get their turns."""
+        self.now += seconds
+        for other in self.others:
+            other.work()
+
+    def wait(self, _, seconds):
+        """At the end: the workers of all ranks get their turns."""
+        self.now += min(seconds, 1.0)
+        for one in (self.first, *self.others):
+            if not one._finished:
+                one.run_once()
+
+    def uploaders(self, run=RUN, policy=KEEP_ALL, patience=60.0):
+        remotes = [RemoteCheckpoints(self.remote.store, self.remote.url) for _ in range(self.size)]
+        self.others = [Uploader(remotes[rank], self.place(rank, run), None, patience, self.events.append, lambda: self.now,
+                                lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
+        self.first = Uploader(remotes[0], self.place(0, run), policy, patience, self.events.append, lambda: self.now, self.sleep,
+                              wait=self.wait)
+        return [self.first, *self.others]
+
+    def upload(self, *steps, run=RUN, policy=KEEP_ALL):
+        """Saved and uploaded, one after the other."""
+        uploaders = self.uploaders(run, policy)
+        for step in steps:
+            self.save(step, run)
+            for one in uploaders:
+                one.enqueue(step)
+            self.first.work()
+        return uploaders
+
+    def committed(self):
+        return [int(name[5:15]) for name in self.remote.scan().committed()]
+
+    def restore(self, group=None, converts=None, named=None, **judged):
+        group = group or Solo()
+        converts = self.fmt == "2.0" if converts is None else converts
+        size = None if converts else group.size
+        policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
+        found = RemoteFetch(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
+        return found.select(lambda: select(STORAGE, str(self.disk), group, policy))
+
+    def restore_all(self, size=None, **how):
+        """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
+        results = Ranks(size or self.size).run(lambda group: self.restore(group, **how))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        assert len({result.chosen.name if result.chosen else None for result in results}) == 1
+        return results[0]
+
+
+def kinds(world, kind):
+    return [event for event in world.events if isinstance(event, kind)]
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    """Nothing here loses its power."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def world(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    yield World(tmp_path, request.param)
+    moxing.file.hidden.clear()
+
+
+def content(root):
+    """{path: bytes} of everything that is no pointer, claim or temporary file."""
+    found = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name not in ("meta.json", "latest_checkpointed_iteration.txt") and not name.startswith(("claim-", "ended-", ".")):
+                found[os.path.relpath(os.path.join(folder, name), root)] = Path(folder, name).read_bytes()
+    return found
+
+
+def unreadable(monkeypatch, *steps, run=RUN):
+    """Archived, or access denied. Returns the urls of their manifests that were read."""
+    urls = {f"{URL}/{name}/{record_path(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
+    asked = []
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "read") and url in urls:
+            asked.append(url)
+            raise RuntimeError("InvalidObjectState: the object is archived")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return asked
+
+
+def downloads(monkeypatch):
+    """Attempts of which something is downloaded from now on."""
+    found = []
+
+    def watch(moment, operation, url):
+        if moment == "half":
+            found.append(url.removeprefix(f"{URL}/").partition("/")[0])
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return found
+
+
+def strike(monkeypatch, at):
+    """Dies right after the operation with this number, or in the middle of a download. Returns what was done."""
+    done = []
+
+    def watch(moment, operation, url):
+        if moment != "before":
+            done.append((moment, operation, url))
+            if len(done) == at:
+                raise Died(operation)
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return done
+
+
+# ---- there and back ----------------------------------------------------------------------------------------------------
+
+def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
+    world.upload(5, 10)
+    assert world.committed() == [10, 5]
+    before = content(world.disk)
+    world.empty_disk()
+    choice = world.restore_all()
+    assert choice.chosen.step == 10 and choice.chosen.committed and choice.complete
+    name = attempt_name(10, RUN)
+    if world.fmt == "2.0":
+        assert iterations.tracker(world.disk) == "10" and choice.chosen.base == "iteration_00000010"
+        assert content(world.disk) == {path: data for path, data in before.items() if path.startswith("iteration_00000010/")}
+    else:
+        mine = [file.path for file in choice.chosen.every_file]
+        assert content(world.disk) == {path: data for path, data in before.items() if path in mine or f"{FOLDER}/{name}/" in path}
+
+
+def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
+    """Copied from the store by any tool, it is one: in 1.0 a root, in 2.0 an iteration folder."""
+    world.upload(10)
+    copied = tmp_path / "copied"
+    moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
+    choice = select(STORAGE, str(copied), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank))
+    assert choice.chosen.step == 10 and choice.chosen.run == RUN
+
+
+def test_what_is_newer_here_stays(world):
+    world.upload(5)
+    world.save(10)
+    assert world.restore_all().chosen.step == 10 and kinds(world, CheckpointFetched) == []
+
+
+def test_a_fresh_start_where_nothing_was_ever_committed(world):
+    assert world.restore_all().fresh
+    uploaders = world.uploaders(patience=3)
+    world.save(5)
+    uploaders[0].enqueue(5)                             # rank 1 never does
+    uploaders[0].work()
+    assert world.remote.scan().objects and world.committed() == []
+    world.empty_disk()
+    assert world.restore_all().fresh
+
+
+def test_what_is_damaged_here_is_mended(world):
+    """The same bytes lie there: refused here, fetched again, and only that file."""
+    world.upload(5, 10)
+    path = folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iterations.weights_of(world.disk, 10, 1)
+    whole = path.read_bytes()
+    folders.flip_bit(path)
+    copies = []
+    original = moxing.file.copy
+    moxing.file.copy = lambda source, target: (copies.append(source), original(source, target))
+    try:
+        choice = world.restore_all()
+    finally:
+        moxing.file.copy = original
+    assert choice.chosen.step == 10 and path.read_bytes() == whole
+    assert [os.path.basename(source) for source in copies] == [path.name]
+
+
+def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, tmp_path):
+    world.upload(5, 10)
+    commit_dir = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
+    weights = next(path for path in sorted(commit_dir.rglob("*.safetensors")))
+    folders.flip_bit(weights)
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 5
+    assert all(event.step == 10 and str(weights.relative_to(commit_dir)) in event.reason and URL in event.file
+               for event in kinds(world, CandidateRefused)) and kinds(world, CandidateRefused)
+    assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))     # nothing of it fills the disk
+
+
+def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, monkeypatch):
+    """Rank folders: two runs that both began on an empty disk use the same names."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    folders.save(world.disk, 10, 2, LATER)
+    for one in reversed(world.uploaders(LATER)):
+        one.enqueue(10)
+    world.first.work()
+    world.empty_disk()
+    folders.save(world.disk, 10, 2, RUN)
+    before = content(world.disk)
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (10, RUN) and content(world.disk) == before
+    assert any("run 0001-0000aaaa, step 10" in event.reason for event in kinds(world, CandidateRefused))
+
+
+def unfinished_afresh(world, ranks):
+    """A training that began afresh on an empty disk has died in its first save; ``ranks`` have written their part."""
+    folders.save(world.disk, 5, 2)
+    for one in reversed(world.uploaders()):
+        one.enqueue(5)
+    world.first.work()
+    world.empty_disk()
+    for rank in ranks:
+        folders.write_rank(world.disk, 5, rank, 2, LATER)
+
+
+def restored_without_it(world):
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (5, RUN)
+    assert not [path for path in content(world.disk) if LATER in path]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, monkeypatch, recorded):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    if not recorded:
+        next(world.disk.rglob("rank_00001.json")).unlink()
+    restored_without_it(world)
+
+
+def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    with monkeypatch.context() as dying:
+        dying.setattr(garbage_collector, "empty_trash", lambda *args: 1 / 0)
+        with pytest.raises(AgreementError, match="division by zero"):
+            world.restore_all()
+    restored_without_it(world)
+
+
+def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    unfinished_afresh(world, [1])
+    lease = acquire(STORAGE, str(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
+    before = content(world.disk)
+    times = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(remote_fetch, "check_no_live_job",
+                        partial(check_no_live_job, clock=lambda: next(times), sleep=lambda seconds: None))
+    with pytest.raises(AgreementError, match="run 0002-0000bbbb on host"):
+        world.restore_all()
+    assert content(world.disk) == before
+    lease.release()
+
+
+def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path):
+    world.upload(5)
+    for path in (tmp_path / "objects").rglob("*.safetensors"):
+        path.unlink()
+    world.empty_disk()
+    with pytest.raises(NoUsableCheckpointError, match="holds checkpoints, but none can be used:\n  step 5: rank 0: .*downloaded"):
+        world.restore_all()
+
+
+def test_a_store_that_cannot_be_asked(world, monkeypatch):
+    """With nothing here nobody knows whether it would be a fresh start; with something here the job starts."""
+    world.upload(5)
+
+    def refuse(url, recursive=False):
+        raise RuntimeError("403 Forbidden")
+    monkeypatch.setattr(moxing.file, "list_directory", refuse)
+    assert world.restore_all().chosen.step == 5
+    assert any(event.level == WARNING and "403" in event.text for event in kinds(world, Notice))
+    world.empty_disk()
+    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*403 Forbidden"):
+        world.restore_all()
+
+
+def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world, monkeypatch):
+    world.upload(5)
+    world.empty_disk()
+
+    def refuse(url, recursive=False):
+        raise RuntimeError("503 Slow Down")
+    monkeypatch.setattr(moxing.file, "list_directory", refuse)
+    monkeypatch.setattr(moxing.file, "exists", lambda url: False)
+    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*503 Slow Down"):
+        world.restore_all()
+
+
+def test_no_room_is_said_before_the_download(world, monkeypatch):
+    world.upload(5)
+    world.empty_disk()
+    monkeypatch.setattr(type(STORAGE), "room", lambda self, folder: 1 << 20)
+    with pytest.raises(NoUsableCheckpointError, match="MiB are to be fetched, .* has room for 1.0 MiB"):
+        world.restore_all()
+    assert not any(path.endswith("safetensors") for path in content(world.disk))
+
+
+class OtherNode(type(STORAGE)):
+    """The same paths, on a disk of its own."""
+
+    def __init__(self, root, real):
+        self.root, self.real = str(root), str(real)
+
+    def __getattribute__(self, name):
+        method = super().__getattribute__(name)
+        if name not in ("list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "room"):
+            return method
+        return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
+
+
+def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
+    """What two nodes that share no disk choose, on empty disks. ``fetched``: the store of rank 0."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path)
+    world.upload(5)
+    world.empty_disk()
+
+    def work(group):
+        storage, store = STORAGE, MoxingStore(moxing.file, lambda seconds: None)
+        remote = fetched(store, URL) if group.rank == 0 else RemoteCheckpoints(store, URL)
+        if group.rank == 1:
+            storage = OtherNode(world.disk, tmp_path / "node1")
+            download = store.download
+            store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
+        found = RemoteFetch(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
+        return found.select(lambda: select(storage, str(world.disk), group, SelectionPolicy(2)))
+    return world, Ranks(2).run(work)
+
+
+def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
+    """Rank folders: each its own files and record; rank 0 all records, which it judges by."""
+    world, choices = restored_apart(tmp_path, monkeypatch)
+    for choice in choices:
+        assert choice.chosen.step == 5 and len(choice.shards) == 1
+    assert sorted(os.listdir(tmp_path / "node1")) == [FOLDER, "rank_1"]
+    assert "rank_1" not in os.listdir(world.disk)
+
+
+def test_records_of_other_nodes_that_do_not_come_are_no_fresh_start(tmp_path, monkeypatch):
+    class Failing(RemoteCheckpoints):
+        def record(self, attempt, rank):
+            if rank == 1:
+                raise RemoteError("Network is unreachable")
+            return super().record(attempt, rank)
+    _, errors = restored_apart(tmp_path, monkeypatch, Failing)
+    assert [type(error) for error in errors] == [NoUsableCheckpointError] * 2
+    assert "step 5: rank 0: Network is unreachable" in str(errors[0])
+
+
+def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path, size=1)
+    world.upload(5)
+    world.empty_disk()
+    with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
+        RemoteFetch(STORAGE, world.remote, str(world.disk), Solo()).select(lambda: Choice(None, (), (), True))
+
+
+def test_another_number_of_ranks(world):
+    world.upload(5)
+    world.empty_disk()
+    if world.fmt == "1.0":
+        with pytest.raises(NoUsableCheckpointError, match="saved by 2 ranks, this job has 3; .*auto_trans_ckpt"):
+            world.restore_all(3)
+    for size in (1, 3):
+        choice = world.restore_all(size, converts=True)
+        assert choice.chosen.step == 5 and choice.chosen.world_size == 2
+        assert all((world.disk / file.path).exists() for file in choice.chosen.every_file)
+        world.empty_disk()
+
+
+def test_the_one_that_is_named(world):
+    world.upload(5, 10)
+    world.empty_disk()
+    named = str(folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
+    assert world.restore_all(named=named).chosen.step == 5
+
+
+def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world = World(tmp_path, "2.0")
+    uploaders = world.upload(5)
+    iterations.save(world.disk, 10, health=1)
+    for one in uploaders:
+        one.enqueue(10)
+    world.first.work()
+    world.empty_disk()
+    found = RemoteFetch(STORAGE, world.remote, str(world.disk), Solo(), emit=world.events.append)
+    policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
+    choice = found.select(lambda: select(STORAGE, str(world.disk), Solo(), policy))
+    assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
+    assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
+
+
+def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(world, monkeypatch):
+    world.upload(5, 10)
+    world.empty_disk()
+    unreadable(monkeypatch, 10)
+    assert world.restore_all().chosen.step == 5
+    assert {event.step for event in kinds(world, CandidateRefused) if "archived" in event.reason} == {10}
+
+
+def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, monkeypatch):
+    world.upload(5, 10)
+    world.empty_disk()
+    unreadable(monkeypatch, 5, 10)
+    with pytest.raises(NoUsableCheckpointError, match="step 10: .*archived(.|\n)*step 5: .*archived"):
+        world.restore_all()
+
+
+def sick_from(world, monkeypatch, first):
+    """The health monitor does not like what is saved from this step on. What a job that heeds it says to the choice."""
+    write = iterations.write_rank
+    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+        root, step, *more, **{**how, "health": int(step >= first)}))
+    return {"unhealthy": () if world.fmt == "2.0" else {str(folders.name_of(0, step)) for step in (10, 15)}}
+
+
+def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
+    heeds = sick_from(world, monkeypatch, 10)
+    world.upload(5, 10, 15)
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    assert world.restore_all(**heeds).chosen.step == 5
+    assert set(fetched) == {attempt_name(5, RUN)}
+    assert {event.step for event in kinds(world, CandidateRefused)} >= {15, 10}
+
+
+def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(world, monkeypatch):
+    heeds = sick_from(world, monkeypatch, 10)
+    world.upload(10, 15)
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
+        world.restore_all(**heeds)
+    assert fetched == []
+    named = str(folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
+    assert world.restore_all(named=named, **heeds).chosen.step == 15
+
+
+def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
+    """As a person may have copied it there."""
+    world.upload(5, 10)
+    name = attempt_name(10, RUN)
+    manifest, _ = world.remote.manifest(name)
+    part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], part=(1,), world=2)
+    world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", part.encode())
+    world.empty_disk()
+    fetched = downloads(monkeypatch)
+    assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
+
+
+def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(world, monkeypatch):
+    world.upload(5, 10)
+    note = (FOLDER, f"trial-{attempt_name(10, RUN)}")
+
+    def fetched_by(job):
+        world.empty_disk()
+        (world.disk / FOLDER).mkdir(parents=True)
+        deaths = [asdict(FailedLoad(run_name(sequence, "0000dead"))) for sequence in (3, 4)]
+        world.disk.joinpath(*note).write_text(json.dumps({"output": "/output", "deaths": deaths, "began": None}))
+        fetched = downloads(monkeypatch)
+        assert job().chosen.step == int(fetched[-1][5:15])
+        return set(fetched)
+    assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(5, RUN)}
+    assert fetched_by(lambda: world.restore_all(max_failed_loads=3)) == {attempt_name(10, RUN)}
+    world.remote._delete(attempt_name(5, RUN), world.remote.scan(), [])
+    assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(10, RUN)}
+
+
+# ---- numbers of runs ---------------------------------------------------------------------------------------------------
+
+def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
+    world.upload(5, run=run_name(7, "00000007"))
+    world.empty_disk()
+    for _ in range(2):
+        keep_run_marker(STORAGE, world.remote, str(world.disk))
+    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
+    lease = acquire(STORAGE, str(world.disk), holder_of_this_process("saving"), 0)
+    assert lease.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
+
+
+def test_a_run_that_uploaded_nothing_counts_too(world):
+    world.remote.publish_status(run_name(3, "00000003"), RunStatus())
+    keep_run_marker(STORAGE, world.remote, str(world.disk))
+    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
+
+
+def test_a_run_that_was_taken_for_dead_uploads_nothing_more(world):
+    old = world.upload(5)
+    world.save(10)
+    world.remote.publish_status(LATER, RunStatus())
+    for one in old:
+        one.enqueue(10)
+    old[0].work()
+    errors = old[0].poll()
+    assert len(errors) == 1 and f"taken over by run {LATER}" in str(errors[0]) and world.committed() == [5]
+    assert old[0].finish(0)                         # and says at the end what is missing, without waiting
+
+
+def test_of_two_runs_the_later_one_is_taken_whatever_its_step(world):
+    world.upload(20)
+    world.upload(15, run=LATER)
+    world.empty_disk()
+    choice = world.restore_all()
+    assert (choice.chosen.step, choice.chosen.run) == (15, LATER)
+
+
+# ---- retention ---------------------------------------------------------------------------------------------------------
+
+def test_the_local_policy_holds_there_too_and_counts_earlier_runs(world):
+    world.upload(5, 10)
+    world.upload(15, 20, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [20, 15]
+    assert set(world.remote.scan().objects) == {attempt_name(15, LATER), attempt_name(20, LATER)}
+    assert world.remote.scan().run_statuses == (LATER,)
+    assert (5,) in [event.steps for event in kinds(world, CheckpointsRemoved)]
+
+
+def test_the_manifest_goes_first(world, monkeypatch):
+    world.upload(5)
+    removed = strike(monkeypatch, 0)
+    world.upload(10, policy=KeepLast(1))
+    gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
+    assert gone[0].endswith(MANIFEST) and len(gone) > 3
+
+
+def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, monkeypatch):
+    world.upload(5, 10)
+    asked = unreadable(monkeypatch, 10)
+    uploaders = world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [25, 20, 10] and uploaders[0].poll() == []
+    assert sum("archived" in event.text for event in kinds(world, Notice)) == 1 and len(set(asked)) == 1
+
+
+def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
+    """A fresh start with the url of another training."""
+    for module in (folders, iterations):
+        monkeypatch.setattr(module, "place_of", lambda root, rank, size, run=RUN, *more, plain=module.place_of: replace(
+            plain(root, rank, size, run, *more), lineage=run))
+    world.upload(5, 10)
+    world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [25, 20, 10, 5]
+
+
+def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
+    plain, write = folders.state_of, iterations.write_rank
+    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
+    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+        root, step, *more, **{**how, "health": int(step > 10)}))
+    world.upload(5, 10, 15, 20, policy=KeepLast(1))
+    assert world.committed() == [20, 10]
+
+
+def test_debris_goes_but_not_what_a_listing_shows_late(world):
+    world.upload(5)
+    world.remote.store.put(f"{URL}/{attempt_name(7, RUN)}/rank_0/torn.safetensors", b"of a rank that died")
+    moxing.file.hidden.add(f"{URL}/{attempt_name(5, RUN)}/{record_path(attempt_name(5, RUN), MANIFEST)}")
+    world.upload(10, run=LATER, policy=KeepLast(9))
+    moxing.file.hidden.clear()
+    assert world.committed() == [10, 5] and len(world.remote.scan().objects) == 2
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------
+
+def test_a_failed_upload_is_said_counted_and_tried_again(world, monkeypatch):
+    uploaders, original = world.uploaders(), moxing.file.copy
+
+    def refuse(source, target):
+        raise RuntimeError("503 Service Unavailable")
+    monkeypatch.setattr(moxing.file, "copy", refuse)
+    world.save(5)
+    for one in uploaders:
+        one.enqueue(5)
+    assert world.first.work() is True
+    errors = world.first.poll()
+    assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0])
+    assert [(event.step, event.failed_in_total) for event in kinds(world, UploadFailed)] == [(5, 1)]
+    assert world.first.poll() == [] and world.first.work() is False         # not at once
+    monkeypatch.setattr(moxing.file, "copy", original)
+    world.now += AGAIN
+    world.first.work()
+    assert world.committed() == [5] and world.first.poll() == []
+
+
+def test_uploads_slower_than_saves_leave_steps_out_and_say_so(world):
+    uploaders = world.uploaders()
+    for step in (5, 10, 15):
+        world.save(step)
+        for one in uploaders:
+            one.enqueue(step)
+    world.first.work()
+    assert world.committed() == [15]
+    assert kinds(world, UploadsSkipped) == [UploadsSkipped((5, 10), 2)]
+    assert all(one.work() is False for one in uploaders)                       # nothing is pending on any rank
+
+
+def test_what_is_not_committed_here_is_not_begun(world):
+    uploaders = world.uploaders()
+    for rank in range(2):
+        FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
+    for one in uploaders:
+        one.enqueue(5)
+    assert world.first.work() is False and world.remote.scan().objects == {}
+
+
+def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(world):
+    """There a folder gets its name on another host."""
+    uploaders = world.uploaders(patience=600.0)
+    saved(world, uploaders, 5)
+    base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
+    record = base / record_path(attempt_name(5, RUN), "rank_00001.json")
+    hidden = record.rename(record.with_suffix(".late"))
+    uploaders[0].sleep = lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record))
+    uploaders[0].work()
+    assert world.committed() == [5] and 30 <= world.now < 60
+    saved(world, uploaders, 10)
+    before = world.now
+    base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000010"
+    (base / record_path(attempt_name(10, RUN), "rank_00001.json")).unlink()
+    uploaders[0].work()
+    assert world.committed() == [5] and 60 <= world.now - before < 70
+    for one in uploaders:
+        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.poll()[0])
+
+
+def test_a_rank_that_never_comes_is_named(world):
+    uploaders = world.uploaders()
+    world.others = []
+    world.save(5)
+    uploaders[0].enqueue(5)
+    uploaders[0].work()
+    assert "objects of rank 1 did not come within 60 s" in str(uploaders[0].poll()[0]) and world.committed() == []
+
+
+def test_what_is_being_uploaded_is_not_removed_here(world):
+    """Retention of the job itself, while the other rank is slow."""
+    uploaders = world.uploaders()
+    world.save(5)
+    for one in uploaders:
+        one.enqueue(5)
+
+    def meanwhile(seconds):
+        world.first.sleep = world.sleep
+        world.save(10, policy=KeepLast(1))
+    world.first.sleep = meanwhile
+    world.first.work()
+    assert world.committed() == [5]
+    world.save(15, policy=KeepLast(1))
+    assert {c.step for c in scan(STORAGE, str(world.disk)).candidates} == {15}
+
+
+def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypatch):
+    uploaders = world.uploaders()
+    world.save(5)
+    for one in uploaders:
+        one.enqueue(5)
+
+    def refuse(path):
+        raise OSError("Input/output error")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(STORAGE), "status", lambda self, path: refuse(path))
+        assert world.first.work() is False and "Input/output error" in str(world.first.poll()[0])
+        assert "step 5 is not in" in str(world.first.finish(0)[-1])
+    world.now += AGAIN
+    world.first.work()
+    assert world.committed() == [5]
+
+
+def test_an_upload_that_hangs_is_said_once(world):
+    uploader = world.uploaders(patience=10)[0]
+    uploader._begin(5)
+    assert uploader.poll() == []
+    world.now = 11
+    assert "step 5 is being uploaded" in str(uploader.poll()[0]) and uploader.poll() == []
+
+
+def saved(world, uploaders, *steps, run=RUN):
+    for step in steps:
+        world.save(step, run)
+        for one in uploaders:
+            one.enqueue(step)
+
+
+def test_the_end_waits_for_the_last_upload(world):
+    uploaders = world.uploaders()
+    saved(world, uploaders, 5, 10)
+    assert [one.finish(20) for one in uploaders] == [[], []]
+    assert world.committed() == [10] and world.remote.read_status(RUN).ended
+
+
+def test_the_worker_is_a_thread_that_ends_with_the_training(world):
+    def work():
+        uploaders = [Uploader(RemoteCheckpoints(world.remote.store, URL), world.place(rank), None if rank else KEEP_ALL).start()
+                     for rank in range(2)]
+        saved(world, uploaders, 5)
+        here().scheduler.sleep(60.0)
+        uploaded = world.committed()
+        saved(world, uploaders, 10)
+        return uploaded, [one.finish(60.0) for one in uploaders], here().scheduler.now
+    uploaded, errors, now = simulated(work)
+    assert uploaded == [5] and errors == [[], []] and now < 90.0
+    assert world.committed() == [10, 5] and world.remote.read_status(RUN).ended
+
+
+def test_the_end_names_what_is_missing(world):
+    uploaders = world.uploaders()
+    saved(world, uploaders, 5)
+
+    def hang(_, seconds):
+        world.first._begin(5)
+        world.now += seconds
+    world.first.wait = hang
+    error = str(world.first.finish(2)[-1])
+    assert "step 5 is not in obs://bucket/job/checkpoint, not whole, within 2 s: rank 0 is still uploading step 5" in error
+
+
+def test_the_end_does_not_wait_longer_than_it_may(world):
+    """Rank 0 has died."""
+    uploaders = world.uploaders()
+    saved(world, uploaders, 5)
+    uploaders[0]._finished = True
+    error = str(uploaders[1].finish(600)[-1])
+    assert "within 600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
+
+
+# ---- a later run at the same url -----------------------------------------------------------------------------------------
+
+def test_who_is_overtaken_tells_the_others_and_they_stop_at_once(world):
+    uploaders = world.upload(5)
+    saved(world, uploaders, 10)
+    world.remote.publish_status(LATER, RunStatus())
+    for one in uploaders:
+        assert f"taken over by run {LATER}" in str(one.finish(600)[0])
+    assert world.now < 10 and world.committed() == [5]
+
+
+def test_during_the_training_they_hear_it_too(world):
+    uploaders = world.upload(5)
+    world.remote.publish_status(LATER, RunStatus())
+    saved(world, uploaders, 10)
+    for one in uploaders * 2:
+        one.run_once()
+    assert [len(one.poll()) for one in uploaders] == [1, 1] and all(one.run_once() is None for one in uploaders)
+
+
+def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_stopped(world):
+    uploaders = world.upload(5)
+    world.remote.publish_status(LATER, RunStatus())
+    saved(world, uploaders, 10)
+    for one in uploaders * 2:
+        one.run_once()
+    saved(world, uploaders, 15)
+    for rank, one in enumerate(uploaders):
+        one.poll()
+        assert f"step 15 is not in {URL}, not whole: rank {rank} " in str(one.finish(600)[-1])
+
+
+def test_overtaken_before_the_first_word(world):
+    uploaders = world.uploaders()
+    world.remote.publish_status(LATER, RunStatus())
+    saved(world, uploaders, 5)
+    assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in uploaders) and world.now < 10
+
+
+def test_the_word_of_the_one_that_was_overtaken_is_removed_by_the_later_run(world):
+    """Then the others look for themselves."""
+    old = world.upload(5)
+    saved(world, old, 10)
+    world.upload(15, run=LATER)
+    assert world.remote.read_status(RUN) is None
+    world.first, world.others = old[0], old[1:]
+    old[0]._finished = True                             # and it has died
+    errors = old[1].finish(600)
+    assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
+
+
+def test_the_word_is_tried_again(world, monkeypatch):
+    uploaders = world.upload(5)
+    saved(world, uploaders, 10)
+    world.remote.publish_status(LATER, RunStatus())
+    write = moxing.file.write
+    monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
+    assert uploaders[0].run_once() is False and uploaders[0].run_once() is False and uploaders[0].run_once() is False
+    monkeypatch.setattr(moxing.file, "write", write)
+    world.now += AGAIN
+    assert uploaders[0].run_once() is None and LATER in world.remote.read_status(RUN).reason
+
+
+def test_a_run_status_of_an_older_version_has_no_reason(world):
+    world.remote.store.put(f"{URL}/run-{RUN}.json", b'{"step": 5, "ended": true}')
+    assert world.remote.read_status(RUN) == RunStatus(5, True)
+    for damaged in (b"", b"[]", b"{}", b"\xff", b'{"step": 5}'):
+        world.remote.store.put(f"{URL}/run-{RUN}.json", damaged)
+        with pytest.raises(RemoteError, match=f"{URL}/run-{RUN}.json is not a run status"):
+            world.remote.read_status(RUN)
+
+
+def test_two_pods_with_one_url_at_the_same_moment(world):
+    """Both found the bucket empty, so both are run 1. What one of them is uploading is no debris to the other."""
+    twin = run_name(1, "0000cccc")
+    first, twins = world.uploaders(), world.uploaders(run=twin)
+    world.others = first[1:]
+    saved(world, first, 5)
+    url = f"{URL}/{attempt_name(5, RUN)}"
+    place = first[0].place
+    first[0].remote.put_shard(place, 5, FORMATS[world.fmt].place_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
+                              os.path.join(place.root, "iteration_00000005"))
+    before = world.remote.store.list(url)
+    if world.fmt == "1.0":
+        folders.save(world.disk, 10, world.size, twin, suffix=1)
+    else:
+        iterations.save(world.disk, 10, world=world.size, run=twin)
+    world.others = twins[1:]
+    world.first = twins[0]
+    for one in twins:
+        one.enqueue(10)
+    twins[0].sleep = world.sleep
+    twins[0].work()
+    assert world.committed() == [10] and world.remote.store.list(url) == before != []
+    first[0].work()
+    assert f"taken over by run {twin}" in str(first[0].poll()[0]) and world.committed() == [10]
+
+
+# ---- errors that are no undo ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("operation, name", [
+    ("write", "manifest.json"), ("write", "rank_00000.json"), ("write", "rank_00001.json"), ("write", f"run-{RUN}.json"),
+    ("copy", "safetensors")])
+def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, operation, name):
+    uploaders = world.upload(5, policy=KeepLast(2))
+    saved(world, uploaders, 10)
+
+    def watch(moment, done, url):
+        if (moment, done) == ("after", operation) and url.endswith(name):
+            raise RuntimeError("504 Gateway Timeout")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.first.work()
+    monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+    world.now += AGAIN
+    while world.first.work():
+        pass
+    assert world.committed() == [10, 5]
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 10
+
+
+def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkeypatch):
+    """It took this run for dead, and saw no manifest a moment before."""
+    uploaders = world.upload(5)
+    saved(world, uploaders, 10)
+    commit_dir = f"{URL}/{attempt_name(10, RUN)}"
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "write") and url.endswith(MANIFEST):
+            for name in world.remote.store.list(commit_dir):
+                moxing.file.remove(f"{commit_dir}/{name}")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.first.work()
+    monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+    assert world.committed() == [5] and "were removed while the last ones came" in str(world.first.poll()[0])
+
+
+def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monkeypatch):
+    world.upload(5)
+    name = attempt_name(10, RUN)
+    world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
+
+    def watch(moment, operation, url):
+        if (moment, operation) == ("before", "remove") and url.endswith("torn.safetensors"):
+            world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", b"of a run that was only slow")
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    world.upload(15, run=LATER)
+    assert world.committed() == [15, 5] and name not in world.remote.scan().objects
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
+    world.upload(5, 10)
+    remove = moxing.file.remove
+
+    def refuse(url, recursive=False):
+        if attempt_name(5, RUN) in url:
+            raise RuntimeError("403 Forbidden")
+        remove(url, recursive)
+    monkeypatch.setattr(moxing.file, "remove", refuse)
+    uploaders = world.upload(15, 20, run=LATER, policy=KeepLast(1))
+    assert world.committed() == [20, 5]
+    assert all("could not be cleared" in str(error) for error in uploaders[0].poll())
+
+
+# ---- death after every operation ---------------------------------------------------------------------------------------
+
+def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_path, monkeypatch):
+    for fmt in FORMATS:
+        at, over = 0, False
+        base = tmp_path / fmt
+        monkeypatch.setenv("FAKE_MOXING_ROOT", str(base / "objects"))
+        world = World(base, fmt)
+        world.upload(5, 10)
+        while not over:
+            at += 1
+            world.empty_disk()
+            strike(monkeypatch, at)
+            try:
+                world.restore(Solo(), converts=True)
+                over = True
+            except Died:
+                pass
+            monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+            alone = select(STORAGE, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+            assert alone.chosen is None and alone.fresh or alone.chosen.step == 10
+            assert world.restore_all().chosen.step == 10
+        assert at > 10
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
+    """Every operation on the disk fails once, with death: nothing half-fetched is ever taken."""
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    world, at, seen = World(tmp_path, fmt), 0, SimpleNamespace(fresh=0, taken=0)
+    world.upload(10)
+    while True:
+        at += 1
+        world.empty_disk()
+        machine = Machine(STORAGE, Turns(1, random.Random(0)), Fault("kill all", at), random.Random(0))
+        view = machine.view(0)
+        try:
+            RemoteFetch(view, world.remote, str(world.disk), Solo()).select(
+                lambda view=view: select(view, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank)))
+            break
+        except Killed:
+            pass
+        alone = select(STORAGE, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+        seen.fresh += alone.chosen is None
+        seen.taken += alone.chosen is not None
+        assert alone.fresh if alone.chosen is None else alone.chosen.step == 10
+        assert world.restore_all().chosen.step == 10
+    assert seen.fresh > 20 and seen.taken > 3

@@ -1,0 +1,308 @@
+"""Nodes that share no disk, and an object store: each node commits its own part, the store holds the whole; a node that comes
+back with an empty disk gets its part again. Ranks 0 and 1 are on one node, 2 and 3 on the other.
+"""
+import os
+import shutil
+
+import pytest
+from coordination.test_storage_topology import RUN, save_part
+from fakes import moxing
+from folders import STORAGE, Ranks, flip_bit, path_of
+from resume.test_node_local_selection import NODES, PARTS
+
+from mindresume.coordination.common_checkpoint import committed
+from mindresume.coordination.peer_state import PeerState
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.errors import NoUsableCheckpointError
+from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
+from mindresume.resume.node_local_selection import select_node_local
+from mindresume.resume.remote_fetch import RemoteFetch
+from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.saving import uploader as uploaders
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.uploader import Uploader
+from mindresume.storage.object_store import MoxingStore
+from mindresume.storage.read_cache import ReadCache
+
+URL = "obs://bucket/job/checkpoint"
+ISLANDS = SharedGroups((0, 0, 2, 2))
+
+
+@pytest.fixture(autouse=True)
+def bucket(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)           # nothing here loses its power
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+
+
+def remote():
+    return RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
+
+
+def save(tmp_path, *steps, late=()):
+    """Saved on both nodes, and uploaded; ``late``: ranks that do not upload."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        for other in uploaders[1:]:
+            if other.place.rank not in late:
+                other.work()
+    places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
+    uploaders = [Uploader(remote(), place, None, 60.0, clock=lambda: now[0],
+                          sleep=sleep if place.rank == 0 else lambda seconds: None) for place in places]
+    for step in steps:
+        for node, ranks in PARTS.items():
+            save_part(tmp_path / node, step, ranks)
+        for uploader in uploaders:
+            uploader.enqueue(step)
+        uploaders[0].work()
+    return uploaders
+
+
+def resume(tmp_path, storage=lambda: STORAGE):
+    def one(group):
+        root, own = str(tmp_path / NODES[group.rank]), storage()
+        found = RemoteFetch(own, remote(), root, group, SelectionPolicy(4), shared_groups=ISLANDS)
+        return found.select(lambda: select_node_local(own, root, group))
+    found = Ranks(4).run(one)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return found
+
+
+def test_the_store_holds_the_parts_of_all_nodes_as_one(tmp_path):
+    save(tmp_path, 5)
+    manifest, _ = remote().manifest(remote().scan().committed()[0])
+    assert (manifest.step, manifest.world_size, manifest.part, len(manifest.files)) == (5, 4, (), 4)
+
+
+def test_without_the_part_of_one_rank_nothing_is_committed_there(tmp_path):
+    first = save(tmp_path, 5, late=(3,))[0]
+    assert remote().scan().committed() == []
+    assert "rank 3" in str(first.poll()[0])
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
+    save(tmp_path, 5, 10)
+    shutil.rmtree(tmp_path / lost)
+    found = resume(tmp_path)
+    assert [choice.chosen.step for choice in found] == [10] * 4
+    for rank, choice in enumerate(found):
+        assert [shard.rank for shard in choice.shards] == [rank]
+        assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
+    names = {path.name for path in (tmp_path / lost).glob("rank_*")}
+    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and committed(STORAGE, str(tmp_path / lost))
+
+
+def test_what_is_damaged_here_and_replaced_is_read_anew(tmp_path):
+    """Though every file that was read whole is kept in memory."""
+    save(tmp_path, 5, 10)
+    flip_bit(path_of(tmp_path / NODES[1], 10, 1))
+    assert [choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))] == [10] * 4
+
+
+def test_what_both_have_and_is_newer_stays(tmp_path):
+    save(tmp_path, 5)
+    for node, ranks in PARTS.items():
+        save_part(tmp_path / node, 10, ranks)                   # not uploaded any more
+    assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
+
+
+def test_a_step_that_one_node_alone_committed_comes_from_the_store_if_it_is_whole_there(tmp_path):
+    save(tmp_path, 5, 10)
+    name = committed(STORAGE, str(tmp_path / "b"))[0]
+    shutil.rmtree(tmp_path / "b" / ".mindresume" / name)
+    assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
+
+
+def test_nothing_whole_anywhere_is_an_error(tmp_path):
+    save(tmp_path, 5, late=(2,))
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(NoUsableCheckpointError):
+        resume(tmp_path)
+
+
+# ---- retention of one node, and uploads of the other ----------------------------------------------------------------------
+
+def steps_of(names):
+    return [parse_attempt(name)[0] for name in names]
+
+
+class Training:
+    """Two nodes, each keeps one checkpoint; the ranks exchange what they have behind each save. Time passes when somebody waits,
+    and then the training goes on: ``slow`` saves until the other ranks have uploaded something."""
+
+    def __init__(self, tmp_path, slow=5):
+        self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
+        self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]])
+                       for rank in range(4)]
+        self.uploaders = [Uploader(remote(), place, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
+                               wait=self.wait) for place in self.places]
+        self.exchanges = [PeerState(STORAGE, place.root, RUN, ISLANDS, place.rank, uploader)
+                          for place, uploader in zip(self.places, self.uploaders, strict=True)]
+        for peer_state in self.exchanges:
+            STORAGE.make_folder(os.path.join(peer_state.root, FOLDER))
+            peer_state.record("")
+
+    def save(self, *nodes):
+        self.step += 5
+        for node in nodes or PARTS:
+            save_part(self.base / node, self.step, PARTS[node], policy=KeepLast(1))
+            for rank in PARTS[node]:
+                self.uploaders[rank].enqueue(self.step)
+
+    def peer_state(self):
+        rows = [peer_state.local_state() for peer_state in self.exchanges]
+        for peer_state in self.exchanges:
+            peer_state.on_peer_state(rows)
+
+    def sleep(self, seconds):
+        """Rank 0 waits for the others."""
+        self.now += seconds
+        self.save()
+        self.peer_state()
+        if self.step // 5 % self.slow == 0:
+            self.turns(1, 2, 3)
+
+    def stop(self):
+        """The training stands still or is over; rank 0 waits all the same."""
+        def sleep(seconds):
+            self.now += seconds
+            self.turns(1, 2, 3)
+        self.uploaders[0].sleep = sleep
+
+    def wait(self, _, seconds):
+        self.now += 1
+        self.stop()
+        self.turns(0, 1, 2, 3)
+
+    def turns(self, *ranks):
+        for rank in ranks:
+            if not self.uploaders[rank]._finished:
+                self.uploaders[rank].run_once()
+
+    def on_disk(self, node):
+        return steps_of(committed(STORAGE, str(self.base / node)))
+
+    def finish(self):
+        """By all ranks. What went wrong."""
+        for uploader in self.uploaders:
+            uploader._closing = True
+        return [str(error) for uploader in self.uploaders for error in uploader.finish(600)]
+
+    def errors(self):
+        return [str(error) for uploader in self.uploaders for error in uploader.poll()]
+
+
+def in_bucket():
+    return steps_of(remote().scan().committed())
+
+
+@pytest.mark.parametrize("slow", [1, 3, 8])
+def test_what_is_announced_stays_on_all_nodes_until_it_is_uploaded(tmp_path, slow):
+    """Uploads are slower than keep_checkpoint_max saves."""
+    job = Training(tmp_path, slow)
+    for _ in range(4):
+        job.save()
+        job.peer_state()
+        job.turns(0)
+        assert in_bucket() and job.errors() == []
+        assert all(len(job.on_disk(node)) <= 3 for node in PARTS)       # the newest, the common one, the one that is uploaded
+    assert job.finish() == []
+    assert in_bucket()[0] == job.step
+    assert not [path for node in PARTS for path in (tmp_path / node / FOLDER).glob("claim-*")]
+
+
+def test_only_what_all_nodes_have_is_announced(tmp_path):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.save("a")
+    job.turns(0)
+    assert in_bucket() == [] and job.uploaders[0].remote.read_status(RUN) == RunStatus()      # nobody has said what all have
+    job.peer_state()
+    job.stop()
+    job.turns(0)
+    assert in_bucket() == [5] and job.uploaders[0].ready()
+    job.peer_state()
+    job.turns(0)
+    assert in_bucket() == [5] and job.errors() == []
+
+
+def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_path):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.peer_state()
+    shutil.rmtree(tmp_path / "b" / FOLDER / attempt_name(5, RUN))          # by hand
+    job.turns(0)
+    assert in_bucket() == [] and job.now < 10
+    first, *others = job.errors()
+    assert "step 5 is given up: the part of rank 2 is not on its disk any more" in first
+    assert [f"the part of rank {rank} is not on its disk any more" in text for rank, text in zip((2, 3), others, strict=True)]
+    job.save()
+    job.peer_state()
+    job.turns(0)
+    assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().scan().objects
+
+
+def test_weights_that_are_lost_during_the_upload(tmp_path, monkeypatch):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.peer_state()
+    for path in (tmp_path / "b" / "rank_3").glob("*.safetensors"):
+        path.unlink()
+    job.turns(0)
+    assert in_bucket() == [] and job.now < 10 and any("part of rank 3 is not on its disk" in text for text in job.errors())
+
+
+def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
+    """The other node did not save the last one."""
+    job = Training(tmp_path)
+    job.save()
+    job.peer_state()
+    job.save("a")
+    errors = job.finish()
+    assert in_bucket() == [5] and job.now < 10
+    assert any("step 10 is given up: the part of rank 2 was not saved" in text for text in errors)
+    assert any("step 10 is not in obs://bucket/job/checkpoint, not whole: rank 0" in text for text in errors)
+
+
+def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypatch):
+    job = Training(tmp_path, 1)
+    job.save()
+    job.peer_state()
+    with monkeypatch.context() as broken:
+        broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
+        job.turns(0)
+    assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].ready()
+    job.now += uploaders.AGAIN
+    job.peer_state()
+    job.stop()
+    job.turns(0)
+    assert in_bucket() == [5]
+
+
+def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
+    job = Training(tmp_path, 1)
+    job.save()
+
+    def refuse(*args):
+        raise OSError(30, "Read-only file system")
+    monkeypatch.setattr(uploaders, "acquire_read_lock", refuse)
+    job.uploaders[2].schedule(attempt_name(5, RUN))
+    assert "step 5 is not held on the disk of rank 2 while it is uploaded" in job.errors()[0]
+
+
+def test_a_node_whose_folder_cannot_be_listed_says_that_it_has_nothing(tmp_path, monkeypatch):
+    job = Training(tmp_path)
+    job.save()
+
+    def refuse(storage, folder):
+        raise OSError(5, "Input/output error")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(STORAGE), "list", refuse)
+        assert job.exchanges[2].local_state() == [[], True]
+    assert job.exchanges[1].local_state() is None

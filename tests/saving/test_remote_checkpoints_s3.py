@@ -1,0 +1,52 @@
+"""Checkpoints on an S3 server: what was uploaded comes back when the disk is gone. The protocol itself: test_remote.py."""
+import pytest
+from fakes.s3 import BUCKET, environment, s3_server  # noqa: F401  a fixture
+from saving.test_remote_checkpoints import FORMATS, LATER, World, content, no_flush  # noqa: F401  a fixture
+
+from mindresume.errors import NoUsableCheckpointError
+from mindresume.model.manifest import MANIFEST
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
+from mindresume.saving.retention import KeepLast
+from mindresume.storage.object_store import FsspecStore
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def world(request, tmp_path, monkeypatch, s3_server):  # noqa: F811
+    for name, value in environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{BUCKET}/{tmp_path.parent.name}-{tmp_path.name}/checkpoint"
+    made = World(tmp_path, request.param)
+    made.remote = RemoteCheckpoints(FsspecStore(url, lambda seconds: None), url)
+    return made
+
+
+def test_a_folder_that_is_lost_comes_back(world):
+    world.upload(5, 10)
+    assert world.committed() == [10, 5]
+    before = content(world.disk)
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 10
+    assert content(world.disk).items() <= before.items()
+
+
+def test_the_next_run_goes_on_from_there_and_the_oldest_is_removed(world):
+    world.upload(5, 10)
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 10
+    world.upload(15, run=LATER, policy=KeepLast(2))
+    assert world.committed() == [15, 10]
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 15
+
+
+def test_what_is_not_whole_is_refused_and_the_next_older_one_is_taken(world):
+    world.upload(5, 10)
+    name, older = world.remote.scan().committed()
+    manifest, _ = world.remote.manifest(name)
+    world.remote.store.delete(f"{world.remote.url}/{name}/{manifest.files[1][0].path}")
+    world.empty_disk()
+    assert world.restore_all().chosen.step == 5
+    world.remote.store.put(f"{world.remote.url}/{older}/{record_path(older, MANIFEST)}", b"torn")
+    world.empty_disk()
+    with pytest.raises(NoUsableCheckpointError):
+        world.restore_all()

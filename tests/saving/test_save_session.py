@@ -1,0 +1,49 @@
+"""A training acquires its folder."""
+import errno
+from dataclasses import replace
+
+from folders import RUN, STORAGE, Ranks, place_of
+
+from mindresume.coordination.common_checkpoint import COMMON, protected_by_peers, record
+from mindresume.coordination.lease import record_run_number
+from mindresume.coordination.peer_state import PeerState
+from mindresume.coordination.storage_topology import SharedGroups, single_group
+from mindresume.events import ignore
+from mindresume.model.manifest import run_sequence
+from mindresume.saving.save_session import SaveSession, open_save_session
+from mindresume.storage.filesystem import PosixStorage
+
+
+class Stuck(PosixStorage):
+    def remove(self, path):
+        if path.endswith(COMMON):
+            raise OSError(errno.EIO, "Input/output error", path)
+        super().remove(path)
+
+
+def test_an_old_note_that_cannot_be_removed_ends_no_rank_alone(tmp_path):
+    (tmp_path / ".mindresume").mkdir()
+    record(STORAGE, str(tmp_path), "", RUN)
+    for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
+        peer_state = PeerState(storage, str(tmp_path), RUN, single_group(2), 0)
+        home = SaveSession(replace(place_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
+                           ignore)
+        home.begin(None)
+        assert [path.name for path in (tmp_path / ".mindresume").iterdir()] == there
+    assert protected_by_peers(STORAGE, str(tmp_path)) == {}
+
+
+def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(tmp_path):
+    """Both come back with empty disks. A run of the same number as the one before is taken for the older of two, half the time,
+    and then uploads nothing."""
+    roots = [str(tmp_path / "node0"), str(tmp_path / "node1")]
+
+    def opened(group):
+        root = roots[group.rank]
+        session = open_save_session(STORAGE, root, "sim", group, ignore, 0.0, shared_groups={root: SharedGroups((0, 1))},
+                                    number_runs=lambda storage, root: record_run_number(storage, root, "0007-1111aaaa"),
+                                    leases={})
+        session.release()
+        return session.place.run
+    first, second = Ranks(2).run(opened)
+    assert first == second and run_sequence(first) == 8

@@ -1,0 +1,118 @@
+"""Every piece is written once, by a rank that holds it, and no rank writes much more than another."""
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindresume.model.layout import TensorLayout
+from mindresume.saving.shard_assignment import shares
+
+RANKS = 8
+MATRICES = [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]
+
+
+@st.composite
+def held(draw):
+    """(layout of 8 ranks, shape, itemsize), of every kind; now and then no layout, or an empty tensor."""
+    itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+    if draw(st.integers(0, 5)) == 0:
+        return None, tuple(draw(st.lists(st.integers(0, 5), max_size=3))), itemsize
+    matrix = draw(st.sampled_from(MATRICES))
+    axes, cuts = draw(st.permutations(range(len(matrix)))), []
+    for _ in range(draw(st.integers(0, 3))):
+        count = draw(st.integers(0, min(2, len(axes))))
+        taken, axes = tuple(axes[:count]), axes[count:]
+        cuts.append(taken if count > 1 else taken[0] if taken else -1)
+    replicas = TensorLayout(matrix, cuts).replicas
+    shards = draw(st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0]))
+    layout = TensorLayout(matrix, cuts, shards)
+    factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
+    return layout, tuple(map(math.prod, zip(factors, layout.pieces([0] * len(cuts)), strict=True))), itemsize
+
+
+models = st.dictionaries(st.text("abc.é", min_size=1, max_size=4), held(), max_size=12)
+
+
+@given(models)
+def test_every_element_is_written_by_exactly_one_rank_that_holds_it(tensors):
+    found = shares(tensors, RANKS)
+    assert len(found) == RANKS
+    assert set().union(*found) == set(tensors)
+    for name, (layout, shape, _) in tensors.items():
+        writers = [rank for rank in range(RANKS) if name in found[rank]]
+        written = np.zeros(shape, int)
+        for rank in writers:
+            written[... if layout is None else layout.slices(rank, shape)] += 1
+        assert (written == 1).all()
+        # an empty tensor too is there in all its pieces, which its elements cannot show
+        assert len(writers) == (math.prod(layout.pieces(shape)) if layout else 1)
+
+
+@given(models, st.randoms())
+def test_all_ranks_compute_the_same_in_whatever_order_they_know_the_tensors(tensors, random):
+    names = list(tensors)
+    random.shuffle(names)
+    assert shares({name: tensors[name] for name in names}, RANKS) == shares(tensors, RANKS)
+
+
+def written(tensors, found):
+    """Bytes a rank."""
+    return [sum(math.prod(layout.local_shape(shape) if layout else shape) * itemsize
+                for layout, shape, itemsize in (tensors[name] for name in names)) for names in found]
+
+
+def model(dp, tp, layers, shards=0):
+    """A transformer with two moments: half of its matrices cut by rows, half by columns, norms whole."""
+    row, column = TensorLayout((dp, tp), (0, -1), shards), TensorLayout((dp, tp), (-1, 0), shards)
+    norm = TensorLayout((dp * tp,), (-1,), shards)
+    found = {"embedding": (row, (32000, 512), 4)}
+    for layer in range(layers):
+        for kind in ("", "adam_m.", "adam_v."):
+            found |= {f"{kind}{layer}.qkv": (row, (1536, 512), 4), f"{kind}{layer}.proj": (column, (512, 512), 4),
+                      f"{kind}{layer}.up": (row, (2048, 512), 4), f"{kind}{layer}.down": (column, (512, 2048), 4),
+                      f"{kind}{layer}.norm": (norm, (2048,), 4)}
+    return found
+
+
+@pytest.mark.parametrize("dp, tp, shards", [(4, 2, 0), (8, 1, 0), (1, 8, 0), (4, 2, 2), (4, 2, -1), (16, 8, 0), (16, 8, 4)])
+def test_ranks_write_alike_within_a_tenth(dp, tp, shards):
+    tensors = model(dp, tp, layers=24, shards=shards)
+    loads = written(tensors, shares(tensors, dp * tp))
+    mean = sum(loads) / len(loads)
+    assert max(abs(load - mean) for load in loads) <= 0.1 * mean
+    assert sum(loads) == sum(math.prod(shape) * itemsize for _, shape, itemsize in tensors.values())
+
+
+def test_what_many_hold_evens_out_what_few_hold():
+    """The halves go first, to ranks 0 and 2; then what all hold goes to the others, though its name is first."""
+    tensors = {"half": (TensorLayout((2, 2), (1,)), (4,), 4), **{f"all.{n}": (None, (2,), 4) for n in range(2)}}
+    assert written(tensors, shares(tensors, 4)) == [8, 8, 8, 8]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=40), st.integers(1, 9))
+def test_what_all_hold_is_spread_as_even_as_its_largest_piece_allows(sizes, ranks):
+    tensors = {f"t{number}": (None, (size,), 2) for number, size in enumerate(sizes)}
+    loads = written(tensors, shares(tensors, ranks))
+    assert max(loads) - min(loads) <= 2 * max(sizes)
+
+
+def test_one_rank_writes_everything():
+    tensors = {"a": (TensorLayout((1,), (0, -1)), (4, 4), 2), "b": (None, (), 4), "c": (TensorLayout((1, 1), ()), (), 4)}
+    assert shares(tensors, 1) == [frozenset("abc")]
+
+
+def test_nothing_to_write():
+    assert shares({}, 3) == [frozenset()] * 3
+
+
+def test_a_rank_may_get_nothing():
+    assert shares({"a": (None, (5,), 4)}, 3) == [frozenset("a"), frozenset(), frozenset()]
+
+
+@pytest.mark.parametrize("tensors, ranks", [({}, 0), ({"w": (TensorLayout((4,), (0,)), (8,), 4)}, 8),
+                                            ({"w": (TensorLayout((4,), (0,)), (6,), 4)}, 4)])
+def test_layouts_that_do_not_fit_are_refused(tensors, ranks):
+    with pytest.raises(ValueError):
+        shares(tensors, ranks)

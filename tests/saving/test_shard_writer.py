@@ -1,0 +1,252 @@
+"""What one rank writes of a step: what errors leave behind, what they must not undo, and a second try."""
+import errno
+import os
+from dataclasses import replace
+
+import folders
+import iterations
+import pytest
+from folders import RUN, STORAGE, path_of, save
+from iterations import hidden, listing
+
+from mindresume.coordination.collectives import Solo
+from mindresume.errors import NoRoomError, SaveError
+from mindresume.formats.scan import scan
+from mindresume.model.manifest import record_name, run_name
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.selector import select
+from mindresume.saving.committer import Committer
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
+from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
+from mindresume.storage.filesystem import PosixStorage, UnsettledError, publish
+
+WORLD = 2
+BOTH = pytest.mark.parametrize("made", ["1.0", "2.0"])
+
+
+def place_of(made, root, rank, storage=STORAGE, run=RUN):
+    return SaveTarget(storage, str(root), run, rank, WORLD, iterations=made == "2.0")
+
+
+def shard_of(place, step, other=0.0, suffix=0):
+    """``other``: added to every weight. ``suffix``: of the name of the file, in 1.0."""
+    arrays = {name: array + array.dtype.type(other) if "weight" in name else array
+              for name, array in folders.tensors_of(place.rank, step).items()}
+    if place.iterations:
+        model = {name: array for name, array in arrays.items() if name == "embedding.weight"}
+        return iteration_shard("net", place, folders.state_of(step), model,
+                               {name: array for name, array in arrays.items() if name not in model})
+    return rank_shard(folders.name_of(place.rank, step, suffix), folders.state_of(step), arrays)
+
+
+def write(made, root, step, rank, storage=STORAGE, other=0.0):
+    place = place_of(made, root, rank, storage)
+    return write_shard(place, shard_of(place, step, other))
+
+
+def save_all(made, root, *steps):
+    for step in steps:
+        for rank in range(WORLD):
+            write(made, root, step, rank)
+        assert Committer(place_of(made, root, 0)).try_commit(step) == []
+
+
+def chosen(root):
+    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+    return choice.chosen and choice.chosen.step
+
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+class OnRecord(PosixStorage):
+    """At the first ``operation`` on the record of rank 1, or on its folder when it is there: ``act`` is called, and with ``code``
+    it fails; before or after it takes ``effect``."""
+    name = record_name(1)
+
+    def __init__(self, operation, code=0, effect=True, act=lambda: None):
+        self.operation, self.code, self.effect, self.act, self.armed = operation, code, effect, act, True
+
+    def _strike(self, operation, path, work):
+        hit = self.armed and operation == self.operation and (
+            self.name in os.path.basename(path) or os.path.exists(os.path.join(path, self.name)))
+        if not hit:
+            return work()
+        self.armed = False
+        if self.effect:
+            result = work()
+        self.act()
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code), path)
+        return result if self.effect else work()
+
+    def write(self, path, pieces, size=0):
+        return self._strike("write", path, lambda: super(OnRecord, self).write(path, pieces, size))
+
+    def rename(self, old, new):
+        return self._strike("rename", new, lambda: super(OnRecord, self).rename(old, new))
+
+    def sync(self, folder):
+        return self._strike("sync", folder, lambda: super(OnRecord, self).sync(folder))
+
+
+# ---- an error is not an undo -----------------------------------------------------------------------------------------
+
+@BOTH
+@pytest.mark.parametrize("operation", ["rename", "sync"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, made, operation, code):
+    """Rank 0 has committed step 10 and removed step 5 before rank 1 hears of an error."""
+    save_all(made, tmp_path, 5)
+    write(made, tmp_path, 10, 0)
+    storage = OnRecord(operation, code, act=lambda: Committer(place_of(made, tmp_path, 0), KeepLast(1)).saved(10))
+    written = write(made, tmp_path, 10, 1, storage)
+    assert not storage.armed and written.doubt is None
+    assert chosen(tmp_path) == 10 and [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10]
+
+
+@BOTH
+@pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
+def test_a_record_that_is_there_counts_for_the_others_and_the_error_is_told(tmp_path, made, operation, effect):
+    write(made, tmp_path, 10, 0)
+    place = place_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
+    saver = SyncSaver(SaveJob(place))
+    saver.save(Save(shard_of(place, 10)))
+    (outcome,) = saver.poll()
+    assert not outcome.saved and outcome.size > 0
+    assert "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
+    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+
+
+@BOTH
+def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(tmp_path, made):
+    storage = OnRecord("rename", errno.EIO, effect=False)
+    with pytest.raises(SaveError, match="step 10 may not be saved on rank 1: Input/output error.*Nothing was removed"):
+        write(made, tmp_path, 10, 1, storage)
+    left = files(tmp_path)
+    assert any(name.endswith(".safetensors") for name in left)
+    assert write(made, tmp_path, 10, 1, storage).doubt is None
+    assert set(left) < set(files(tmp_path))
+    write(made, tmp_path, 10, 0)
+    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+
+
+@BOTH
+def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
+    first = write(made, tmp_path, 10, 1)
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in files(tmp_path)}
+    assert write(made, tmp_path, 10, 1, other=1.0) == first                 # whatever it has by now: this step is saved
+    write(made, tmp_path, 10, 0)
+    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == []
+    assert write(made, tmp_path, 10, 1).record == first.record              # of 2.0 the folder has another name by now
+    if made == "1.0":
+        assert all((tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items())
+    else:
+        assert hidden(tmp_path) == []
+
+
+@BOTH
+def test_a_second_try_with_other_content_replaces_nothing(tmp_path, made):
+    """The first record may be there and only not be visible yet."""
+    with pytest.raises(SaveError):
+        write(made, tmp_path, 10, 1, OnRecord("rename", errno.EIO, effect=False))
+    before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+    with pytest.raises(SaveError, match="exists already, with other content"):
+        write(made, tmp_path, 10, 1, other=1.0)
+    assert {name: (tmp_path / name).read_bytes() for name in files(tmp_path)} == before
+
+
+@BOTH
+def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(tmp_path, made):
+    storage = OnRecord("rename", errno.EIO, effect=False)
+    with pytest.raises(SaveError):
+        write(made, tmp_path, 10, 1, storage)
+    before, storage = files(tmp_path), OnRecord("write", errno.EIO, effect=False)
+    with pytest.raises(SaveError, match="was not saved"):
+        write(made, tmp_path, 10, 1, storage)
+    assert not storage.armed and files(tmp_path) == before
+
+
+@BOTH
+def test_without_a_name_the_files_go(tmp_path, made):
+    """A disk that the weights just filled has its room back."""
+    with pytest.raises(NoRoomError, match="step 10 was not saved on rank 1: No space left"):
+        write(made, tmp_path, 10, 1, OnRecord("write", errno.ENOSPC, effect=False))
+    assert files(tmp_path) == []
+    assert [c.maybe_completed for c in scan(STORAGE, str(tmp_path)).candidates] == [False]
+    write(made, tmp_path, 10, 1)
+    write(made, tmp_path, 10, 0)
+    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+
+
+@BOTH
+def test_no_room_for_the_name_of_the_record(tmp_path, made):
+    with pytest.raises(NoRoomError, match="may not be saved"):
+        write(made, tmp_path, 10, 1, OnRecord("rename", errno.ENOSPC, effect=False))
+
+
+def test_a_file_of_another_run_is_never_touched(tmp_path):
+    save(tmp_path, 5, world=WORLD)
+    before = path_of(tmp_path, 5, 1).read_bytes()
+    place = place_of("1.0", tmp_path, 1, run=run_name(2, "0000bbbb"))
+    with pytest.raises(SaveError, match="exists already"):
+        write_shard(place, shard_of(place, 5))
+    assert path_of(tmp_path, 5, 1).read_bytes() == before
+
+
+def test_a_published_name_is_unsettled_from_the_rename_on(tmp_path):
+    for operation, effect in (("rename", False), ("rename", True), ("sync", True)):
+        target = tmp_path / f"{operation}-{effect}-{record_name(1)}"
+        storage = OnRecord(operation, errno.EIO, effect)
+        storage.name = record_name(1) if operation == "rename" else target.name
+        with pytest.raises(UnsettledError) as raised:
+            publish(storage, str(target), [b"x"], "run")
+        assert raised.value.errno == errno.EIO and target.exists() is effect
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    with pytest.raises(OSError) as raised:
+        publish(OnRecord("write", errno.EIO, False), str(tmp_path / record_name(1)), [b"x"], "run")
+    assert not isinstance(raised.value, UnsettledError)
+
+
+# ---- committed is saved ----------------------------------------------------------------------------------------------
+
+def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flush(tmp_path):
+    """No fault: only the order of the two."""
+    save_all("2.0", tmp_path, 5)
+    write("2.0", tmp_path, 10, 0)
+    committer = Committer(place_of("2.0", tmp_path, 0), KeepLast(1))
+    storage = OnRecord("sync", effect=False, act=lambda: committer.saved(10))
+    place = place_of("2.0", tmp_path, 1, storage)
+    saver = SyncSaver(SaveJob(place))
+    saver.save(Save(shard_of(place, 10)))
+    (outcome,) = saver.poll()
+    assert not storage.armed and committer.committed == [10]
+    assert outcome.saved and outcome.error is None
+    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000010", iterations.TRACKER]
+    saver.save(Save(shard_of(place, 10)))                               # at the end of the training, as nobody heard of the first
+    assert saver.poll()[0].saved and hidden(tmp_path) == []
+
+
+def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
+    """Its writer died before it could say so."""
+    save_all("2.0", tmp_path, 10)
+    place = place_of("2.0", tmp_path, 0)
+    saver = SyncSaver(SaveJob(place, Committer(place, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
+    saver.save(Save(shard_of(place, 10)))
+    assert saver.finish(600.0)[0].saved and saver.work.committer.pending == [] and hidden(tmp_path) == []
+
+
+def test_the_last_word_of_a_dying_job_on_a_step_that_is_committed(tmp_path):
+    save_all("2.0", tmp_path, 10)
+    mark_emergency(place_of("2.0", tmp_path, 1), 10)
+    assert hidden(tmp_path) == [] and chosen(tmp_path) == 10
+
+
+@BOTH
+def test_metrics_that_differ_do_not_matter_to_a_second_try(tmp_path, made):
+    place = place_of(made, tmp_path, 1)
+    first = write_shard(place, shard_of(place, 10))
+    again = replace(shard_of(place, 10), state=replace(folders.state_of(10), metrics=(("loss", 1.0),)))
+    assert write_shard(place, again) == first

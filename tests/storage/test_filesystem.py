@@ -1,0 +1,210 @@
+import errno
+import os
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from mindresume.storage import filesystem
+from mindresume.storage.filesystem import TEMPORARY, PosixStorage, error_text, parallel, publish, publish_json, read_bytes
+
+STORAGE = PosixStorage()
+
+
+def test_publish_appears_complete(tmp_path):
+    path = str(tmp_path / "a.bin")
+    assert publish(STORAGE, path, [b"ab", memoryview(b"cd")], "run") == 4
+    assert read_bytes(STORAGE, path) == b"abcd"
+    assert STORAGE.list(str(tmp_path)) == ["a.bin"]
+    assert STORAGE.status(path).size == 4
+
+
+def test_a_failing_source_leaves_nothing(tmp_path):
+    def pieces():
+        yield b"half"
+        raise RuntimeError("the source broke")
+    with pytest.raises(RuntimeError, match="the source broke"):
+        publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "run")
+    assert STORAGE.list(str(tmp_path)) == []
+
+
+def test_a_failing_rename_leaves_no_temporary_file(tmp_path):
+    (tmp_path / "a.bin" / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError):
+        publish(STORAGE, str(tmp_path / "a.bin"), [b"x"], "run")
+    assert STORAGE.list(str(tmp_path)) == ["a.bin"]
+
+
+def test_temporary_names_say_whose_they_are(tmp_path):
+    seen = []
+
+    def pieces():
+        seen.extend(os.listdir(tmp_path))
+        yield b"x"
+    publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "0001-deadbeef")
+    assert seen == [".a.bin.0001-deadbeef" + TEMPORARY]
+
+
+def test_absent_things(tmp_path):
+    missing = str(tmp_path / "missing")
+    assert STORAGE.list(missing) == [] and STORAGE.status(missing) is None
+    STORAGE.remove(missing)
+    with pytest.raises(FileNotFoundError):
+        STORAGE.open(missing)
+
+
+def test_folders(tmp_path):
+    deep = str(tmp_path / "a" / "b" / "c")
+    STORAGE.make_folder(deep)
+    STORAGE.make_folder(deep)
+    assert STORAGE.status(deep).is_folder
+    with pytest.raises(OSError):
+        STORAGE.remove(str(tmp_path / "a"))
+    STORAGE.remove(deep)
+    assert STORAGE.list(str(tmp_path / "a" / "b")) == []
+
+
+def test_json(tmp_path):
+    publish_json(STORAGE, str(tmp_path / "m.json"), {"last_epoch": 1}, "run")
+    assert read_bytes(STORAGE, str(tmp_path / "m.json")) == b'{"last_epoch":1}'
+
+
+def test_parallel_keeps_the_order_and_raises_the_first_error():
+    storage = PosixStorage()
+    assert parallel(storage, lambda item: item * 2, range(20)) == list(range(0, 40, 2))
+    storage.width = 1
+    assert parallel(storage, lambda item: item * 2, range(3)) == [0, 2, 4]
+    with pytest.raises(ZeroDivisionError):
+        parallel(PosixStorage(), lambda item: 1 // item, [1, 0])
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No other thread can be had: the interpreter is ending, or the limit of processes is reached."""
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_parallel_without_another_thread(alone):
+    assert parallel(PosixStorage(), lambda item: item * 2, range(20)) == list(range(0, 40, 2))
+
+
+def test_parallel_begins_nothing_after_an_error(alone):
+    done = []
+
+    def work(item):
+        if item == 3:
+            raise KeyboardInterrupt
+        done.append(item)
+    with pytest.raises(KeyboardInterrupt):
+        parallel(PosixStorage(), work, range(100))
+    assert done == [0, 1, 2]
+
+
+def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
+    found = os.statvfs(tmp_path)
+    room = PosixStorage().room(str(tmp_path / "not" / "yet"))
+    assert abs(room - found.f_bavail * found.f_frsize) < 1 << 30
+
+
+@pytest.mark.parametrize("told", [{}, {"f_frsize": 4096}, {"f_frsize": 4096, "f_bavail": 7}])
+def test_a_file_system_that_tells_no_size_has_room(tmp_path, monkeypatch, told):
+    """FUSE without statfs: zeros. Unknown is not full."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **told}))
+    assert PosixStorage().room(str(tmp_path)) == filesystem.UNKNOWN_ROOM
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO])
+def test_a_file_system_that_does_not_answer_has_room(tmp_path, monkeypatch, code):
+    def fail(path):
+        raise OSError(code, os.strerror(code), path)
+    monkeypatch.setattr(os, "statvfs", fail)
+    assert PosixStorage().room(str(tmp_path)) == filesystem.UNKNOWN_ROOM
+
+
+def test_a_full_disk_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1000, f_bavail=0, f_frsize=4096))
+    assert PosixStorage().room(str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ESPIPE, errno.EBADF,
+                                  errno.ENODEV, errno.EACCES, errno.EREMOTEIO, errno.ESTALE, errno.EINTR, 0, 524])
+def test_a_file_system_that_cannot_reserve_is_written_to(tmp_path, monkeypatch, code):
+    """524: an error of the kernel's own (ENOTSUPP) that some file systems let out."""
+    monkeypatch.setattr(filesystem, "_fallocate", lambda handle, size: code)
+    assert PosixStorage().write(str(tmp_path / "file"), [b"abc"], 3) == 3
+    made = PosixStorage().create(str(tmp_path / "other"), 3)
+    made.write_at(0, memoryview(b"abc"))
+    made.finish()
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "other").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
+def test_no_room_and_a_broken_device_are_errors_before_the_first_byte(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(filesystem, "_fallocate", lambda handle, size: code)
+    for begin in (lambda path: PosixStorage().write(path, [b"abc"], 3), lambda path: PosixStorage().create(path, 3)):
+        with pytest.raises(OSError) as caught:
+            begin(str(tmp_path / "file"))
+        assert caught.value.errno == code and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code, known", [(errno.EINVAL, False), (errno.ENOSYS, False), (errno.EOPNOTSUPP, False),
+                                         (errno.EIO, True), (errno.ENOSPC, True), (errno.ESTALE, True)])
+def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch, code, known):
+    """SMB and some of FUSE say EINVAL: it has no such operation, so there is nothing to wait for."""
+    def fail(handle):
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) if known else nullcontext():
+        PosixStorage().sync(str(tmp_path))
+
+
+def test_a_file_that_cannot_be_reserved_is_an_error_before_its_first_byte(tmp_path):
+    """A file system knows how large it is: so many bytes cannot be reserved on any."""
+    taken = []
+
+    def pieces():
+        taken.append(1)
+        yield b"x"
+    with pytest.raises(OSError):
+        PosixStorage().write(str(tmp_path / "file"), pieces(), 1 << 60)
+    assert not taken and not list(tmp_path.iterdir())
+
+
+def test_a_reserved_file_grows_as_it_is_written(tmp_path):
+    sizes = []
+
+    def pieces():
+        for _ in range(3):
+            yield bytes(2 << 20)
+            sizes.append((tmp_path / "file").stat().st_size)
+    assert PosixStorage().write(str(tmp_path / "file"), pieces(), 6 << 20) == 6 << 20
+    assert sizes == sorted(sizes) and sizes[0] < 6 << 20
+
+
+def test_the_device_begins_early_and_is_asked_for_every_byte_once(tmp_path, monkeypatch):
+    """All but less than a step of it; the flush at the end is for the rest. A device that refuses the hint changes nothing."""
+    step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
+    monkeypatch.setattr(filesystem, "_AHEAD", step)
+    begin = filesystem._begin_flush
+
+    def asking(handle, start, end):
+        asked.append((start, end))
+        begin(handle, start, end)
+    monkeypatch.setattr(filesystem, "_begin_flush", asking)
+    path = str(tmp_path / "file")
+    assert PosixStorage().write(path, pieces) == sum(map(len, pieces))
+    assert read_bytes(PosixStorage(), path) == b"".join(pieces)
+    starts, ends = zip(*asked, strict=True)
+    assert starts == (0, *ends[:-1]) and sum(map(len, pieces)) - ends[-1] < step
+    begin(-1, 0, step)
+
+
+def test_the_text_of_an_error_names_the_file_that_was_meant():
+    full = OSError(errno.ENOSPC, "No space left on device", "/a/.report.html.5410" + TEMPORARY)
+    assert error_text(full) == "/a/report.html: No space left on device"
+    assert error_text(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")) == "a: No such file or directory"
+    assert error_text(OSError(errno.EIO, "Input/output error")) == "Input/output error"
+    assert error_text(FileNotFoundError("here is nothing")) == "here is nothing" and error_text(ValueError()) == "ValueError"

@@ -1,0 +1,142 @@
+"""A file that was read whole is read from memory the next time, as it was; what is too much or was read in part is not kept."""
+import errno
+import mmap
+import os
+import resource
+import threading
+
+import pytest
+
+from mindresume.storage import read_cache
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.read_cache import ReadCache
+from mindresume.tensor_files.checksum import file_checksum
+
+DATA = os.urandom(10_000_000)
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "file").write_bytes(DATA)
+    return str(tmp_path / "file")
+
+
+class Counting(PosixStorage):
+    def __init__(self):
+        self.opened = []
+
+    def open(self, path):
+        self.opened.append(path)
+        return super().open(path)
+
+
+def hashed(storage, path):
+    with storage.open(path) as file:
+        return file_checksum(file)
+
+
+def test_a_file_is_read_once(path):
+    disk = Counting()
+    storage = ReadCache(disk, 20_000_000)
+    first = hashed(storage, path)
+    assert storage.size == len(DATA) and disk.opened == [path]
+    with open(path, "r+b") as file:                             # whatever becomes of it: what was hashed is what is read
+        file.write(b"other")
+    assert hashed(storage, path) == first and disk.opened == [path]
+    with storage.open(path) as one, storage.open(path) as two:  # each at a position of its own
+        assert one.read(10) == two.read(10) == DATA[:10] and os.pread(one.fileno(), 5, 100) == DATA[100:105]
+        assert mmap.mmap(one.fileno(), 0, prot=mmap.PROT_READ)[-7:] == DATA[-7:]
+    with os.fdopen(os.dup(storage._kept[path][0])) as of_a_child:       # forked meanwhile, such as a worker of a data set
+        storage.clear()
+        assert os.fstat(of_a_child.fileno()).st_blocks == 0
+    assert storage.size == 0 and hashed(storage, path) != first and disk.opened == [path] * 2
+
+
+def test_when_it_is_enough_nothing_more_is_kept(tmp_path, path):
+    (tmp_path / "second").write_bytes(DATA)
+    storage = ReadCache(PosixStorage(), 30_000_000)
+    hashed(storage, path)
+    storage.enough()
+    hashed(storage, str(tmp_path / "second"))
+    assert storage.size == len(DATA) and list(storage._kept) == [path]
+
+
+def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
+    storage = ReadCache(PosixStorage(), 20_000_000)
+    with storage.open(path) as file:
+        assert file.read(8) == DATA[:8]
+        file.seek(-100, os.SEEK_END)
+        assert file.read() == DATA[-100:]
+    with storage.open(path) as file:
+        assert os.preadv(file.fileno(), [bytearray(len(DATA))], 0) == len(DATA)
+    with storage.open(path) as file:
+        assert len(file.readline()) + len(file.read()) == len(DATA)
+    assert storage.size == 0
+    with storage.open(path) as file:                            # what was read again counts as it was read last
+        file.read(100_000)
+        with open(path, "r+b") as other:
+            other.write(DATA[::-1])
+        found = file_checksum(file)
+    assert storage.size == len(DATA) and hashed(storage, path) == found
+
+
+def test_the_budget_holds_for_all_files_together(tmp_path, path):
+    (tmp_path / "second").write_bytes(DATA)
+    (tmp_path / "empty").touch()
+    storage = ReadCache(PosixStorage(), len(DATA) + 10)
+    for name in ("file", "second", "empty"):
+        assert hashed(storage, str(tmp_path / name))[1] in (len(DATA), 0)
+    assert storage.size == len(DATA)
+    storage.clear()
+    hashed(storage, str(tmp_path / "second"))
+    assert storage.size == len(DATA)
+
+
+@pytest.mark.parametrize("trouble", ["memfd_create", "pwrite"])
+def test_without_memory_nothing_is_kept_and_nothing_fails(path, monkeypatch, trouble):
+    def fail(*args):
+        raise OSError(errno.ENOMEM, "no memory")
+    storage = ReadCache(PosixStorage(), 20_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(read_cache.os, trouble, fail)
+        assert hashed(storage, path)[1] == len(DATA) and storage.size == 0
+    assert hashed(storage, path)[1] == len(DATA) and storage.size == len(DATA)      # the budget was given back
+
+
+def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
+    paths = [str(tmp_path / name) for name in "abcd"]
+    for path in paths:
+        with open(path, "wb") as file:
+            file.write(b"1234")
+    storage = ReadCache(PosixStorage(), 20_000_000, most=2)
+    sums = [hashed(storage, path) for path in paths]
+    assert storage.size == 8 and sums == [hashed(storage, path) for path in paths]
+    storage.clear()
+    assert hashed(storage, paths[3]) == sums[3] and storage.size == 4           # the handles were given back
+    assert ReadCache(PosixStorage(), 1).most >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
+
+
+def test_two_threads_that_read_the_same_file(path):
+    storage, both = ReadCache(PosixStorage(), 30_000_000), threading.Barrier(2)
+
+    def read():
+        with storage.open(path) as file:
+            both.wait()
+            file_checksum(file)
+            both.wait()
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert storage.size == len(DATA) and storage._taken == len(DATA)
+    storage.clear()
+    assert storage._taken == 0
+
+
+def test_everything_else_is_that_of_the_storage_below(tmp_path, path):
+    storage = ReadCache(PosixStorage(), 0)
+    assert storage.list(str(tmp_path)) == ["file"] and storage.status(path).size == len(DATA)
+    assert storage.width == PosixStorage.width
+    with pytest.raises(FileNotFoundError):
+        storage.open(str(tmp_path / "none"))

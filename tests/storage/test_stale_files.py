@@ -1,0 +1,60 @@
+"""What is removed because it is old: by the clock of the file system, each file for itself, and never an error."""
+import errno
+import os
+
+import pytest
+from folders import STORAGE
+
+from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.stale_files import STALE, remove_stale
+
+NOW = 2_000_000_000.0           # no clock of this host
+
+
+def aged(folder, **seconds):
+    """Files of these ages before NOW."""
+    for name, age in seconds.items():
+        (folder / name).write_bytes(b"")
+        os.utime(folder / name, (NOW - age, NOW - age))
+
+
+def left(folder, storage=STORAGE, fresh="fresh"):
+    remove_stale(storage, [str(folder / name) for name in sorted(os.listdir(folder))], str(folder / fresh))
+    return sorted(os.listdir(folder))
+
+
+def test_what_is_older_than_the_limit_goes(tmp_path):
+    aged(tmp_path, fresh=0, new=1, young=STALE, old=STALE + 1, older=9 * STALE, later=-9 * STALE)
+    (tmp_path / "folder").mkdir()
+    os.utime(tmp_path / "folder", (0, 0))
+    assert left(tmp_path) == ["folder", "fresh", "later", "new", "young"]
+
+
+def test_nothing_goes_where_now_is_not_known(tmp_path):
+    aged(tmp_path, old=2 * STALE)
+    assert left(tmp_path) == ["old"]
+
+
+@pytest.mark.parametrize("operation, stays", [("status", ["a", "b", "fresh"]), ("remove", ["a", "fresh"])])
+def test_an_error_stops_nobody(tmp_path, operation, stays):
+    aged(tmp_path, a=2 * STALE, b=2 * STALE, fresh=0)
+
+    class Trouble(PosixStorage):
+        def status(self, path):
+            if operation == "status":
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            return super().status(path)
+
+        def remove(self, path):
+            if path.endswith("a"):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+            super().remove(path)
+    assert left(tmp_path, Trouble()) == stays
+
+
+def test_a_folder_without_such_files_is_not_even_looked_at(tmp_path):
+    class Nothing(PosixStorage):
+        def status(self, path):
+            raise AssertionError(path)
+    aged(tmp_path, fresh=0)
+    assert left(tmp_path, Nothing()) == ["fresh"]

@@ -1,0 +1,191 @@
+"""What holds for both formats: round trips, sizes, pieces, refusals; and that damaged files raise one error only."""
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindresume.errors import DamagedFileError
+from mindresume.tensor_files import (
+    CHUNK,
+    FORMATS,
+    TensorEntry,
+    encode,
+    encoded_size,
+    format_of,
+    read_header,
+    read_scalar,
+    read_tensor,
+)
+
+COMMON = [np.dtype(dtype) for dtype in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?",
+                                        ml_dtypes.bfloat16)]
+FLOAT8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
+TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "half": np.ones((3,), ml_dtypes.bfloat16),
+           "step_num": np.array(7, np.int32), "flag": np.array([True, False]), "empty": np.zeros((0, 3), np.int64)}
+
+
+@st.composite
+def arrays(draw, dtypes):
+    """Any bit pattern, so NaN payloads too; contiguous, transposed, strided or read-only."""
+    dtype = draw(st.sampled_from(dtypes))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4).map(tuple))
+    nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    raw = np.frombuffer(draw(st.binary(min_size=nbytes, max_size=nbytes)), np.uint8)
+    array = (raw & 1 if dtype == np.bool_ else raw).view(dtype).reshape(shape)
+    kind = draw(st.sampled_from(["plain", "transposed", "strided", "reversed"]))
+    if kind == "transposed":
+        return array.T
+    if kind == "strided" and shape:
+        return array[::2]
+    return array[..., ::-1] if kind == "reversed" and shape else array
+
+
+def files():
+    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    texts = st.dictionaries(names.map("key {}".format), names, max_size=3)
+    dtypes = {"safetensors": COMMON + FLOAT8, "ckpt": COMMON}
+    return st.sampled_from(FORMATS).flatmap(lambda fmt: st.tuples(
+        st.just(fmt), st.dictionaries(names, arrays(dtypes[fmt]), max_size=5), texts))
+
+
+def content(fmt, tensors, metadata=None):
+    return b"".join(piece for _, piece in encode(fmt, tensors, metadata or {}))
+
+
+def read_all(data, fmt):
+    """(header, {name: array}) of a file in memory."""
+    file = io.BytesIO(data)
+    header = read_header(file, f"x.{fmt}")
+    return header, {name: read_tensor(file, entry) for name, entry in header.tensors.items()}
+
+
+def described(tensors):
+    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()}
+
+
+@settings(max_examples=150)
+@given(files())
+def test_round_trip_is_bit_exact(case):
+    fmt, tensors, metadata = case
+    data = content(fmt, tensors, metadata)
+    header, found = read_all(data, fmt)
+    assert described(found) == described(tensors)
+    assert (header.format, header.size, header.metadata) == (fmt, len(data), metadata)
+    assert encoded_size(fmt, tensors, metadata) == len(data)
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in found.values())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_contiguous_tensor_is_not_copied_and_comes_in_chunks(fmt):
+    big, view = np.zeros(CHUNK + 8, np.uint8), np.arange(6.0).reshape(2, 3).T
+    pieces = list(encode(fmt, {"big": big, "view": view, "empty": np.zeros((2, 0))}, {}))
+    assert [(name, len(piece)) for name, piece in pieces if name == "big"] == [("big", CHUNK), ("big", 8)]
+    assert [len(piece) for name, piece in pieces if name == "empty"] == [0]
+    assert all(np.shares_memory(np.asarray(piece), big) for name, piece in pieces if name == "big")
+    assert b"".join(piece for name, piece in pieces if name == "view") == view.tobytes()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("array, says", [
+    (np.zeros(2, ">f4"), "w is big-endian"), (np.zeros(2, np.complex64), "w: .* cannot hold dtype complex64"),
+    (np.array([b"x"]), "w: .* dtype .S1"), (np.array(["x"]), "w: .* dtype <U1"),
+    (np.array([None]), "w: .* dtype object"),
+])
+def test_what_cannot_be_written_is_refused_at_the_call(fmt, array, says):
+    for function in (encode, encoded_size):
+        with pytest.raises(ValueError, match=says):
+            function(fmt, {"w": array}, {})
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("tensors, metadata", [({3: np.zeros(1)}, {}), ({}, {"step": 7}), ({}, {"a": "\ud800"}),
+                                               ({"\ud800": np.zeros(1)}, {})])
+def test_names_and_metadata_are_text(fmt, tensors, metadata):
+    with pytest.raises(ValueError):
+        encode(fmt, tensors, metadata)
+
+
+def test_the_extension_is_the_format():
+    assert [format_of(name) for name in ("a/b.c.safetensors", "x.ckpt")] == ["safetensors", "ckpt"]
+    for function in (format_of, lambda path: read_header(io.BytesIO(), path)):
+        with pytest.raises(ValueError, match="weights.bin: extension 'bin' is not one of safetensors, ckpt"):
+            function("weights.bin")
+    with pytest.raises(ValueError, match="format 'npz'"):
+        encode("npz", {}, {})
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_scalars(fmt):
+    file = io.BytesIO(content(fmt, {"zero_d": np.array(7, np.int64), "one_d": np.array([65536.0], np.float32),
+                                    "half": np.array([[1.5]], ml_dtypes.bfloat16), "two": np.zeros(2),
+                                    "none": np.zeros(0)}))
+    header = read_header(file, f"x.{fmt}")
+    values = [read_scalar(file, header, name) for name in ("zero_d", "one_d", "half", "absent")]
+    assert values == [7, 65536.0, 1.5, None] and [type(value) for value in values[:3]] == [int, float, float]
+    for name in ("two", "none"):
+        with pytest.raises(DamagedFileError, match=f"{name} should be one number, found shape"):
+            read_scalar(file, header, name)
+
+
+def test_a_file_that_shrank_after_its_header_was_read_is_damaged(tmp_path):
+    path = tmp_path / "short.safetensors"
+    path.write_bytes(bytes(15))
+    says = "short.safetensors: the file ends at byte 15"
+    with open(path, "rb") as file, pytest.raises(DamagedFileError, match=says) as error:
+        read_tensor(file, TensorEntry("uint8", (8,), ((8, 8),)))
+    assert error.value.path == str(path)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_cut_at_any_byte(fmt):
+    """safetensors: every cut is refused. ckpt: every cut but those between two Values, seen by the metadata."""
+    data = content(fmt, TENSORS, {"run": "1"})
+    read = {}
+    for size in range(len(data)):
+        try:
+            header, found = read_all(data[:size], fmt)
+        except DamagedFileError as error:
+            assert error.path == f"x.{fmt}"
+        else:
+            read[size] = header.metadata, described(found)
+    whole = list(described(TENSORS).items())
+    expected = [] if fmt == "safetensors" else [({}, dict(whole[:count])) for count in range(1, len(whole) + 1)]
+    assert list(read.values()) == expected
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_appended_bytes_are_refused(fmt):
+    data = content(fmt, TENSORS, {"run": "1"})
+    for more in (b"\0", data, b"crc_num" + bytes(9), b"\x0a\x00"):
+        with pytest.raises(DamagedFileError):
+            read_all(data + more, fmt)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(FORMATS), st.data())
+def test_altered_bytes_raise_nothing_but_damaged_file_error(fmt, data):
+    raw = bytearray(content(fmt, TENSORS, {"run": "1"}))
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        header, found = read_all(bytes(raw), fmt)
+    except DamagedFileError:
+        return
+    # a name, a byte of content or a dtype of the same size may differ; but the tensors lie apart, within the file
+    ends = sorted((start, start + count) for entry in header.tensors.values() for start, count in entry.ranges)
+    assert all(first[1] <= second[0] for first, second in zip(ends, ends[1:], strict=False))
+    assert not ends or ends[-1][1] <= header.size
+    assert all(array.nbytes == header.tensors[name].nbytes for name, array in found.items())
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(FORMATS), st.binary(max_size=80))
+def test_random_bytes_raise_nothing_but_damaged_file_error(fmt, data):
+    for raw in (data, len(data).to_bytes(8, "little") + data, b"\x0a" + bytes([len(data)]) + data):
+        try:
+            read_all(raw, fmt)
+        except DamagedFileError as error:
+            assert str(error).startswith(f"x.{fmt}: ")

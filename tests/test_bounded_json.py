@@ -1,0 +1,39 @@
+"""JSON from a disk: what is parsed, and what is refused before or after it cost anything."""
+import json
+
+import pytest
+
+from mindresume.bounded_json import MAX_DEPTH, MAX_VALUES, parse_json
+
+
+@pytest.mark.parametrize("value", [None, 1, "a", [], {}, {"a": [1, {"b": "[,{"}]}, [[]] * 1000])
+def test_what_json_writes_is_read(value):
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+def nested(depth, opening="[", closing="]"):
+    return (opening * depth + "0" * (opening != "[") + closing * depth).encode()
+
+
+def test_as_deep_as_is_allowed():
+    assert parse_json(nested(MAX_DEPTH))
+    assert parse_json(nested(MAX_DEPTH, '{"a":', "}"))
+
+
+@pytest.mark.parametrize("content", [nested(MAX_DEPTH + 2), nested(MAX_DEPTH + 2, '{"a":', "}"), nested(900), nested(100_000),
+                                     nested(300, "[0,", "]")], ids=lambda content: str(len(content)))
+def test_deeper_is_refused(content):
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        parse_json(content)
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,"])
+def test_more_values_than_allowed_are_not_even_parsed(piece):
+    with pytest.raises(ValueError, match=f"expected at most {MAX_VALUES}"):
+        parse_json(b"[" + piece * (MAX_VALUES + 1))                     # which is no JSON: nobody has looked
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"a":1,"a":1}', b'{"\\ud800":1}', b"9" * 5000])
+def test_what_is_none_is_a_value_error(content):
+    with pytest.raises(ValueError, match="."):
+        parse_json(content)
