@@ -26,11 +26,11 @@ import _measure as measure
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.network_state import deferred
+from mindresume.model.file_record import FORMATS
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.verifier import VerifiedShard, verify_rank
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.filesystem import PosixStorage
-from mindresume.tensor_files import FORMATS
 
 TARGET = 1.15
 CHUNK = 4 << 20

@@ -8,6 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 echo "== ruff"
 "$PYTHON" -m ruff check .
+echo "== layers"
+"$VENV/bin/lint-imports" --no-cache
 export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 1000000000))}"
 echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
 "$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests

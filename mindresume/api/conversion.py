@@ -23,6 +23,7 @@ from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_of
 from mindresume.formats.strategy import Strategy, read_strategy
+from mindresume.model.file_record import FORMATS
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, Traffic
@@ -35,7 +36,6 @@ from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.storage.filesystem import PosixStorage
-from mindresume.tensor_files import FORMATS
 
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)

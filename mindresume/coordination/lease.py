@@ -1,7 +1,7 @@
 """Leases on a checkpoint directory: of the one job that saves there, and of readers of checkpoints that must not be removed
 meanwhile.
 
-    lease = Lease(storage, root, holder)        # lease_acquisition.py: of a job that saves; read_locks.py: of readers, and of removals
+    lease = Lease(storage, root, holder)        # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
     lease.publish();  lease.start();  lease.release()
     fence(storage, root, run)                   # every rank before it writes: FolderInUseError if a later run took over
 

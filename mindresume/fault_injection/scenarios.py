@@ -15,6 +15,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import SaveError
 from mindresume.fault_injection.faults import Machine
 from mindresume.formats.rank_folder_naming import FileName
+from mindresume.model.file_record import FORMATS
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
@@ -24,7 +25,6 @@ from mindresume.saving.retention import KEEP_ALL, KeepLast, Policy
 from mindresume.saving.shard_writer import SaveTarget, Shard, clean_own_folder, iteration_shard, rank_shard, write_shard
 from mindresume.saving.sync_saver import Outcome, Save, SaveJob, SyncSaver
 from mindresume.storage.filesystem import PosixStorage, Storage, temporary_name
-from mindresume.tensor_files import FORMATS
 
 ITERATION = "iteration"                     # Checkpoint 2.0; the others are formats of a file in rank folders
 LAYOUTS = (*FORMATS, ITERATION)

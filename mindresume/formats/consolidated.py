@@ -25,9 +25,9 @@ from mindresume.formats.scalar_state import SCALARS, finite_scalar
 from mindresume.formats.scan import is_root
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
+from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.storage.filesystem import Storage, parallel
-from mindresume.tensor_files import FORMATS, Header
+from mindresume.tensor_files import Header
 from mindresume.tensor_files.header import MAX_HEADER, parse_object
 
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"

@@ -22,9 +22,9 @@ from mindresume.formats.iteration_scan import is_iteration, tracked
 from mindresume.formats.rank_folder_naming import META, folder_rank
 from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
+from mindresume.model.file_record import FORMATS
 from mindresume.model.manifest import FOLDER, is_probe
 from mindresume.storage.filesystem import Storage, parallel
-from mindresume.tensor_files import FORMATS
 
 CHECKPOINT = "checkpoint"                                   # where a job saves, in its output folder
 _FIRST = (CHECKPOINT, os.path.join("output", CHECKPOINT))   # of several these count: a job that saved goes on there

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mindresume.tensor_files import FORMATS, Header
+from mindresume.model.file_record import FORMATS
+from mindresume.tensor_files import Header
 
 META = "meta.json"
 LABEL = "mindresume"                   # key in the metadata of our files: "<run> <step>"

@@ -20,12 +20,11 @@ from mindresume.formats.rank_folder_naming import META, FileName, folder_name, f
 from mindresume.formats.records import Attempt, read_attempts
 from mindresume.formats.scalar_state import no_step, scalars_of
 from mindresume.formats.weight_files import header_of, status_of
-from mindresume.model.file_record import FileRecord
+from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
 from mindresume.model.training_state import is_count
 from mindresume.storage.filesystem import Storage, parallel, read_json
-from mindresume.tensor_files import FORMATS
 
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")

@@ -12,6 +12,7 @@ from typing import Any
 
 from mindresume.errors import ConfigError
 from mindresume.launch.arguments import FLAGS, RUN_MODES, Launch
+from mindresume.resume.data_skip import lift_data_skip
 
 SHIM_CLASS = "mindresume_plugin.MindResume"
 PREDICT_MODES = ("predict", "predict_with_train_model")
@@ -22,7 +23,6 @@ SECTION_KEYS = {"load_checkpoint": "load_path", "balanced_load": "load_balanced"
                 "reshard_worker_num": "reshard_worker_num"}
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp")
 MODALITIES = {"image": IMAGES, "video": (".mp4", ".avi", ".mkv")}
-DATA_KEYS = {"ignore_data_skip": (None, False), "data_skip_steps": (None,)}       # {key: values that mean "not set"}
 
 
 def apply(config: MutableMapping, launch: Launch) -> list[str]:
@@ -82,23 +82,6 @@ def set_key(config: MutableMapping, key: str, value: Any, origin: str) -> list[s
     new = last not in node and (parents or last not in KNOWN_KEYS)
     node[last] = _as_config(value, node, origin)
     return [_new_key_note(node, last, path, origin)] if new else []
-
-
-def lift_data_skip(config: MutableMapping) -> list[str]:
-    """Moves ``ignore_data_skip`` and ``data_skip_steps`` from ``trainer:``, where the documents put them, to the top
-    level, where the code reads them. ConfigError if both places say different things."""
-    trainer, notes = config.get("trainer"), []
-    for key, defaults in DATA_KEYS.items():
-        if not isinstance(trainer, MutableMapping) or key not in trainer:
-            continue
-        value, top = trainer[key], config.get(key)
-        if top not in defaults and top != value:
-            raise ConfigError(f"{key} is {top!r} at the top level of the configuration but {value!r} in trainer:; "
-                              f"keep one.")
-        config[key] = value
-        del trainer[key]
-        notes.append(f"trainer.{key}: {value!r} is used as {key} of the top level")
-    return notes
 
 
 def drop_shim(config: Mapping) -> list[str]:

@@ -26,7 +26,6 @@ from mindresume.coordination.collectives import agreed, report
 from mindresume.errors import TrainingCompleteError
 from mindresume.events import Notice
 from mindresume.formats.rank_folder_naming import name_for_rank
-from mindresume.launch.overrides import DATA_KEYS, lift_data_skip
 from mindresume.mindformers import (
     adapter,
     hf_streaming,
@@ -37,6 +36,7 @@ from mindresume.mindformers import (
     weights_only,
 )
 from mindresume.mindformers.monitor_arguments import check_section
+from mindresume.resume.data_skip import DATA_KEYS, lift_data_skip
 from mindresume.storage.filesystem import PosixStorage
 from mindresume.storage.mounts import is_shared
 

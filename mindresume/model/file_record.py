@@ -8,8 +8,8 @@ from typing import Any
 from mindresume.errors import RecordError
 from mindresume.model.record_codec import expect_checksum, expect_list
 from mindresume.model.training_state import is_count
-from mindresume.tensor_files import FORMATS
 
+FORMATS = ("safetensors", "ckpt")      # of a file of weights, and the extension of its name
 MAX_FILES = 16                         # files of weights of one rank
 MAX_NAME = 255                         # bytes of a file name, on every file system we know
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")       # of a file: no folders, no control characters, UTF-8

@@ -25,7 +25,7 @@ from mindresume.formats.scalar_state import is_without_step, no_step, scalars_of
 from mindresume.formats.scan import scan, scan_one
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import ranks_count
-from mindresume.model.file_record import FileRecord
+from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.model.training_state import TrainingState, is_count
 from mindresume.resume.advisories import damaged_metadata_files, replica_text
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
@@ -36,7 +36,7 @@ from mindresume.resume.verifier import OnBytesRead, VerifiedShard, check_files, 
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, suspicion, warning
 from mindresume.storage.filesystem import Storage
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import FORMATS, format_of
+from mindresume.tensor_files import format_of
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mindresume.errors import DamagedFileError
+from mindresume.model.file_record import FORMATS
 from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
     CHUNK,
@@ -36,10 +37,9 @@ from mindresume.tensor_files.header import (
     tensor_bytes,
 )
 
-__all__ = ["CHUNK", "FORMATS", "Blueprint", "Header", "Part", "Spec", "TensorEntry", "blueprint", "encode", "encoded_size",
+__all__ = ["CHUNK", "Blueprint", "Header", "Part", "Spec", "TensorEntry", "blueprint", "encode", "encoded_size",
            "format_of", "read_header", "read_scalar", "read_tensor", "spec_of"]
 
-FORMATS = ("safetensors", "ckpt")
 _MAX_SCALAR = 1 << 20       # bytes of a text that stands for one value; a file of terabytes may claim to be one
 
 

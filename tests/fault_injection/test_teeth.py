@@ -24,6 +24,7 @@ from mindresume.formats import rank_folders
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
+from mindresume.model.file_record import FORMATS
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import selector, verifier
 from mindresume.resume.verifier import ShardSource, VerifiedShard
@@ -33,7 +34,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.sync_saver import Outcome, SaveJob
 from mindresume.storage import filesystem
 from mindresume.storage.filesystem import PosixStorage, temporary_name
-from mindresume.tensor_files import FORMATS, read_header
+from mindresume.tensor_files import read_header
 
 CONTROL, LEFT = "CONTROL", "LEFT"       # found although nothing is struck; by what nobody removes
 FAR = 10**6                             # number of an operation that never comes
