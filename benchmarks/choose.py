@@ -29,7 +29,7 @@ from unittest.mock import patch
 import _measure as measure
 import numpy as np
 
-from mindresume.coordination.collectives import Solo, decide
+from mindresume.coordination.collectives import SingleProcess, decide
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
@@ -99,13 +99,13 @@ class Bench:
 
         def rank_0() -> int:
             chooser = _CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
-            message = decide(Solo(), lambda: chooser.next([]))
+            message = decide(SingleProcess(), lambda: chooser.next([]))
             self.message[f"{world} {story}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]
 
         def whole() -> int:
             policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: [0])
-            return select(PosixStorage(), root, Solo(), policy).chosen.step
+            return select(PosixStorage(), root, SingleProcess(), policy).chosen.step
 
         def mindformers() -> int:
             return int(self.built_in(root).rpartition("_")[2].partition(".")[0])

@@ -90,7 +90,7 @@ class Bench:
             for rank in range(first, first + size):
                 names = [str(WeightFile("net", what, rank, options.ranks)) for what in (MODEL, OPTIMIZER)]
                 for name in names:
-                    with open(os.path.join(place.base(STEP), name), "wb") as file:
+                    with open(os.path.join(place.data_dir(STEP), name), "wb") as file:
                         file.write(b"x")
                 tensors = {name: TensorRecord("float32", row.layout.local_shape(row.shape), "ab" * 16, row.layout, row.shape)
                            for name, row in rows.items() if name in held[rank - first]}
@@ -113,7 +113,7 @@ class Bench:
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.attempt, MANIFEST))
         self.sizes[f"metadata {kind}"] = sum(file.size for file in candidate.small)
-        os.rename(candidate.commit_dir, place.base(STEP))               # for the next round
+        os.rename(candidate.commit_dir, place.data_dir(STEP))               # for the next round
         os.remove(os.path.join(place.attempt(STEP), MANIFEST))
 
     def run(self) -> None:

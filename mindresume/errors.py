@@ -12,7 +12,7 @@ class ConfigError(MindResumeError, ValueError):
     """A setting of the user is wrong or contradicts another one."""
 
 
-class DamagedFileError(MindResumeError):
+class CorruptFileError(MindResumeError):
     """A file of a checkpoint is not what it should be: cut short, altered, or not of its format.
 
     ``path``: the file; ``reason``: expected and found; ``tensor``: the first tensor concerned, if known.
@@ -27,7 +27,7 @@ class RecordError(MindResumeError):
     """A record or manifest cannot be read: not JSON, of an unknown version, or a field is missing."""
 
 
-class UnusableError(MindResumeError):
+class UnusableCheckpointError(MindResumeError):
     """There is no checkpoint to resume from, though there should be; ``refused``: those looked at, each with its reason."""
 
     def __init__(self, message: str, refused: Sequence[object] = ()):
@@ -35,11 +35,11 @@ class UnusableError(MindResumeError):
         self.refused = tuple(refused)
 
 
-class MissingCheckpointError(UnusableError, FileNotFoundError):
+class MissingCheckpointError(UnusableCheckpointError, FileNotFoundError):
     """The checkpoint that the user named is not there, or not whole, on every rank."""
 
 
-class NoUsableCheckpointError(UnusableError):
+class NoUsableCheckpointError(UnusableCheckpointError):
     """Checkpoints exist, but none can be used."""
 
 
@@ -47,11 +47,11 @@ class SaveError(MindResumeError):
     """A checkpoint could not be written; what was committed before is untouched."""
 
 
-class NoRoomError(SaveError):
+class OutOfSpaceError(SaveError):
     """The disk is full, or the quota is exhausted."""
 
 
-class FolderInUseError(SaveError):
+class LeaseHeldError(SaveError):
     """Another job saves into this folder of checkpoints. The message names both."""
 
 
@@ -71,7 +71,7 @@ class EngineError(MindResumeError):
     """MindSpore's transform of a checkpoint failed, wrote something else than it should, or cannot do what is asked for."""
 
 
-class AgreementError(MindResumeError):
+class CollectiveError(MindResumeError):
     """The ranks of the job could not agree, or one of them reported an error."""
 
 

@@ -17,8 +17,9 @@
       allow_missing: []          # patterns (lora_*) of parameters that a checkpoint need not have, of weights alone and in
                                  # Checkpoint 2.0; they stay as they are initialised. In the environment separated by commas
       on_dataset_change: warn    # the data set is not that of the checkpoint, and nobody said so; or: error
-      poison_limit: 2            # a checkpoint on which so many jobs in a row died right after loading is taken last; 0: never
-      leave_check: 5             # about every so many seconds the ranks ask each other whether one of them was asked to leave
+      max_failed_loads: 2            # a checkpoint on which so many jobs in a row died right after loading is taken last; 0:
+      never preemption_check_interval: 5             # about every so many seconds the ranks ask each other whether one of them
+      was asked to leave
                                  # (SIGTERM, graceful exit); 0: nobody leaves before the end
       unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
 
@@ -59,8 +60,8 @@ class Settings:
     unified_checkpoint: int = 0
     allow_missing: tuple[str, ...] = ()
     on_dataset_change: str = "warn"
-    poison_limit: int = 2
-    leave_check: float = 5.0
+    max_failed_loads: int = 2
+    preemption_check_interval: float = 5.0
 
     def allows(self, name: str) -> bool:
         """Whether a checkpoint need not have this parameter."""

@@ -146,7 +146,7 @@ def flip_byte(path: Path) -> None:
 def candidate(root: Path, step: int, legacy: bool = False) -> Candidate:
     """The one of ours. AssertionError if it cannot be used."""
     found = [c for c in scan(PosixStorage(), str(root)).candidates
-             if c.step == step and c.attempt and legacy == (not c.base)]
+             if c.step == step and c.attempt and legacy == (not c.iteration_dir)]
     assert len(found) == 1 and found[0].problem is None, found
     return found[0]
 

@@ -17,9 +17,9 @@ from folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, writ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import read_locks
-from mindresume.errors import DamagedFileError, RecordError, UnusableError
+from mindresume.errors import CorruptFileError, RecordError, UnusableCheckpointError
 from mindresume.formats.rank_folder_naming import label
 from mindresume.formats.scan import scan
 from mindresume.model.file_record import FileRecord
@@ -361,7 +361,7 @@ def put_file(root, content, rank=1, name=None, details=None):
 
 def choose(root, world=WORLD):
     with within(5):
-        return select(STORAGE, str(root), Solo(), SelectionPolicy(world, ranks_to_verify=every_rank))
+        return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank))
 
 
 def assert_falls_back(root, *says, world=WORLD):
@@ -521,7 +521,7 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
     os.truncate(path, path.stat().st_size + nbytes)
     with within(3), open(path, "rb") as file:
         header = read_header(file, str(path))
-        with pytest.raises(DamagedFileError, match="step_num should be one number"):
+        with pytest.raises(CorruptFileError, match="step_num should be one number"):
             read_scalar(file, header, "step_num")
 
 
@@ -625,7 +625,8 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
     fill(root / name)
     with within(5):
         list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
-        choice = select(STORAGE, str(root), Solo(), SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
+        choice = select(STORAGE, str(root), SingleProcess(),
+                        SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
                         strategy_of=strategy_lookup(STORAGE))
         assert read_locks(STORAGE, str(root)) is not None
     assert choice.chosen.step == NEW
@@ -809,7 +810,7 @@ def test_whatever_is_altered_a_checkpoint_is_chosen(good, change, also, part, wo
             alter(good, 1, change if part == "record" else None, also if part == "details" else None)
         try:
             chosen = choose(good, world).chosen
-        except UnusableError as error:
+        except UnusableCheckpointError as error:
             pytest.fail(f"the older one is good: {error}")
         assert chosen is not None and chosen.step in (OLD, NEW)
         assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.every_file)

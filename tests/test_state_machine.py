@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import LeaseHolder, ended
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import read_locks
@@ -94,15 +94,15 @@ class Run:
 class Training(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.base = tempfile.mkdtemp(prefix="mindresume-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-        self.root = os.path.join(self.base, "checkpoint-0")
+        self.iteration_dir = tempfile.mkdtemp(prefix="mindresume-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+        self.root = os.path.join(self.iteration_dir, "checkpoint-0")
         self.entries: list[Entry] = []
         self.run: Run | None = None
         self.world, self.lives, self.copies, self.ticks = 2, 0, 0, 0
         self.now = 0.0
 
     def teardown(self):
-        shutil.rmtree(self.base)
+        shutil.rmtree(self.iteration_dir)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -163,7 +163,7 @@ class Training(RuleBasedStateMachine):
             for result in results[1:]:
                 self.check(result, world)
             return self.check(results[0], world)
-        return self.check(self._choose(Solo(), world), world)
+        return self.check(self._choose(SingleProcess(), world), world)
 
     def _choose(self, group, world: int) -> Choice | NoUsableCheckpointError:
         try:
@@ -430,7 +430,7 @@ class Training(RuleBasedStateMachine):
 
     def _go_to_copy(self, copy) -> None:
         self.copies += 1
-        new = os.path.join(self.base, f"checkpoint-{self.copies}")
+        new = os.path.join(self.iteration_dir, f"checkpoint-{self.copies}")
         if os.path.isdir(self.root):
             copy(new)
             shutil.rmtree(self.root)
@@ -448,8 +448,8 @@ def test_one_altered_label_does_not_make_a_save_that_never_completed_complete(tm
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2, fmt=fmt)
         os.remove(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank))
-    assert select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).fresh
+    assert select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).fresh
     path = path_of(tmp_path, 5, 0, fmt=fmt)
     flip_bit(path, path.read_bytes().index(b"mindresume") + 1)
     with suppress(NoUsableCheckpointError):         # to refuse is right, or to begin afresh
-        assert select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen is None
+        assert select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen is None

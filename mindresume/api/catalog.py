@@ -35,9 +35,9 @@ from mindresume.api.results import (
     info_of,
     problem_of,
 )
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
-from mindresume.errors import MissingCheckpointError, UnusableError
+from mindresume.errors import MissingCheckpointError, UnusableCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, absent_text, steps_text
 from mindresume.formats.consolidated import is_complete
 from mindresume.formats.location import locate
@@ -198,19 +198,19 @@ class Catalog:
             A Selection. It is an answer also where a resume would stop with an error: ``error`` and ``refused`` say why.
 
         Raises:
-            AgreementError: The path is a file of another kind, or cannot be looked at.
+            CollectiveError: The path is a file of another kind, or cannot be looked at.
         """
         world_size = self.world_size if world_size is None else world_size
         policy = SelectionPolicy(world_size, name, FULL if verify else QUICK, every_rank,
-                                 max_failed_loads=Settings.load().poison_limit)
+                                 max_failed_loads=Settings.load().max_failed_loads)
         strategy_of = strategy_lookup(self._storage)
         sources = CheckpointSources(strategy_of, lambda storage, path: consolidated_checkpoint.choose_complete(
-            storage, path, Solo(), verify, resume=True)[0])
+            storage, path, SingleProcess(), verify, resume=True)[0])
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
         chosen = CheckpointStatus(choice.chosen, None, choice.remarks) if choice.chosen else None
         if preview.error:                                   # then its root is the path, and not what is below it
-            with suppress(UnusableError):
+            with suppress(UnusableCheckpointError):
                 found, _ = candidates_for(self._storage, self.path)
                 root = found.root
                 local = preview.node_local and info_of(self._storage, root, surveys.status_of_candidate(

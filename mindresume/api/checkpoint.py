@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mindresume.api.results import CheckpointInfo
 from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.coordination.lease import Lease
-from mindresume.errors import DamagedFileError, MissingCheckpointError
+from mindresume.errors import CorruptFileError, MissingCheckpointError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.rank_folder_naming import parse_name
@@ -76,7 +76,7 @@ class Checkpoint:
         ``global_step``, ``loss_scale``, ``global_batch_size``; ``common.json`` in Checkpoint 2.0). None for weights alone.
 
         Raises:
-            DamagedFileError: The file with the counters is missing or damaged.
+            CorruptFileError: The file with the counters is missing or damaged.
             MindResumeError: As for ``tensors``, of complete weights.
         """
         if self._candidate.state is not None:
@@ -85,7 +85,7 @@ class Checkpoint:
             return self.source().state
         proof = verify_rank(self._storage, self._root, self._candidate, min(self._candidate.files), full=False)
         if isinstance(proof, Refusal):
-            raise DamagedFileError(os.path.join(self._root, proof.file or ""), str(proof))
+            raise CorruptFileError(os.path.join(self._root, proof.file or ""), str(proof))
         return state_of(proof.scalars, parse_name(os.path.basename(self._candidate.first.path)))
 
     @cached_property
@@ -97,7 +97,7 @@ class Checkpoint:
         Raises:
             MissingCheckpointError: It was removed meanwhile.
             NoUsableCheckpointError: Its save never completed, or its records contradict each other.
-            DamagedFileError: A file is missing, cut short, or not what its record says.
+            CorruptFileError: A file is missing, cut short, or not what its record says.
             StrategyError: Nothing says how the ranks cut its tensors: mindformers wrote it on several ranks, and there is no
                 folder ``strategy`` beside it. Give ``strategy`` to ``mindresume.open``.
             LoadError: A part of a tensor is in no file.
@@ -119,7 +119,7 @@ class Checkpoint:
         Raises:
             KeyError: There is no such tensor.
             ValueError: ``region`` has too many dimensions, or a step.
-            DamagedFileError: A byte is not what was written, or a file is cut short.
+            CorruptFileError: A byte is not what was written, or a file is cut short.
             MindResumeError: As for ``tensors``.
         """
         from mindresume.reshard.region_load import read_regions

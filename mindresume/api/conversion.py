@@ -120,8 +120,8 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
     Raises:
         ConfigError: An argument is wrong, ``to`` does not fit, or ``dst`` holds something else.
         StrategyError: Nothing says how ``src`` is cut, or ``to`` does not fit its tensors.
-        DamagedFileError: A byte of ``src`` is not what was written.
-        NoRoomError: The disk has too little room for ``dst``.
+        CorruptFileError: A byte of ``src`` is not what was written.
+        OutOfSpaceError: The disk has too little room for ``dst``.
         SaveError: ``dst`` could not be written, or the same conversion is running.
         EngineError: MindSpore's transform failed, and was asked for by name.
         MindResumeError: As for ``Checkpoint.tensors``.

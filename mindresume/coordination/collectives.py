@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from mindresume.errors import AgreementError
+from mindresume.errors import CollectiveError
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Solo:
+class SingleProcess:
     """A job of one process."""
     rank: int = 0
     size: int = 1
@@ -44,7 +44,7 @@ class Waiting:
     works in a thread, and every few seconds all exchange who is done.
 
     ``progress()``: any number that changes while the work of this rank goes on. ``patience``: after so many seconds (of rank 0)
-    in which no number changed and no rank became done, all ranks get an AgreementError that names those that are not.
+    in which no number changed and no rank became done, all ranks get an CollectiveError that names those that are not.
     ``pause(done, seconds)`` waits, at most until the event ``done`` is set."""
     what: str = "long work"
     progress: Callable[[], float] = lambda: 0
@@ -62,28 +62,28 @@ def watched() -> float:
 
 
 def decide(group: Group, work: Callable[[], Any], waiting: Waiting | None = None) -> Any:
-    """Rank 0 does ``work``; every rank gets its result (a JSON value). AgreementError on all if it raises there. ``waiting``: for
-    work that may take long."""
+    """Rank 0 does ``work``; every rank gets its result (a JSON value). CollectiveError on all if it raises there. ``waiting``:
+    for work that may take long."""
     own = _followed(group, work if group.rank == 0 else _nothing, waiting)
     reply = json.loads(group.broadcast(json.dumps(own() if group.rank == 0 else None).encode()))
     if "error" in reply:
-        raise AgreementError(f"rank 0: {reply['error']}")
+        raise CollectiveError(f"rank 0: {reply['error']}")
     return reply["value"]
 
 
 def report(group: Group, work: Callable[[], Any], waiting: Waiting | None = None) -> list[Any]:
-    """Every rank does ``work``; every rank gets all results (JSON values) in order. AgreementError on all if it raises on one,
+    """Every rank does ``work``; every rank gets all results (JSON values) in order. CollectiveError on all if it raises on one,
     with the first rank that failed. ``waiting``: for work that may take long."""
     own = _followed(group, work, waiting)
     replies = [json.loads(reply) for reply in group.gather(json.dumps(own()).encode())]
     for rank, reply in enumerate(replies):
         if "error" in reply:
-            raise AgreementError(f"rank {rank}: {reply['error']}")
+            raise CollectiveError(f"rank {rank}: {reply['error']}")
     return [reply["value"] for reply in replies]
 
 
 def agreed(group: Group, work: Callable[[], Result], waiting: Waiting | None = None) -> Result:
-    """The result of ``work``, which stays on its rank. AgreementError on all ranks if it fails on one: none goes on without the
+    """The result of ``work``, which stays on its rank. CollectiveError on all ranks if it fails on one: none goes on without the
     others."""
     found: list[Result] = []
     report(group, lambda: found.append(work()), waiting)
@@ -147,6 +147,6 @@ def _followed(group: Group, work: Callable[[], Any], waiting: Waiting | None) ->
         if state != before:
             before, since = state, now
         elif now - since > waiting.patience:
-            raise AgreementError(f"rank {', '.join(map(str, busy[:10]))}: {waiting.what}: no progress for {now - since:.0f} s; "
+            raise CollectiveError(f"rank {', '.join(map(str, busy[:10]))}: {waiting.what}: no progress for {now - since:.0f} s; "
                                  f"its host or its disk does not answer. Look at that host, then start the job again")
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -3,7 +3,7 @@ meanwhile.
 
     lease = Lease(storage, root, holder)        # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
     lease.publish();  lease.start();  lease.release()
-    fence(storage, root, run)                   # every rank before it writes: FolderInUseError if a later run took over
+    fence(storage, root, run)                   # every rank before it writes: LeaseHeldError if a later run took over
 
 A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder, and counts up (a heartbeat) while the holder
 is alive. Whether a holder is alive is never guessed from age: on the same machine its process is looked up; for a holder on
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from mindresume.errors import FolderInUseError, RecordError
+from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, untrashed
 from mindresume.model.record_codec import field_errors, seal, unseal
@@ -214,7 +214,7 @@ def record_run_number(storage: Storage, root: str, run: str) -> None:
 
 
 def fence(storage: Storage, root: str, run: str) -> None:
-    """Raises FolderInUseError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
+    """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
     run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
     names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
     later = [other for other in leased_runs(names, ENDED) + [other for _, _, other in attempts(names)]
@@ -227,7 +227,7 @@ def fence(storage: Storage, root: str, run: str) -> None:
         newest = max(later, key=lambda other: (run_sequence(other), other))
         who = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == newest), f"run {newest}")
         me = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == run), f"run {run}")
-        raise FolderInUseError(f"{who} has taken over {root}; this job, {me}, stops saving there. Checkpoints of two jobs are "
+        raise LeaseHeldError(f"{who} has taken over {root}; this job, {me}, stops saving there. Checkpoints of two jobs are "
                                f"never mixed: end one of them, or give it an output_dir of its own")
 
 

@@ -1,6 +1,6 @@
 """Acquires the lease of a checkpoint directory for a job that saves there.
 
-    lease = acquire(storage, root, holder_of_this_process("saving", world_size))   # rank 0; FolderInUseError if another is alive
+    lease = acquire(storage, root, holder_of_this_process("saving", world_size))   # rank 0; LeaseHeldError if another is alive
 
 Of jobs that start at the same moment one stays: each publishes its lease and then reads the others. A job that sees no other
 lease has acquired the directory, and its first heartbeat says so: of any two, the one that published later sees the other. A job
@@ -36,7 +36,7 @@ from mindresume.coordination.lease import (
     past_runs,
     read_leases,
 )
-from mindresume.errors import FolderInUseError
+from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.storage.filesystem import Storage
@@ -53,7 +53,7 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
     this job. ``emit``: receives LeaseWatched and StaleLeaseRemoved. ``keep_run_marker``: see ``Lease``.
 
     Waits only if there is another lease whose holder is not known to be dead: ``PATIENCE`` heartbeats of that holder, at most
-    ``LONGEST`` seconds. Raises FolderInUseError if another job is alive, or if that cannot be found out.
+    ``LONGEST`` seconds. Raises LeaseHeldError if another job is alive, or if that cannot be found out.
     """
     folder = os.path.join(root, FOLDER)
     storage.make_folder(folder)
@@ -75,7 +75,7 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
     if used:                                        # names were listed late, or another job has come and gone meanwhile
         lease.withdraw()
         if holder.run:
-            raise FolderInUseError(_in_use(root, f"run {used[0]}", holder))
+            raise LeaseHeldError(_in_use(root, f"run {used[0]}", holder))
         again = next_run([*names, *storage.list(folder), *iteration_record_names(storage, root)])
         return acquire(storage, root, replace(holder, run=again), beat, emit, clock, sleep, keep_run_marker)
     for other in dead:
@@ -95,7 +95,7 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
 
 def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = time.monotonic,
                       sleep: Callable[[float], None] = time.sleep) -> None:
-    """Waits as ``acquire`` does, and acquires nothing. Raises FolderInUseError if a job that saves into ``root`` is alive, or may
+    """Waits as ``acquire`` does, and acquires nothing. Raises LeaseHeldError if a job that saves into ``root`` is alive, or may
     be. A job that failed in this process and left its lease does not count."""
     me = holder_of_this_process(SAVING)
     own = [holder.run for holder in lease_holders(storage, root)
@@ -105,7 +105,7 @@ def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: C
 
 def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[..., list[LeaseHolder]]) -> list[LeaseHolder]:
     """Publishes ``lease``, and looks until no other job that saves has one, besides those of ``dead``. Returns all that were
-    found dead. Raises FolderInUseError if this job has to give way."""
+    found dead. Raises LeaseHeldError if this job has to give way."""
     while True:
         failed: OSError | None = None
         try:
@@ -117,7 +117,7 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[...
         others = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
         rivals = sorted((run_sequence(run), run) for run in others if is_job_lease(run) and run not in known)
         if rivals and (failed is not None or rivals[0] < lease.holder.order):
-            raise FolderInUseError(_in_use(lease.root, others[rivals[0][1]], lease.holder)) from failed
+            raise LeaseHeldError(_in_use(lease.root, others[rivals[0][1]], lease.holder)) from failed
         if failed is not None:
             raise failed
         if not rivals:
@@ -146,7 +146,7 @@ def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Call
            besides: Collection[str] = ()) -> list[LeaseHolder]:
     """Returns the holders of leases on ``root`` that are dead, without the runs ``besides``. For a holder on another machine
     every heartbeat is a sign of life, and silence for ``PATIENCE`` of its own heartbeats means that it is dead. A process of this
-    machine may use this time to end, and a lease that cannot be read to become readable. Raises FolderInUseError if one is alive,
+    machine may use this time to end, and a lease that cannot be read to become readable. Raises LeaseHeldError if one is alive,
     or may be."""
     beats: dict[str, int] = {}                      # of each claim when it was first read
     since: dict[tuple[str, bool], float] = {}       # when each was first read (True), or could first not be read (False)
@@ -159,7 +159,7 @@ def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Call
         beating = [holder for holder in owners if states[holder.run] is None and
                    beats.setdefault(holder.run, holder.beat) != holder.beat]
         if beating:
-            raise FolderInUseError(_in_use(root, str(beating[0]), me))
+            raise LeaseHeldError(_in_use(root, str(beating[0]), me))
         alive = [holder for holder in owners if states[holder.run] is not False]
         waits = {run: PATIENCE * BEAT - (now - since.setdefault((run, False), now)) for run in unreadable}
         waits |= {holder.run: PATIENCE * (holder.every if _is_told_by_beats(holder) else BEAT) -
@@ -175,13 +175,13 @@ def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Call
     for holder in alive:
         path = lease_path(root, holder.run)
         if states[holder.run]:
-            raise FolderInUseError(_in_use(root, str(holder), me))
+            raise LeaseHeldError(_in_use(root, str(holder), me))
         if not _is_told_by_beats(holder):
             rare = f"only every {holder.every:g} s" if holder.every else "none"
-            raise FolderInUseError(_not_known(root, path, f"{holder} did not say that it ended, and of its signs of life "
+            raise LeaseHeldError(_not_known(root, path, f"{holder} did not say that it ended, and of its signs of life "
                                               f"(mindresume.heartbeat) there are {rare}", me))
     for run, why in unreadable.items():
         path = lease_path(root, run)
-        raise FolderInUseError(_not_known(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
+        raise LeaseHeldError(_not_known(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
                                           f"({why})", me))
     return owners

@@ -1,7 +1,7 @@
 """Agrees on stopping early: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
 
     SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ noted
-    at the same steps on all ranks, about every ``leave_check`` seconds ─▶ has any rank noted something?
+    at the same steps on all ranks, about every ``preemption_check_interval`` seconds ─▶ has any rank noted something?
     all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0 after the file
 
 Ranks must agree on a step, and only an exchange can do that; at every step it would cost too much, so rank 0 says with each

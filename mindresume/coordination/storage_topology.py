@@ -18,7 +18,7 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group, decide, report
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
-from mindresume.errors import FolderInUseError
+from mindresume.errors import LeaseHeldError
 from mindresume.model.manifest import FOLDER, PROBE, is_probe, run_name, run_sequence
 from mindresume.storage.filesystem import Storage, publish
 from mindresume.storage.mounts import is_local
@@ -58,7 +58,7 @@ def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callabl
     """Finds the groups of a job whose ranks all can write to ``root``. On each machine one rank writes a probe file; ranks that
     see the file of another, or whose file is seen by it, share storage with it. Two groups in one directory would both commit
     there, so all ranks look again, together, until they are one group or no listing can be so old (``PATIENCE``); nobody waits so
-    long for local disks. Leaves nothing behind, and removes what jobs that died here left long ago. Raises AgreementError on all
+    long for local disks. Leaves nothing behind, and removes what jobs that died here left long ago. Raises CollectiveError on all
     ranks if one of them cannot look or write there."""
     if group.size == 1:
         return single_group(1)
@@ -147,12 +147,12 @@ def _leaders(rows: Sequence[int], shown: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_not_shared(lease: Lease) -> None:
-    """Raises FolderInUseError if two leaders have acquired one and the same directory for one run. Called after all leaders have
+    """Raises LeaseHeldError if two leaders have acquired one and the same directory for one run. Called after all leaders have
     acquired theirs."""
     me, storage, root = lease.holder, lease.storage, lease.root
     for other in lease_holders(storage, root):
         if other.run == me.run and (other.host, other.machine, other.pid) != (me.host, me.machine, me.pid):
-            raise FolderInUseError(f"{root} was taken for a folder that each node has for itself, because the nodes did not see "
+            raise LeaseHeldError(f"{root} was taken for a folder that each node has for itself, because the nodes did not see "
                                    f"each other's files there, and now host {other.host} and host {me.host} find each other in "
                                    f"it. The file system shows new files too late: start the job again")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import PREFIX, READER, LeaseHolder
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.errors import DamagedFileError, MindResumeError, UnusableError
+from mindresume.errors import CorruptFileError, MindResumeError, UnusableCheckpointError
 from mindresume.fault_injection.scenarios import ITERATION, RUNS, Saved, World, save_quietly, tensors
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, read_common, read_tracker
 from mindresume.formats.metadata import read_metadata
@@ -60,8 +60,8 @@ def _newer(saved: Saved) -> tuple[str, int]:
 
 def _resume(world: World, storage: Storage, due: Saved | None) -> Verdict:
     try:
-        choice = select(storage, world.root, Solo(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
-    except UnusableError as error:
+        choice = select(storage, world.root, SingleProcess(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
+    except UnusableCheckpointError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
         return Verdict(HARD_FAIL, f"{type(error).__name__}: {error}")
@@ -92,7 +92,7 @@ def _wrong(world: World, choice: Choice, chosen: Saved) -> str:
                 with open(path, "rb") as file:
                     header = read_header(file, path)
                     found.update({name: read_tensor(file, header.tensors[name]) for name in source.names or header.tensors})
-            except (OSError, DamagedFileError) as error:        # it was proven, so it must be readable
+            except (OSError, CorruptFileError) as error:        # it was proven, so it must be readable
                 return f"rank {proof.rank}: {chosen} was chosen and cannot be read: {error}"
         for name, array in expected.items():
             if name not in found or found[name].tobytes() != array.tobytes():
@@ -158,7 +158,7 @@ def _follow_tracker(world: World) -> None:
                 read_header(file, name)
         if len(rows) != 2:
             raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
-    choice = select(PosixStorage(), folder, Solo(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
+    choice = select(PosixStorage(), folder, SingleProcess(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
     wrong = _wrong(world, choice, (choice.chosen.run or "", step))
     if wrong:
         raise ValueError(wrong)

@@ -217,7 +217,7 @@ def _one_rank_missing(root: str, fmt: str, ranks: int) -> None:
     save_quietly(root, fmt, ranks, 0, 30, commit=False, only=ranks - 1)
     for rank in range(ranks):
         place = place_of(PosixStorage(), root, fmt, ranks, 0, rank)
-        folder = place.base(30) if place.iterations else os.path.join(root, f"rank_{rank}")
+        folder = place.data_dir(30) if place.iterations else os.path.join(root, f"rank_{rank}")
         with open(temporary_name(os.path.join(folder, f"x{rank}"), RUNS[0]), "wb") as file:
             file.write(b"half")
 

@@ -51,7 +51,7 @@ class Candidate:
         attempt: path of the folder of records.
         maybe_completed: False only if the save provably never completed; a fresh start loses nothing then.
         problem: what the scan already found wrong.
-        base: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
+        iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
         small: the metadata files that the manifest names beside the weights.
         deduplicated: by the records, some rank wrote only its share of what several ranks hold.
         absent: ranks without files, lost before the last save; the other ranks provably hold all that they held.
@@ -76,7 +76,7 @@ class Candidate:
     saved_at: float | None = None
     epoch: int | None = None
     records: tuple[str, ...] = ()
-    base: str = ""
+    iteration_dir: str = ""
     small: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
     absent: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class Candidate:
         """The folder whose rename un-commits it: the iteration folder, else the folder of records. Empty without records."""
         if self.attempt is None:
             return ""
-        return os.path.dirname(os.path.dirname(self.attempt)) if self.base else self.attempt
+        return os.path.dirname(os.path.dirname(self.attempt)) if self.iteration_dir else self.attempt
 
     @property
     def every_file(self) -> list[FileRecord]:

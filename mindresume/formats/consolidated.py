@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindresume.errors import ConfigError, DamagedFileError
+from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
@@ -71,7 +71,7 @@ def is_complete(storage: Storage, path: str) -> bool:
 def read_complete(storage: Storage, path: str) -> CompleteWeights:
     """What lies there, from the index and the headers of the files; of the tensors only SCALARS are read, nothing is written.
 
-    ConfigError if it is no such folder or file, or does not say which of its files count. DamagedFileError, with file and
+    ConfigError if it is no such folder or file, or does not say which of its files count. CorruptFileError, with file and
     tensor, if a file is missing or not what it should be, if index and files contradict each other, or if a tensor is twice."""
     status = storage.status(path)
     if status is None:
@@ -93,7 +93,7 @@ def read_complete(storage: Storage, path: str) -> CompleteWeights:
         present = set(names)
         for tensor, file in index.files.items():
             if file not in present:
-                raise DamagedFileError(os.path.join(path, file), f"the file is missing; {os.path.basename(index.path)} says that "
+                raise CorruptFileError(os.path.join(path, file), f"the file is missing; {os.path.basename(index.path)} says that "
                                                                  f"it holds tensor {tensor}", tensor=tensor)
         files = sorted(named)
     if not files:
@@ -113,7 +113,7 @@ def _read(storage: Storage, root: str, files: list[str], index: _Index | None, k
     for file, header in headers.items():
         for tensor in header.tensors:
             if tensor in found:
-                raise DamagedFileError(os.path.join(root, file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
+                raise CorruptFileError(os.path.join(root, file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
                                        f"file; are files of several steps or ranks in this folder?", tensor=tensor)
             found[tensor] = file
     if index is not None:
@@ -132,7 +132,7 @@ def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[
     for tensor, file in index.files.items():
         if found.get(tensor) != file:
             where = f"it is in {found[tensor]}" if tensor in found else "no file of the index holds it"
-            raise DamagedFileError(os.path.join(root, file), f"tensor {tensor} should be in it, says "
+            raise CorruptFileError(os.path.join(root, file), f"tensor {tensor} should be in it, says "
                                                              f"{os.path.basename(index.path)}; {where}", tensor=tensor)
     hyper = {tensor: file for tensor, file in found.items() if file == HYPER}
     return {**index.files, **hyper}, [tensor for tensor in found if tensor not in index.files and tensor not in hyper]
@@ -161,36 +161,36 @@ def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | N
         return ours or hub, MINDSPORE if ours else HUGGINGFACE if hub else FILES, []
     for tensor, file in ours.files.items():
         if hub.files.get(tensor, file) != file:
-            raise DamagedFileError(ours.path, f"it says that tensor {tensor} is in {file}, {hubs[0]} that it is in "
+            raise CorruptFileError(ours.path, f"it says that tensor {tensor} is in {file}, {hubs[0]} that it is in "
                                               f"{hub.files[tensor]}; remove the one that is wrong", tensor=tensor)
     if different := [tensor for tensor in (*ours.files, *hub.files) if tensor not in ours.files or tensor not in hub.files]:
         # mindformers writes the map, with the names of its own network, into a folder from HuggingFace that it loads
         # (utils/safetensors/convert_safetensors.py:_convert_index_json); the files keep their names.
         if ours.flat and set(ours.files.values()) == set(hub.files.values()):
             return hub, HUGGINGFACE, [f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those of the files"]
-        raise DamagedFileError(ours.path, f"it and {hubs[0]} do not name the same tensors: {different[0]} is in one only; remove "
+        raise CorruptFileError(ours.path, f"it and {hubs[0]} do not name the same tensors: {different[0]} is in one only; remove "
                                           f"the one that is wrong", tensor=different[0])
     return ours, MINDSPORE, []
 
 
 def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
-    """DamagedFileError unless it maps tensors to names of tensor files in the same folder. ``flat_too``: without ``weight_map``
+    """CorruptFileError unless it maps tensors to names of tensor files in the same folder. ``flat_too``: without ``weight_map``
     the document itself is the map, as MindSpore reads it."""
     try:
         with storage.open(path) as file:
             data = file.read(MAX_HEADER + 1)
     except OSError as error:
-        raise DamagedFileError(path, f"cannot be read: {error}") from error
+        raise CorruptFileError(path, f"cannot be read: {error}") from error
     if len(data) > MAX_HEADER:
-        raise DamagedFileError(path, f"an index has at most {MAX_HEADER} bytes, this one has more")
+        raise CorruptFileError(path, f"an index has at most {MAX_HEADER} bytes, this one has more")
     document = parse_object(data, path, "the index")
     flat = flat_too and "weight_map" not in document
     files: Any = document if flat else document.get("weight_map")
     if not isinstance(files, dict):
-        raise DamagedFileError(path, f"weight_map should map tensors to files, found {files!r}"[:400])
+        raise CorruptFileError(path, f"weight_map should map tensors to files, found {files!r}"[:400])
     for tensor, file in files.items():
         if not isinstance(file, str) or "/" in file or "\0" in file or not _tensor_files([file]):
-            raise DamagedFileError(path, f"tensor {tensor} should be in a file of this folder with extension "
+            raise CorruptFileError(path, f"tensor {tensor} should be in a file of this folder with extension "
                                          f"{' or '.join(FORMATS)}, found {file!r}"[:400], tensor=tensor)
     return _Index(path, files, flat)
 

@@ -16,7 +16,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.model.file_record import MAX_NAME
 from mindresume.model.training_state import is_count, is_number
 from mindresume.tensor_files.header import parse_object
@@ -114,14 +114,14 @@ class Common:
 
 def read_common(data: bytes, path: str) -> Common:
     """Unknown keys are ignored (2.1.0 has more), absent ones are None (1.8.0 has no ckpt_status), but ``step_num`` is needed.
-    DamagedFileError if it is empty, torn, no object, or a value is not of its kind."""
+    CorruptFileError if it is empty, torn, no object, or a value is not of its kind."""
     if not data:
-        raise DamagedFileError(path, "it is empty, expected the JSON object that mindformers writes: the save did not finish")
+        raise CorruptFileError(path, "it is empty, expected the JSON object that mindformers writes: the save did not finish")
     if len(data) > MAX_COMMON:
-        raise DamagedFileError(path, f"it has {len(data)} bytes, expected a JSON object of at most {MAX_COMMON}")
+        raise CorruptFileError(path, f"it has {len(data)} bytes, expected a JSON object of at most {MAX_COMMON}")
     found = parse_object(data, path, COMMON)
     if found.get("step_num") is None:
-        raise DamagedFileError(path, "step_num is missing, expected the number of the step: it cannot be resumed from")
+        raise CorruptFileError(path, "step_num is missing, expected the number of the step: it cannot be resumed from")
     return Common(**{name: _checked(path, name, found.get(name)) for name in Common.__dataclass_fields__})
 
 
@@ -132,7 +132,7 @@ def _checked(path: str, name: str, value: Any) -> Any:
         least = 1 if name == "global_batch_size" else 0
         right, expected = is_count(value, least), f"a whole number of at least {least} or null"
     if value is not None and not right:
-        raise DamagedFileError(path, f"{name} is {value!r}"[:200] + f", expected {expected}")
+        raise CorruptFileError(path, f"{name} is {value!r}"[:200] + f", expected {expected}")
     return value
 
 
@@ -146,7 +146,7 @@ def encode_common(common: Common, *, with_status: bool = True) -> bytes:
     data = json.dumps(row, ensure_ascii=False, indent=4).encode()
     try:
         read_common(data, COMMON)
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         raise ValueError(f"these values are no {COMMON}: {error.reason}") from error
     return data
 

@@ -18,7 +18,7 @@ import re
 from dataclasses import replace
 from itertools import islice
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats import FIRST, MINDFORMERS, Candidate, unseen
 from mindresume.formats.iteration_naming import (
     COMMON,
@@ -67,7 +67,7 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
     """Every iteration folder, in the order in which a resume tries them, and notes. ``top``: what lies in ``root``;
     ``attempted``: what lies in its folder of records; ``ours``: candidates with records. Of a folder without records its names
     and its ``common.json`` are read."""
-    known = {candidate.base for candidate in ours}
+    known = {candidate.iteration_dir for candidate in ours}
     folders = [name for name in top if parse_iteration(name) is not None and name not in known]
     tracked = TRACKER in top
     foreign = [candidate for name in folders if (candidate := foreign_candidate(storage, root, name, tracked))]
@@ -85,11 +85,11 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
 def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tuple[list[Candidate], list[str]]:
     """``named``: the step in the tracker. First it, then older steps, then the others."""
     notes = []
-    visible = [c for c in by_age if parse_iteration(c.base) is not None]
+    visible = [c for c in by_age if parse_iteration(c.iteration_dir) is not None]
     newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.unseen)), None)
     # A save comes to the tracker only behind its intent: what was committed since, and has neither intent nor name, says nothing
     # of why the tracker names another step.
-    last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.base) is not None)), None)
+    last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.iteration_dir) is not None)), None)
     if last is not None and last.step in intended and last.step != named:
         notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
         named, newest = last.step or named, last
@@ -153,7 +153,7 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
             if any(attempts(storage.list(os.path.join(root, place)))):
                 raise OSError(errno.EAGAIN, "it holds records, and a moment ago it could not be")
     except OSError as error:
-        return unseen(error, place, step=step, base=name)
+        return unseen(error, place, step=step, iteration_dir=name)
     if status is None or not status.is_folder:
         return None
     found = sorted(filter(None, map(parse_weight_file, names)), key=lambda file: (file.index, file.kind != MODEL))
@@ -161,13 +161,13 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
     for file in found:
         files[file.index] = (*files.get(file.index, ()), FileRecord(f"{name}/{file}", "safetensors"))
     world = max((file.count for file in found), default=0)
-    candidate = Candidate(step, MINDFORMERS, "safetensors", files, world, (0.0,), base=name)
+    candidate = Candidate(step, MINDFORMERS, "safetensors", files, world, (0.0,), iteration_dir=name)
     missing = _missing(name, found, names)
     if missing:
         return replace(candidate, maybe_completed=tracked, problem=candidate.refuse(*missing))
     try:
         common = common_of(storage, root, name)
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
     if step not in (None, common.step_num):
         return replace(candidate, problem=candidate.refuse(
@@ -201,28 +201,28 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
 
 
 def common_of(storage: Storage, root: str, name: str) -> Common:
-    """DamagedFileError if it is missing, or not as mindformers writes it."""
+    """CorruptFileError if it is missing, or not as mindformers writes it."""
     path = os.path.join(root, name, COMMON)
     try:
         with storage.open(path) as file:
             return read_common(file.read(MAX_COMMON + 1), path)
     except OSError as error:
-        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
+        raise CorruptFileError(path, f"it cannot be read: {error.strerror or error}") from error
 
 
 def metadata_of(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
-    """DamagedFileError if there is none, or it is damaged."""
+    """CorruptFileError if there is none, or it is damaged."""
     return read_metadata(metadata_bytes(storage, folder), os.path.join(folder, METADATA))
 
 
 def metadata_bytes(storage: Storage, folder: str) -> bytes:
-    """DamagedFileError if it cannot be read. No more than can be right are read."""
+    """CorruptFileError if it cannot be read. No more than can be right are read."""
     path = os.path.join(folder, METADATA)
     try:
         with storage.open(path) as file:
             return file.read(MAX_METADATA + 1)
     except OSError as error:
-        raise DamagedFileError(path, f"it cannot be read: {error.strerror or error}") from error
+        raise CorruptFileError(path, f"it cannot be read: {error.strerror or error}") from error
 
 
 def state_of(common: Common) -> TrainingState:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import is_file_name, parse_slice_key, slice_key
 from mindresume.formats.slices import Slices, folded
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
@@ -62,11 +62,11 @@ class TensorMetadata:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def read_metadata(data: bytes, path: str) -> dict[str, TensorMetadata]:
-    """Returns {name: parameter} in the order of the file. DamagedFileError, whatever the bytes, unless every parameter is
+    """Returns {name: parameter} in the order of the file. CorruptFileError, whatever the bytes, unless every parameter is
     described once and without contradiction, and every slice of it is stored. Unknown keys are ignored; storage of a parameter
     without a description, which was lost, is refused."""
     if not 0 < len(data) <= MAX_METADATA:
-        raise DamagedFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
+        raise CorruptFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
     return _Reader(path).read(parse_object(data, path, "the metadata", MAX_VALUES))
 
 
@@ -81,17 +81,17 @@ class _Reader:
         rows, storage = (value.get(key) for key in ("state_dict_metadata", "storage_data"))
         for key, found in (("state_dict_metadata", rows), ("storage_data", storage)):
             if not isinstance(found, dict):
-                raise DamagedFileError(self.path, f"{key} is {_short(found)}, expected a JSON object")
+                raise CorruptFileError(self.path, f"{key} is {_short(found)}, expected a JSON object")
         copies = self.copies(storage)
         if lost := next((name for name in copies if name not in rows), None):
-            raise DamagedFileError(self.path, f"storage_data has {_short(lost)}, not in state_dict_metadata", tensor=lost)
+            raise CorruptFileError(self.path, f"storage_data has {_short(lost)}, not in state_dict_metadata", tensor=lost)
         described = {}
         for name, row in rows.items():
             try:
                 described[name] = self.described(name, row, copies.get(name, {}))
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-                raise DamagedFileError(self.path, f"parameter {_short(name)}: {reason}"[:1000], tensor=name) from error
+                raise CorruptFileError(self.path, f"parameter {_short(name)}: {reason}"[:1000], tensor=name) from error
         return described
 
     def copies(self, storage: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
@@ -100,7 +100,7 @@ class _Reader:
         for key, rows in storage.items():
             parsed = parse_slice_key(key)
             if parsed is None:
-                raise DamagedFileError(self.path, f"storage_data has the key {_short(key)}, expected \"('name', (ordinal,))\"")
+                raise CorruptFileError(self.path, f"storage_data has the key {_short(key)}, expected \"('name', (ordinal,))\"")
             found.setdefault(parsed[0], {})[parsed[1]] = rows
         return found
 

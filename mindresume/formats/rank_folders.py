@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, read_attempts
@@ -167,7 +167,7 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
             header = header_of(storage, root, file)
             scalars = scalars_of(storage, root, file, header)
             break
-        except DamagedFileError as error:
+        except CorruptFileError as error:
             problem = problem or Refusal(None, error.reason, file.path, rank)
         except OSError as error:
             problem = problem or Refusal(None, f"cannot be read: {error.strerror or error}", file.path, rank)
@@ -275,7 +275,7 @@ def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str
         """Its label; False if it cannot be read."""
         try:
             return parse_label(header_of(storage, root, file))
-        except DamagedFileError:
+        except CorruptFileError:
             return False
     found = []
     for files in groups.values():

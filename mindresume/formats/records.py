@@ -40,17 +40,17 @@ from mindresume.storage.filesystem import Storage, parallel
 
 
 class Attempt(NamedTuple):
-    """A folder of records. ``base``: the iteration folder (in the making) it is in, relative to the root; empty for rank folders.
-    ``content``: its names; ``error``: why they cannot be listed."""
+    """A folder of records. ``iteration_dir``: the iteration folder (in the making) it is in, relative to the root; empty for rank
+    folders. ``content``: its names; ``error``: why they cannot be listed."""
     name: str
     step: int
     run: str
-    base: str
+    iteration_dir: str
     content: list[str]
     error: OSError | None = None
 
     def path(self, root: str) -> str:
-        return os.path.join(root, self.base, FOLDER, self.name)
+        return os.path.join(root, self.iteration_dir, FOLDER, self.name)
 
 
 def find_attempts(storage: Storage, root: str, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
@@ -76,15 +76,15 @@ def find_attempts(storage: Storage, root: str, names: list[str] | None = None, t
     return found
 
 
-def attempts_within(storage: Storage, root: str, base: str) -> list[Attempt]:
+def attempts_within(storage: Storage, root: str, iteration_dir: str) -> list[Attempt]:
     """Of one iteration folder: those of a later save than its newest are no use, there is one. OSError if its records cannot be
     listed."""
     rows = []
-    for name, step, run in attempts(storage.list(os.path.join(root, base, FOLDER))):
+    for name, step, run in attempts(storage.list(os.path.join(root, iteration_dir, FOLDER))):
         try:
-            rows.append(Attempt(name, step, run, base, storage.list(os.path.join(root, base, FOLDER, name))))
+            rows.append(Attempt(name, step, run, iteration_dir, storage.list(os.path.join(root, iteration_dir, FOLDER, name))))
         except OSError as error:
-            rows.append(Attempt(name, step, run, base, [], error))
+            rows.append(Attempt(name, step, run, iteration_dir, [], error))
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
@@ -104,7 +104,8 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
         path, candidate, damage = attempt.path(root), None, ""
         if attempt.error is not None:
             candidates.append(unseen(attempt.error, os.path.relpath(path, root), step=attempt.step, origin=OURS, run=attempt.run,
-                                     attempt=path, base=attempt.base, order=(run_sequence(attempt.run), attempt.step, 0.0)))
+                                     attempt=path, iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run),
+                                         attempt.step, 0.0)))
             continue
         if MANIFEST in attempt.content:
             try:
@@ -119,7 +120,7 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                 notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; judged by the records of the ranks instead")
         if candidate is None:
             candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage)
-        stray = next((file.path for file in candidate.every_file if ("/" in file.path) is bool(attempt.base)), None)
+        stray = next((file.path for file in candidate.every_file if ("/" in file.path) is bool(attempt.iteration_dir)), None)
         if stray is not None:
             candidate = replace(candidate, problem=candidate.refuse(
                 f"its records name {stray}, which is none of its files", stray))
@@ -131,32 +132,32 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
 
 def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
     """With paths relative to the root. An iteration folder under another number was renamed by hand."""
-    if not attempt.base:
+    if not attempt.iteration_dir:
         return candidate
-    candidate = replace(candidate, base=attempt.base, files={
-        rank: tuple(file.below(attempt.base) for file in files) for rank, files in candidate.files.items()},
-                        small=tuple(file.below(attempt.base) for file in candidate.small))
-    if attempt.base.startswith(FOLDER + "/"):
+    candidate = replace(candidate, iteration_dir=attempt.iteration_dir, files={
+        rank: tuple(file.below(attempt.iteration_dir) for file in files) for rank, files in candidate.files.items()},
+                        small=tuple(file.below(attempt.iteration_dir) for file in candidate.small))
+    if attempt.iteration_dir.startswith(FOLDER + "/"):
         return candidate                                        # in the making
     candidate = replace(candidate, maybe_completed=True)        # it was renamed after its commit
     if not candidate.committed and not candidate.absent and MANIFEST not in attempt.content:
         candidate = replace(candidate, manifest_problem="it is missing")
-    number = parse_iteration(attempt.base)
+    number = parse_iteration(attempt.iteration_dir)
     if number not in (None, attempt.step):
         return replace(candidate, problem=candidate.refuse(
-            f"{attempt.base} holds step {attempt.step}: the folder was renamed, or is a copy of another; rename it back",
-            attempt.base))
+            f"{attempt.iteration_dir} holds step {attempt.step}: the folder was renamed, or is a copy of another; rename it back",
+            attempt.iteration_dir))
     return candidate
 
 
-def candidate_of(manifest: Manifest, base: str = "", path: str | None = None) -> Candidate:
-    """What ``manifest`` says, wherever it lies. ``base``: of an iteration folder; ``path``: of its folder of records."""
+def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None = None) -> Candidate:
+    """What ``manifest`` says, wherever it lies. ``iteration_dir``: of an iteration folder; ``path``: of its folder of records."""
     path = attempt_name(manifest.step, manifest.run) if path is None else path
     return Candidate(
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
-        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records, base=base,
-        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part,
+        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records,
+        iteration_dir=iteration_dir,        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part,
         lineage=manifest.lineage)
 
 

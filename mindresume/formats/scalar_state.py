@@ -5,7 +5,7 @@ import math
 import os
 from typing import BinaryIO
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats import Candidate, Refusal
 from mindresume.model.file_record import FileRecord
 from mindresume.model.training_state import TrainingState
@@ -24,10 +24,10 @@ def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) ->
 
 
 def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
-    """Returns the value of a counter. DamagedFileError as of ``read_scalar``, and for NaN or infinity."""
+    """Returns the value of a counter. CorruptFileError as of ``read_scalar``, and for NaN or infinity."""
     value = read_scalar(file, header, name)
     if isinstance(value, float) and not math.isfinite(value):
-        raise DamagedFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
+        raise CorruptFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
     return value
 
 

@@ -32,8 +32,9 @@ def scan(storage: Storage, root: str) -> Scan:
     except OSError as error:
         attempted, hidden = None, [unseen(error, FOLDER)]
     ours, known, notes = scan_records(storage, root, attempted or [], brief=True, top=top)
-    in_ranks, first = rank_folders.candidates_of(storage, root, top, attempted, [c for c in ours if not c.base], known)
-    in_iterations, second = iteration_scan.candidates_of(storage, root, top, attempted or [], [c for c in ours if c.base])
+    in_ranks, first = rank_folders.candidates_of(storage, root, top, attempted, [c for c in ours if not c.iteration_dir], known)
+    in_iterations, second = iteration_scan.candidates_of(storage, root, top, attempted or [],
+                                                         [c for c in ours if c.iteration_dir])
     expected, source = rank_folders.expected_ranks(storage, root, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
     return Scan(root, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None, expected, source)

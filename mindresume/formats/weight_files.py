@@ -4,22 +4,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.model.file_record import FileRecord
 from mindresume.storage.filesystem import Status, Storage, parallel
 from mindresume.tensor_files import Header, read_header
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """Returns the header of a file. DamagedFileError if it is missing, cut short or malformed."""
+    """Returns the header of a file. CorruptFileError if it is missing, cut short or malformed."""
     path = os.path.join(root, file.path)
     try:
         with storage.open(path) as opened:
             return read_header(opened, path)
     except FileNotFoundError as error:
-        raise DamagedFileError(path, "the file is missing") from error
+        raise CorruptFileError(path, "the file is missing") from error
     except OSError as error:
-        raise DamagedFileError(path, f"cannot be read: {error}") from error
+        raise CorruptFileError(path, f"cannot be read: {error}") from error
 
 
 def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:

@@ -52,7 +52,7 @@ _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True) -> ResumePlan:
     """Broadcasts the source's strategy, and with ``aside`` moves old strategy files aside; on all ranks, after the choice.
-    Returns the plan with ``open_source``. AgreementError."""
+    Returns the plan with ``open_source``. CollectiveError."""
     choice, group = plan.choice, context.group
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
@@ -70,7 +70,7 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | N
     agree with them, unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in
     the folder."""
     candidate, notes, strategy, identity = choice.chosen, [], None, None
-    if candidate.base:                                      # an iteration folder knows its layouts
+    if candidate.iteration_dir:                                      # an iteration folder knows its layouts
         return {"strategy": None, "notes": notes, "identity": identity_of(storage, choice.root, candidate)}
     if ranks:
         identity = identity_of(storage, choice.root, candidate)
@@ -102,7 +102,7 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 
 def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int, str] | Choice:
     """Returns, after the compilation, ({name: array} of everything this rank loads, bytes read, the source for people); or, if
-    ckpt files were transformed on disk, the choice of the new ones. Whatever fails on one rank is AgreementError on all."""
+    ckpt files were transformed on disk, the choice of the new ones. Whatever fails on one rank is CollectiveError on all."""
     group, emit = context.group, context.emit
     source = agreed(group, context.plan.open_source, OPENING)
     shapes = adapter.wanted_of(network, source.weights.tensors)
@@ -146,7 +146,7 @@ def _held_by(rank: int, weights: CheckpointView, name: str) -> Region | None:
 
 
 def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes complete weights to output/unified_checkpoint, every rank a share of the parts. Returns the folder. AgreementError
+    """Writes complete weights to output/unified_checkpoint, every rank a share of the parts. Returns the folder. CollectiveError
     on all ranks."""
     group = context.group
     job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
@@ -159,7 +159,7 @@ def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenC
 
 
 def transform_files(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes ckpt files for the ranks of this job. Returns their folder. ConfigError, StrategyError; AgreementError on all
+    """Writes ckpt files for the ranks of this job. Returns their folder. ConfigError, StrategyError; CollectiveError on all
     ranks."""
     group, emit = context.group, context.emit
     processes = config.get("transform_process_num") or 1
@@ -204,8 +204,8 @@ def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes:
 
 
 def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: TrainingContext, processes: int) -> str:
-    """Converts with the direct engine on ``processes`` ranks, spread over all. Returns the folder. AgreementError on all ranks if
-    one fails; then nothing of it stays."""
+    """Converts with the direct engine on ``processes`` ranks, spread over all. Returns the folder. CollectiveError on all ranks
+    if one fails; then nothing of it stays."""
     group, emit = context.group, context.emit
     step = max(group.size // processes, 1)
 

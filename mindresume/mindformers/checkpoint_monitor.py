@@ -46,7 +46,7 @@ class CheckpointMonitor(BuiltIn):
     """Saves the checkpoints of a training. Arguments: those of mindformers.core.CheckpointMonitor. ConfigError if one is wrong.
 
     Raises SaveError out of a step if a save failed and ``mindresume.on_save_error`` is ``raise``, or after
-    ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder.
+    ``max_failed_saves`` failures in a row; LeaseHeldError if another job saves into the folder.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mindresume.coordination.collectives import Waiting, decide
-from mindresume.errors import AgreementError, ConfigError
+from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.mindformers import load_iteration, selection, weights_only
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
@@ -21,7 +21,7 @@ def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:
     try:
         return decide(context.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
                       Waiting("looking at the data set"))
-    except AgreementError as error:
+    except CollectiveError as error:
         context.emit(warning(f"a change of the data set cannot be noticed: {error}"))
         return {}
 
@@ -30,7 +30,7 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
     """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config``, and the plan of ``context``, to what
     was selected by all ranks.
 
-    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together.
+    Raises NoUsableCheckpointError, MissingCheckpointError or CollectiveError on all ranks together.
     """
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     if load_iteration.applies(config):

@@ -91,7 +91,7 @@ def select(config: Any, context: TrainingContext, storage: Storage) -> None:
                                 healthy=asked.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
                                 "are initialised at random")
         resume = asked.resume and plan is not None
-        folder = _shown(plan.choice.root, plan.choice.chosen.base) if plan else pretrained
+        folder = _shown(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
     elif asked.resume and asked.path:
         raise ConfigError(f"{asked.path} holds weights of Hugging Face, from which no training can be resumed: they have no "
                           f"optimizer state and no step. To begin with them set resume_training: False (no_load_optim: True), or "
@@ -108,10 +108,10 @@ def select(config: Any, context: TrainingContext, storage: Storage) -> None:
     config.auto_trans_ckpt = False                                  # there is nothing left to be converted, or cleared
 
 
-def _shown(root: str, base: str) -> str:
+def _shown(root: str, iteration_dir: str) -> str:
     """Returns the folder that mindformers is given. It reads ``common.json`` there: without one, a temporary folder that has
     it."""
-    folder = os.path.abspath(os.path.join(root, base))
+    folder = os.path.abspath(os.path.join(root, iteration_dir))
     if os.path.isfile(os.path.join(folder, COMMON)):
         return folder
     folder = tempfile.mkdtemp(prefix="mindresume-")
@@ -151,8 +151,8 @@ def common_for(config: Any, dataset_size: int, context: TrainingContext) -> dict
 # ---- at the load -----------------------------------------------------------------------------------------------------
 
 def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
-    """Loads what was selected: all parameters of the train network, or without resume those of ``network``. AgreementError on all
-    ranks for whatever fails on one."""
+    """Loads what was selected: all parameters of the train network, or without resume those of ``network``. CollectiveError on
+    all ranks for whatever fails on one."""
     plan, train = context.plan, context.objects.model._train_network
     if plan.request.pretrained:
         load_pretrained(train, network, plan.request.path, context)

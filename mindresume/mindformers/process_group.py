@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindresume.coordination.collectives import Group, Solo
+from mindresume.coordination.collectives import Group, SingleProcess
 
 
 def group_of_job() -> Group:
     """Returns the group of the job; of one process without communication."""
     from mindspore.communication import GlobalComm, get_group_size, get_rank
     if not GlobalComm.INITED or get_group_size() == 1:
-        return Solo()
+        return SingleProcess()
     return MindSporeGroup(get_rank(), get_group_size())
 
 

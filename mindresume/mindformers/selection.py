@@ -26,7 +26,7 @@ def select(config: Any, path: str, named: str | None, context: TrainingContext, 
     monitor found unhealthy is not taken, unless it is named. ``as_it_is``: what mindformers saved on as many ranks as there are
     is not converted, so that it needs no layouts. ``instead``: ends a sentence on the weights of a fresh start.
 
-    Raises NoUsableCheckpointError, MissingCheckpointError or AgreementError on all ranks together."""
+    Raises NoUsableCheckpointError, MissingCheckpointError or CollectiveError on all ranks together."""
     resources, group, complete = context.resources, context.group, []
 
     def take_complete(storage: Storage, path: str) -> Choice:
@@ -44,7 +44,7 @@ def select(config: Any, path: str, named: str | None, context: TrainingContext, 
         return None
     resources.read_lock, resources.load_attempt.load_attempt = found.read_lock, found.load_attempt
     plan = ResumePlan(None, found.choice, found.choice, partial(_last, complete) if complete else None, found.lost_work)
-    if found.uses_layouts or found.choice.chosen.base:
+    if found.uses_layouts or found.choice.chosen.iteration_dir:
         plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())
     return plan
 

@@ -117,7 +117,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
 
 def load_shard(network: Any, context: TrainingContext, storage: Storage, early: Future | None = None,
                reporter: ProgressReporter | None = None) -> None:
-    """Loads what this rank verified into ``network``. ``early``: reads it already, and ``reporter`` counts it. AgreementError on
+    """Loads what this rank verified into ``network``. ``early``: reads it already, and ``reporter`` counts it. CollectiveError on
     all ranks if it does not fit on one."""
     choice, group, shard = context.plan.choice, context.group, context.shard
     reporter = reporter or ProgressReporter("loading", context.emit)

@@ -22,7 +22,7 @@ import numpy as np
 
 import mindresume
 from mindresume.coordination import preemption
-from mindresume.coordination.collectives import Group, Solo
+from mindresume.coordination.collectives import Group, SingleProcess
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, TrainingCompleteError
@@ -155,7 +155,7 @@ class Resources:
     ``storage``: verifies the selected checkpoint, and loads it. ``topology``: which ranks see the same folder, by its path.
     ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``load_attempt``: pending until
     its first step is done. ``remote``: where checkpoints are kept besides."""
-    group: Group = field(default_factory=Solo)
+    group: Group = field(default_factory=SingleProcess)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
     storage: Storage = field(default_factory=PosixStorage)
     topology: dict[str, SharedGroups] = field(default_factory=dict)

@@ -74,7 +74,8 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
     plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
                             resume=False, as_it_is=not converts)
     choice, chosen = plan.choice, plan.choice.chosen
-    shown = path if os.path.isfile(path) else os.path.join(choice.root, chosen.base) if chosen.base else choice.root
+    shown = path if os.path.isfile(path) else os.path.join(choice.root,
+                                                           chosen.iteration_dir) if chosen.iteration_dir else choice.root
     context.plan = replace(plan, request=LoadRequest(shown, resume=False, trains=task == TRAIN, converts=converts))
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
     if config.get("checkpoint"):
@@ -87,7 +88,7 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
 def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingContext, storage: Storage, do_eval: bool,
          do_predict: bool) -> bool:
     """Loads what was selected into the parameters of ``network``. False: mindformers has to do it, and nothing was done.
-    AgreementError on all ranks for whatever fails on one."""
+    CollectiveError on all ranks for whatever fails on one."""
     request, group, open_source = context.plan.request, context.group, context.plan.open_source
     path = config.checkpoint.load_path
     if os.path.realpath(path) != os.path.realpath(request.path):                # mindformers has translated names into new files

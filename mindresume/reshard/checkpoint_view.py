@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import CompleteWeights
 from mindresume.formats.strategy import Strategy
@@ -103,7 +103,7 @@ class CheckpointView:
 
     def locate(self, name: str, cut: Cut, first: int | None = None) -> PieceLocation:
         """Returns where a piece lies; with ``first`` in the pipeline stage that begins with this rank, instead of the first that
-        holds the tensor. DamagedFileError if the file holds another dtype or shape; LoadError if no holder has the piece."""
+        holds the tensor. CorruptFileError if the file holds another dtype or shape; LoadError if no holder has the piece."""
         tensor = self.tensors[name]
         asked = []
         for holder in cut.holders:
@@ -116,7 +116,7 @@ class CheckpointView:
                 continue
             expected = shape_of(cut.piece)
             if entry.dtype != tensor.dtype or entry.shape != expected:
-                raise DamagedFileError(path, f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
+                raise CorruptFileError(path, f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
                                              f"{tensor.dtype} of shape {expected}, a part of {tensor.shape}: the strategy is not "
                                              f"that of these weights, or the file is of another job", tensor=name)
             return PieceLocation(rank, path, entry, self.checksum(rank, name))

@@ -57,7 +57,7 @@ def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None 
             progress: Callable[[int], None] = lambda count: None) -> list[Difference]:
     """Returns the differences, in the order of the tensors of ``a``, then those only in ``b``. ``names``: compares only these.
     ``progress(bytes)`` is called by any thread with the bytes compared, of ``comparable`` bytes. A worker holds three buffers of
-    ``tile`` bytes and the numbers of one ``PORTION``. DamagedFileError, LoadError or OSError if a tensor cannot be read."""
+    ``tile`` bytes and the numbers of one ``PORTION``. CorruptFileError, LoadError or OSError if a tensor cannot be read."""
     files = OpenFiles(a.storage), OpenFiles(b.storage)
 
     def one(name: str) -> Difference | None:

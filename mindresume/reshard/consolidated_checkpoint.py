@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from mindresume.coordination.collectives import Group, Waiting, report
-from mindresume.errors import DamagedFileError, MindResumeError, MissingCheckpointError
+from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formatting import listed
@@ -37,7 +37,7 @@ def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candida
 
 def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
     """Complete weights as the choice. ``full``: every rank reads its share of the bytes, where checksums were recorded.
-    AgreementError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
+    CollectiveError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
     training was."""
     opened: list[OpenCheckpoint] = []
     read = ProgressReporter.silent()
@@ -79,7 +79,7 @@ def verify(storage: Storage, path: str, progress: OnBytesRead) -> tuple[Candidat
     candidate, problem = look(storage, path)
     try:
         made = conversion_manifest_of(storage, path)
-    except DamagedFileError:
+    except CorruptFileError:
         made = None                                     # which is the problem
     found = [bad for file in made.files if (bad := _file_problem(storage, _folder(path), made, file, progress))] if made else []
     return candidate, found or ([problem] if problem else [])
@@ -99,8 +99,8 @@ def _file_problem(storage: Storage, folder: str, made: ConversionManifest, file:
             wrong = damaged_tensors(opened, path, {name: made.tensors[name] for name in names if name in made.tensors})
     except FileNotFoundError:
         return Refusal(None, f"{file.path} is missing", file.path)
-    except (DamagedFileError, OSError) as error:
-        return Refusal(None, f"{file.path}: {error.reason if isinstance(error, DamagedFileError) else error}", file.path)
+    except (CorruptFileError, OSError) as error:
+        return Refusal(None, f"{file.path}: {error.reason if isinstance(error, CorruptFileError) else error}", file.path)
     damaged = listed(wrong, 3) if wrong else "no tensor, but the header or its padding"
     return Refusal(None, f"{file.path} is not what was written; damaged: {damaged} (checksum {checksum}, recorded "
                          f"{file.checksum})", file.path, tensors=tuple(wrong))
@@ -111,7 +111,7 @@ def _folder(path: str) -> str:
 
 
 def _refusal(path: str, error: Exception) -> Refusal:
-    if isinstance(error, DamagedFileError):
+    if isinstance(error, CorruptFileError):
         return Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)),
                        tensors=(error.tensor,) if error.tensor else ())
     return Refusal(None, str(error))

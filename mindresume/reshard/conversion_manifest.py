@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.errors import DamagedFileError, RecordError
+from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.record_codec import expect_checksum, unseal
@@ -50,7 +50,7 @@ def _file(row: Any) -> FileRecord:
 
 
 def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifest | None:
-    """Reads the manifest of a folder, None if mindresume did not convert it. DamagedFileError if it cannot be read: what the
+    """Reads the manifest of a folder, None if mindresume did not convert it. CorruptFileError if it cannot be read: what the
     files should be is unknown then."""
     path = os.path.join(folder, CONVERSION)
     try:
@@ -59,7 +59,7 @@ def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifes
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, RecordError) as error:
-        raise DamagedFileError(path, f"it cannot be read, and nothing else says what the files of this folder should be: "
+        raise CorruptFileError(path, f"it cannot be read, and nothing else says what the files of this folder should be: "
                                      f"{error}. To go by their headers and sizes alone, remove it") from error
 
 
@@ -77,9 +77,9 @@ def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | 
 
 
 def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
-    """Raises DamagedFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
+    """Raises CorruptFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
     gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
     if gone or more:
         differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"
-        raise DamagedFileError(os.path.join(folder, CONVERSION), f"it names {len(made.tensors)} tensors, the files and the index "
+        raise CorruptFileError(os.path.join(folder, CONVERSION), f"it names {len(made.tensors)} tensors, the files and the index "
                                                                  f"{len(tensors)}: {differing}", tensor=(gone or more)[0])

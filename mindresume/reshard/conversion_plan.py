@@ -41,7 +41,7 @@ class ConversionPlan:
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str
     shards: tuple[tuple[int, ...], ...] = ()
-    base: str = ""
+    iteration_dir: str = ""
     strategy: Strategy | None = None
     index: tuple[str, Mapping[str, Any]] | None = None
 
@@ -53,7 +53,7 @@ class ConversionPlan:
     def path(self, number: int) -> str:
         """Returns the path of a file in the finished target."""
         path = self.files[number].path
-        return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.base)}" if self.base else path
+        return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.iteration_dir)}" if self.iteration_dir else path
 
     def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the files of these groups, by default of all."""

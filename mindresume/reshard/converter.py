@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, RecordError, SaveError
+from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import Emit, Event, Notice, ignore, warning
 from mindresume.events.log_lines import line_of
 from mindresume.formats.iteration_naming import iteration_name
@@ -90,7 +90,7 @@ class Conversion:
             return False
         try:
             made = read_conversion_manifest(self.storage, self.target)
-        except DamagedFileError:
+        except CorruptFileError:
             made = None
         if made is None or made.fingerprint != self.plan.fingerprint:
             raise ConfigError(f"{self.target} is not empty" + ("" if made is None else f": it was converted from {made.what}")
@@ -108,13 +108,14 @@ class Conversion:
 
     def prepare(self) -> str:
         """Makes the work folder. Returns what other processes pass to ``join``. ConfigError for an impossible target;
-        NoRoomError; SaveError if the same conversion is running."""
+        OutOfSpaceError; SaveError if the same conversion is running."""
         root = os.path.realpath(self.plan.source.folder) if self.plan.source.folder else None
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
         self.storage.make_folder(os.path.dirname(self.work))
         self._take_lock()
-        if self.plan.base and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work, self.plan.base)):
+        if self.plan.iteration_dir and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work,
+            self.plan.iteration_dir)):
             remove_tree(self.storage, self.work)    # left by a process that died in its commit
         self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
@@ -124,8 +125,8 @@ class Conversion:
             if len(missing) == len(self.plan.groups):
                 self.abandon()
             self._release()                         # groups that a killed process finished stay
-            raise NoRoomError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. Nothing "
-                              f"was written")
+            raise OutOfSpaceError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. "
+                                  f"Nothing was written")
         return self._apart
 
     def join(self, prepared: str) -> None:
@@ -227,7 +228,7 @@ class Conversion:
 
     def _record(self, sums: Mapping[int, Checksums]) -> None:
         plan, state = self.plan, self.plan.source.state
-        place = SaveTarget(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.base))
+        place = SaveTarget(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.iteration_dir))
         attempt = place.attempt(state.step)
         self.storage.make_folder(attempt)
         for rank, numbers in enumerate(plan.shards):
@@ -238,7 +239,7 @@ class Conversion:
                     tensor, layout = plan.source.weights.tensors[name], layouts.get(name)
                     rows[name] = TensorRecord(tensor.dtype, shape_of(region), sums[number].tensors[name], layout,
                                               tensor.shape if layout else None, index)
-                path = file.path.removeprefix(f"{plan.base}/") if plan.base else file.path
+                path = file.path.removeprefix(f"{plan.iteration_dir}/") if plan.iteration_dir else file.path
                 records.append(FileRecord(path, file.format, sums[number].size, sums[number].file))
             record = Record(plan.run, rank, len(plan.shards), state, self.clock(), tuple(records),
                             lineage=continued(plan.source.candidate, "", same_folder=False))
@@ -246,7 +247,7 @@ class Conversion:
         left = Committer(place, emit=self._note).try_commit(state.step)
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
-        if plan.base and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
+        if plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
             raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
 
     def _note(self, event: Event) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128
 
-from mindresume.errors import DamagedFileError, SaveError
+from mindresume.errors import CorruptFileError, SaveError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, whole, within
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
@@ -85,7 +85,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
               traffic: Traffic | None = None) -> list[Checksums]:
     """Writes all ``targets`` (their folders are there, their names are not). Returns size and checksums of each, durable.
 
-    ``traffic`` is added to. On any error nothing of them is left: DamagedFileError if a
+    ``traffic`` is added to. On any error nothing of them is left: CorruptFileError if a
     source is cut short or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
@@ -196,7 +196,7 @@ class SourceChecksums:
         if passed == place.entry.nbytes:
             del self._sums[key]
             if found.hexdigest() != place.checksum:
-                raise DamagedFileError(place.path, f"{name} of rank {place.rank} is not what was written: checksum "
+                raise CorruptFileError(place.path, f"{name} of rank {place.rank} is not what was written: checksum "
                                                    f"{found.hexdigest()}, recorded {place.checksum}", tensor=name)
             self.verified += passed
 

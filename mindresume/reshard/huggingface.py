@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.errors import ConfigError, DamagedFileError, LoadError
+from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_complete
 from mindresume.formats.huggingface import (
     ARCHITECTURES,
@@ -147,7 +147,7 @@ def translated(inner: CheckpointView, known: Mapping[str, Rule], dtypes: Mapping
 
 def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
     """Reads a ``config.json``, or that in a folder. Returns the object and the path. ConfigError if it is missing,
-    DamagedFileError if it is not a JSON object."""
+    CorruptFileError if it is not a JSON object."""
     status = storage.status(path)
     if status is not None and status.is_folder:
         path = os.path.join(path, CONFIG)
@@ -170,7 +170,7 @@ def is_huggingface(storage: Storage, path: str) -> bool:
     try:
         kind = read_config(storage, path)[0].get("model_type")
         return isinstance(kind, str) and kind in ARCHITECTURES
-    except (ConfigError, DamagedFileError, OSError):
+    except (ConfigError, CorruptFileError, OSError):
         return False
 
 
@@ -183,7 +183,7 @@ def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, 
         wanted: {name: (shape, dtype)} of parameters; values are converted to the dtype while they are read.
 
     Raises: ConfigError: see ``model_of``. LoadError that names every tensor that is missing, has another shape or a dtype that
-    cannot be converted, or has no rule. DamagedFileError: see ``read_complete``.
+    cannot be converted, or has no rule. CorruptFileError: see ``read_complete``.
     """
     return _of_folder(storage, folder, read_model(storage, folder, attention, mlp), wanted or {})
 
@@ -216,7 +216,7 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
         tied: whether the network shares embedding and head.
         converters: ``weight_converters`` of its template, which must agree with the rules.
 
-    Raises: ConfigError, LoadError, DamagedFileError, OSError.
+    Raises: ConfigError, LoadError, CorruptFileError, OSError.
     """
     orders = orders_of(network)
     model = read_model(storage, folder, *orders)

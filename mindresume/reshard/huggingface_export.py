@@ -88,7 +88,7 @@ def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
 
 def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None) -> None:
     """Compares the recorded checksums of the tensors that the export reads in parts, as it cannot do that while it runs.
-    DamagedFileError."""
+    CorruptFileError."""
     view = plan.source.weights
     inner = view.inner
     recorded = [name for name in view.composed_sources() if any(

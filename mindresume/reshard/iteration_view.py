@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import xxhash
 
-from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import metadata_bytes, metadata_of
@@ -29,9 +29,9 @@ from mindresume.tensor_files import Header
 
 
 def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> CheckpointView:
-    """Views an iteration folder. DamagedFileError if ``metadata.json`` is damaged, or a file that it names is missing and no
+    """Views an iteration folder. CorruptFileError if ``metadata.json`` is damaged, or a file that it names is missing and no
     other holds the piece; StrategyError for tensors that it does not name, except counters and those of one rank."""
-    folder = os.path.join(root, candidate.base)
+    folder = os.path.join(root, candidate.iteration_dir)
     records = _Records(storage, candidate)
     named = _described(storage, root, candidate, records)
     where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
@@ -85,14 +85,14 @@ class _Records:
 def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, TensorMetadata]:
     """Returns {tensor: description}, from the records, which say the same as ``metadata.json``. With redundancy removal the
     records of all ranks would be needed, so that file is read instead, if its checksum is the recorded one."""
-    folder = os.path.join(root, candidate.base)
+    folder = os.path.join(root, candidate.iteration_dir)
     if candidate.attempt is None:
         return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
     if candidate.world_size == 1:
         return {}
     written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
     if candidate.deduplicated and written is not None:
-        with suppress(DamagedFileError):                        # the records decide then
+        with suppress(CorruptFileError):                        # the records decide then
             data = metadata_bytes(storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA))
@@ -120,6 +120,7 @@ def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[st
                 lost.append(f"{name} {entry.shape}")
             found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
     if lost:
-        raise StrategyError(f"{os.path.join(root, candidate.base)}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
+        folder = os.path.join(root, candidate.iteration_dir)
+        raise StrategyError(f"{folder}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
                             f"{METADATA} does not name them, so how they are cut is unknown")
     return found

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.errors import DamagedFileError, EngineError, StrategyError
+from mindresume.errors import CorruptFileError, EngineError, StrategyError
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.strategy_codec import encode_strategy
 from mindresume.model.layout import TensorLayout
@@ -42,7 +42,7 @@ def rewrite(weights: CheckpointView, target: Strategy | None, work: str, *, work
     it. ``timeout``: seconds for all processes together. ``command``: of a worker, before its jobs.
 
     EngineError if MindSpore cannot do this, fails, takes longer, or writes something else than it should; StrategyError if target
-    and weights do not fit; DamagedFileError, OSError. Whatever is raised, no process stays."""
+    and weights do not fit; CorruptFileError, OSError. Whatever is raised, no process stays."""
     task = prepare(weights, target, work, workers)
     if task is None:
         log(f"{weights.name} is uncut already: nothing for MindSpore to do")
@@ -301,7 +301,7 @@ def _written(task: Task, rank: int, path: str) -> Header:
             return read_header(file, path)
     except FileNotFoundError as error:
         raise failure(f"it ended well, but wrote no file for rank {rank} ({path})", task.work) from error
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         raise failure(f"it ended well, but the file of rank {rank} is damaged: {error}", task.work) from error
 
 

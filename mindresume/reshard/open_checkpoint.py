@@ -17,7 +17,7 @@ from mindresume.coordination.lease import Lease
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.errors import (
     ConfigError,
-    DamagedFileError,
+    CorruptFileError,
     MindResumeError,
     MissingCheckpointError,
     NoUsableCheckpointError,
@@ -68,7 +68,7 @@ class OpenCheckpoint:
     @property
     def is_iteration(self) -> bool:
         """Whether it is an iteration folder of Checkpoint 2.0, whose counters are in ``common.json``."""
-        return self.candidate is not None and bool(self.candidate.base)
+        return self.candidate is not None and bool(self.candidate.iteration_dir)
 
 
 Keep = Callable[[str, Candidate], None]
@@ -126,7 +126,7 @@ def open_checkpoint(storage: Storage, path: str, step: int | None = None, strate
             ``strategy`` lies beside them.
         keep: ``keep(root, candidate)`` is called before the files of a checkpoint are read.
 
-    Raises: MissingCheckpointError, NoUsableCheckpointError, StrategyError, DamagedFileError.
+    Raises: MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError.
     """
     if is_complete(storage, path):
         if strategy is not None:
@@ -172,16 +172,16 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     if candidate.problem is not None and not is_without_step(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
     identity = identity_of(storage, root, candidate)
-    if candidate.base and strategy is not None:
-        raise ConfigError(f"{os.path.join(root, candidate.base)} knows its layouts; leave {strategy} away")
-    layouts = None if candidate.base else strategy_for(storage, root, candidate, strategy, identity)
+    if candidate.iteration_dir and strategy is not None:
+        raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} knows its layouts; leave {strategy} away")
+    layouts = None if candidate.iteration_dir else strategy_for(storage, root, candidate, strategy, identity)
     candidate = with_world_size(root, candidate, layouts)
     known = IterationMetadata(storage, root, candidate)
     proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, layouts=known),
                       sorted(candidate.files))
     for proof in proofs:
         if isinstance(proof, Refusal):
-            raise DamagedFileError(os.path.join(root, proof.file or ""), str(proof))
+            raise CorruptFileError(os.path.join(root, proof.file or ""), str(proof))
     source = checkpoint_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
     check_all_pieces(source.weights)
     check_replicas(source.weights)
@@ -194,7 +194,7 @@ def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: S
     first file, for one without records. StrategyError, LoadError: see ``view_of_candidate``."""
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
-    if candidate.base:
+    if candidate.iteration_dir:
         weights = view_of_iteration(storage, root, candidate)
     else:
         weights = view_of_candidate(storage, root, candidate, strategy)
@@ -215,7 +215,7 @@ def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) 
 
 
 def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
-    """Opens complete weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; DamagedFileError if mindresume wrote
+    """Opens complete weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; CorruptFileError if mindresume wrote
     them with other tensors."""
     found = read_complete(storage, path)
     state = state_of(found.scalars, None)
@@ -233,7 +233,7 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenC
 
 
 def check_all_pieces(weights: CheckpointView) -> None:
-    """Reads every header. Raises LoadError or DamagedFileError unless every piece of every tensor is in some file."""
+    """Reads every header. Raises LoadError or CorruptFileError unless every piece of every tensor is in some file."""
     for tensor in weights.tensors.values():
         for cut in tensor.cuts(whole(tensor.shape)):
             weights.locate(tensor.name, cut)

@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from mindresume.errors import DamagedFileError, LoadError
+from mindresume.errors import CorruptFileError, LoadError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
 from mindresume.storage.filesystem import Storage
@@ -58,13 +58,13 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def read(self, path: str, position: int, out: memoryview) -> None:
-        """Fills ``out`` from byte ``position`` on. DamagedFileError if the file ends before."""
+        """Fills ``out`` from byte ``position`` on. CorruptFileError if the file ends before."""
         with self._lease(path) as file:
             handle, count = file.fileno(), len(out)
             while out:
                 found = os.preadv(handle, [out], position)
                 if not found:
-                    raise DamagedFileError(path, f"the file ends at byte {position}, needed are {len(out)} bytes from there: cut "
+                    raise CorruptFileError(path, f"the file ends at byte {position}, needed are {len(out)} bytes from there: cut "
                                                  f"short since its header was read")
                 position, out = position + found, out[found:]
         with self._lock:
@@ -212,4 +212,4 @@ def read_range(files: OpenFiles, path: str, entry: TensorEntry, start: int, out:
         if not out:
             return
         start -= count
-    raise DamagedFileError(path, f"{len(out)} bytes beyond the end of a tensor were asked for")
+    raise CorruptFileError(path, f"{len(out)} bytes beyond the end of a tensor were asked for")

@@ -71,7 +71,7 @@ def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
 def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
                  ) -> dict[str, np.ndarray]:
     """Returns {name: array} of the regions. A piece that is read as a whole is compared with its recorded checksum.
-    DamagedFileError, LoadError or OSError."""
+    CorruptFileError, LoadError or OSError."""
     room = ThreadBuffer()
 
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:

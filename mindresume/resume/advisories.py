@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from mindresume.errors import DamagedFileError, RecordError
+from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.iteration_naming import COMMON, METADATA
 from mindresume.formats.iteration_scan import common_from, common_of, metadata_of
@@ -48,7 +48,7 @@ def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) ->
     if not found:
         damaged = _by_checksums(storage, root, candidate)
     else:
-        damaged = _by_records(storage, root, candidate) if candidate.base else []
+        damaged = _by_records(storage, root, candidate) if candidate.iteration_dir else []
     return found + [candidate.refuse(f"{text}; a resume goes by the records, mindformers alone could not", file)
                     for text, file in damaged]
 
@@ -72,17 +72,18 @@ def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tup
 def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
     """Returns (what is wrong, file) of each metadata file that contradicts the records. Values are compared, not bytes: another
     version may have encoded them differently."""
-    common, metadata, found = f"{candidate.base}/{COMMON}", f"{candidate.base}/{METADATA}", []
+    common, metadata, found = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}", []
     try:
-        there, expected = common_of(storage, root, candidate.base), common_from(candidate.state)
+        there, expected = common_of(storage, root, candidate.iteration_dir), common_from(candidate.state)
         if there != expected:
             found.append((f"{common} is not what was written: {there}, by the records {expected}", common))
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         found.append((f"{common}: {error.reason}", common))
     try:
-        if candidate.world_size > 1 and metadata_of(storage, os.path.join(root, candidate.base)) != _recorded(storage, candidate):
+        if candidate.world_size > 1 and metadata_of(storage, os.path.join(root, candidate.iteration_dir)) != _recorded(storage,
+            candidate):
             found.append((f"{metadata} is not what was written: the records say something else", metadata))
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         found.append((f"{metadata}: {error.reason}", metadata))
     except (RecordError, ValueError, OSError) as error:
         found.append((f"{metadata} cannot be compared with the records: {error}", metadata))

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Mapping
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import metadata_of
@@ -27,7 +27,7 @@ from mindresume.tensor_files import Header
 
 def needs_metadata(candidate: Candidate) -> bool:
     """Returns whether the layouts of its tensors are known from ``metadata.json`` alone."""
-    return candidate.origin == MINDFORMERS and bool(candidate.base) and candidate.problem is None
+    return candidate.origin == MINDFORMERS and bool(candidate.iteration_dir) and candidate.problem is None
 
 
 class IterationMetadata:
@@ -49,12 +49,12 @@ class IterationMetadata:
             return self._problem
 
     def _open(self) -> Refusal | None:
-        folder, path = os.path.join(self.root, self.candidate.base), f"{self.candidate.base}/{METADATA}"
+        folder, path = os.path.join(self.root, self.candidate.iteration_dir), f"{self.candidate.iteration_dir}/{METADATA}"
         try:
             if self.storage.status(os.path.join(folder, METADATA)) is None:
                 return None                                             # optional for one rank; else the scan refuses it
             self._rows = metadata_of(self.storage, folder)
-        except DamagedFileError as error:
+        except CorruptFileError as error:
             return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
         except OSError as error:
             return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path)
@@ -70,7 +70,7 @@ class IterationMetadata:
         return None
 
     def mismatch(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """Returns how the files of ``rank`` differ from the metadata; None if they do not. Raises DamagedFileError if another
+        """Returns how the files of ``rank`` differ from the metadata; None if they do not. Raises CorruptFileError if another
         file that has to be read for this is damaged."""
         if problem := self.problem():
             return problem
@@ -99,7 +99,7 @@ class IterationMetadata:
         return None
 
     def _has(self, file: str, name: str) -> bool:
-        record = FileRecord(f"{self.candidate.base}/{file}", "safetensors")
+        record = FileRecord(f"{self.candidate.iteration_dir}/{file}", "safetensors")
         if self.storage.status(os.path.join(self.root, record.path)) is None:
             return False
         return name in header_of(self.storage, self.root, record).tensors

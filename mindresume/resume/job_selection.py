@@ -20,7 +20,7 @@ from mindresume.coordination.lease import Lease
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.coordination.storage_topology import SharedGroups, find_shared_groups, single_group
 from mindresume.coordination.visibility import wait_until_visible
-from mindresume.errors import AgreementError, LoadError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import (
     CandidateRefused,
     CheckpointSelected,
@@ -117,7 +117,7 @@ class CheckpointSelector:
         """Selects and protects a checkpoint.
 
         Raises:
-            NoUsableCheckpointError, MissingCheckpointError, LoadError, AgreementError: on all ranks together.
+            NoUsableCheckpointError, MissingCheckpointError, LoadError, CollectiveError: on all ranks together.
         """
         emit, group, disk = self.emit, self.group, uncached(self.storage)
         path, requested, resume = request.path, request.requested, request.resume
@@ -150,7 +150,7 @@ class CheckpointSelector:
         return SelectionPolicy(
             None if any_layout else self.group.size, requested, self.settings.verify, every_rank if any_layout else own_rank,
             any_layout, self._unhealthy(request.health_dir) if request.health_dir is not None else None,
-            self.settings.poison_limit, require_counters=request.resume)
+            self.settings.max_failed_loads, require_counters=request.resume)
 
     def _select(self, request: SelectionRequest, path: str, requested: str | None, shared_groups: SharedGroups) -> Choice:
         if shared_groups.is_split:
@@ -187,7 +187,7 @@ class CheckpointSelector:
                 lost = find_lost_work(disk, choice.root, chosen)
         lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
         try:
-            limit = self.settings.poison_limit
+            limit = self.settings.max_failed_loads
             attempt = LoadAttempt(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
                 resume and limit and request.output_dir is not None) else None
             self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root, describe(chosen, choice.complete),
@@ -197,7 +197,8 @@ class CheckpointSelector:
                 self.storage.enough()
             for remark in choice.remarks:
                 self.emit(warning(remark))
-            if uses_layouts and request.keep_layout and group.size > 1 and chosen.origin == MINDFORMERS and not chosen.base:
+            in_rank_folders = chosen.origin == MINDFORMERS and not chosen.iteration_dir
+            if uses_layouts and request.keep_layout and group.size > 1 and in_rank_folders:
                 uses_layouts = not all(report(group, lambda: own_shard(choice, group) is not None))
         except BaseException:
             if lock is not None:
@@ -263,7 +264,7 @@ def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Share
             return single_group(group.size)
         try:
             known[root] = find_shared_groups(storage, root, group)
-        except AgreementError as error:
+        except CollectiveError as error:
             emit(Notice(f"{root} is taken for a folder that all nodes share: {error}"))
             return single_group(group.size)             # not remembered: a save there must find it out
     return known[root]

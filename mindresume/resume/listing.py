@@ -33,7 +33,7 @@ class CheckpointStatus:
     @property
     def kind(self) -> str:
         """"iteration" (Checkpoint 2.0) or the format of the files."""
-        return "iteration" if self.candidate.base else self.candidate.format
+        return "iteration" if self.candidate.iteration_dir else self.candidate.format
 
 
 def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
-from mindresume.errors import DamagedFileError, StrategyError
+from mindresume.errors import CorruptFileError, StrategyError
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.metadata_from_records import missing_slices, stage_size
 from mindresume.formats.strategy import Strategy
@@ -44,7 +44,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
         expected: estimate from the folder. None: any number.
     """
     there = candidate.files
-    if candidate.origin != MINDFORMERS or candidate.base or candidate.problem is not None:
+    if candidate.origin != MINDFORMERS or candidate.iteration_dir or candidate.problem is not None:
         return candidate, world_size
     if world_size is not None and set(there) == set(range(world_size)):
         return candidate, world_size
@@ -58,7 +58,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
     files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
     try:
         lost = missing_slices(files, True, details_by_strategy(storage, root, candidate, strategy))
-    except (DamagedFileError, StrategyError) as error:
+    except (CorruptFileError, StrategyError) as error:
         lost = str(error)
     if not lost:
         return replace(candidate, world_size=ranks, absent=missing), ranks
@@ -68,7 +68,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
 
 def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
     """Returns a function that derives the details of a rank, as records would hold them, from the headers of its files and the
-    strategy; checksums are empty. The function raises DamagedFileError, and StrategyError if the strategy is of another model."""
+    strategy; checksums are empty. The function raises CorruptFileError, and StrategyError if the strategy is of another model."""
     @cache
     def details_of(rank: int) -> Details:
         headers = [header_of(storage, root, file) for file in candidate.files[rank]]
@@ -116,7 +116,7 @@ def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: i
 
     Args:
         progress: receives the bytes that are read.
-    Raises: DamagedFileError, StrategyError, OSError.
+    Raises: CorruptFileError, StrategyError, OSError.
     """
     details_of = details_by_strategy(storage, root, candidate, strategy)
     first = rank - rank % strategy.stage_size

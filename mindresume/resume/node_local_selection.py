@@ -98,8 +98,8 @@ def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) ->
 
 
 def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
-    if candidate.base:
-        return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.base)
+    if candidate.iteration_dir:
+        return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.iteration_dir)
     if candidate.attempt and candidate.world_size != group.size:
         return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {group.size}; another number of ranks "
                                 f"needs a disk that all nodes share")

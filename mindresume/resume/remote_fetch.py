@@ -28,7 +28,7 @@ from mindresume.coordination.lease import record_run_number
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.read_locks import read_locks
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import DamagedFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableError
+from mindresume.errors import CorruptFileError, NoUsableCheckpointError, RecordError, RemoteError, UnusableCheckpointError
 from mindresume.events import CandidateRefused, CheckpointFetched, Emit, Notice, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_naming import iteration_name, parse_iteration
@@ -89,10 +89,10 @@ class RemoteFetch:
         """
         while True:
             choice: Choice | None = None
-            failure: UnusableError | None = None
+            failure: UnusableCheckpointError | None = None
             try:
                 choice = pick()
-            except UnusableError as error:
+            except UnusableCheckpointError as error:
                 failure = error
             chosen = choice is not None and choice.chosen is not None
             try:
@@ -311,7 +311,7 @@ class _Share:
             return
         try:
             label = parse_label(header_of(self.storage, self.target_dir, file))
-        except DamagedFileError:
+        except CorruptFileError:
             return
         if label not in (None, (self.manifest.run, self.manifest.step)):
             raise RecordError(f"{path} is of run {label[0]}, step {label[1]}, and is not overwritten; move it away")

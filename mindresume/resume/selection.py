@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mindresume.coordination.collectives import Group, Solo, decide
+from mindresume.coordination.collectives import Group, SingleProcess, decide
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import AgreementError, NoUsableCheckpointError, UnusableError
+from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
 from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.consolidated import is_complete
@@ -68,7 +68,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         path: the folder or file in which the checkpoints lie (``formats.location``).
         progress: receives the bytes that are verified.
     Raises:
-        MissingCheckpointError, NoUsableCheckpointError, AgreementError: on all ranks together, as ``select``.
+        MissingCheckpointError, NoUsableCheckpointError, CollectiveError: on all ranks together, as ``select``.
     """
     sources, disk = sources or CheckpointSources(), uncached(storage)
     split = sources.shared is not None and sources.shared.is_split
@@ -100,16 +100,16 @@ def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sour
     def consolidated(storage: Storage, path: str) -> Choice:
         try:
             return sources.select_consolidated(storage, path)
-        except AgreementError as error:                     # damage, which ends the job
+        except CollectiveError as error:                     # damage, which ends the job
             raise NoUsableCheckpointError(str(error).removeprefix("rank 0: ")) from error
     try:
         place = locate(storage, path)
-        choice = select_checkpoint(storage, place, Solo(), policy,
+        choice = select_checkpoint(storage, place, SingleProcess(), policy,
                                    replace(sources, select_consolidated=sources.select_consolidated and consolidated),
                                    progress=progress)
-    except UnusableError as failure:
+    except UnusableCheckpointError as failure:
         root = path
-        with suppress(UnusableError, OSError):              # files of refusals are relative to the root of the scan
+        with suppress(UnusableCheckpointError, OSError):              # files of refusals are relative to the root of the scan
             root = candidates_for(storage, path, world_size=policy.world_size)[0].root
         found = None
         if failure.refused and policy.requested is None:
@@ -123,7 +123,7 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
     """Returns the newest step of which the files of this node's ranks are all here and verified; None if there is none."""
     try:
         found, rows = list_checkpoints(storage, path, strategy_of)
-    except UnusableError:
+    except UnusableCheckpointError:
         return None
     for row in rows:
         if row.state == NODE_LOCAL and not any(

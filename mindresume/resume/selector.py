@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from mindresume.coordination.collectives import Group, Waiting, decide, report
-from mindresume.errors import ConfigError, DamagedFileError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan, absent_text
 from mindresume.formats.iteration_naming import parse_iteration, parse_weight_file
@@ -77,7 +77,7 @@ class ProgressMeter(Protocol):
 
 def describe(candidate: Candidate, complete: bool = True) -> str:
     """Returns a phrase for people: the first file, who wrote it and what was verified (``complete``: every byte)."""
-    first = candidate.base or (candidate.first.path if candidate.first else "no file")
+    first = candidate.iteration_dir or (candidate.first.path if candidate.first else "no file")
     lost = f"; {text}" if (text := absent_text(candidate)) else ""
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
@@ -118,16 +118,16 @@ def candidates_for(storage: Storage, path: str, requested: str | None = None, wo
         return found, False
     matching = [c for c in found.candidates if _is_requested(c, requested)]
     if not matching:
-        offered = sorted({c.base or os.path.basename(c.first.path) for c in found.candidates if c.first})
+        offered = sorted({c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first})
         where = os.path.join(root, folder_name(0)) + " has no such file, nor has the folder of any other rank" if any(
-            not c.base for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
+            not c.iteration_dir for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
         there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
         raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
     return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
 
 
 def _is_requested(candidate: Candidate, requested: str) -> bool:
-    if candidate.base:
+    if candidate.iteration_dir:
         step = int(requested) if requested.isascii() and requested.isdigit() else parse_iteration(requested.rstrip("/"))
         return candidate.step == step is not None
     return any(os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
@@ -149,7 +149,7 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks, (0.0,))
     try:
         scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
     except OSError as error:
         return Scan(folder, (replace(candidate, problem=Refusal(None, f"cannot be read: {error.strerror or error}", name)),))
@@ -161,7 +161,7 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
 
 def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
     """Returns one sentence on the number of ranks that is assumed; none if the user or the manifests give it."""
-    foreign = any(candidate.origin == MINDFORMERS and not candidate.base for candidate in found.candidates)
+    foreign = any(candidate.origin == MINDFORMERS and not candidate.iteration_dir for candidate in found.candidates)
     if world_size is not None or not foreign or found.expected_ranks is None:
         return []
     return [f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, for what mindformers wrote without a "
@@ -181,7 +181,7 @@ def select(storage: Storage, path: str, group: Group, policy: SelectionPolicy | 
     Raises:
         MissingCheckpointError: the requested checkpoint cannot be used, or ``path`` is a folder of something else.
         NoUsableCheckpointError: there are checkpoints, and none can be used.
-        AgreementError: a rank failed in another way.
+        CollectiveError: a rank failed in another way.
     """
     policy, progress = policy or SelectionPolicy(), progress or ProgressReporter.silent()
     chooser = _CandidateQueue(storage, path, policy, strategy_of) if group.rank == 0 else None
@@ -308,7 +308,7 @@ class _CandidateQueue:
         self.refused_unhealthy = True
         return candidate.refuse(f"it was unhealthy when it was saved (the embedding's local norm was above "
                                 f"embedding_local_norm_threshold); to take it all the "
-                                f"same, request it by the name of its {'folder' if candidate.base else 'file'}")
+                                f"same, request it by the name of its {'folder' if candidate.iteration_dir else 'file'}")
 
     def _all_notes(self) -> list[str]:
         return [*self.found.notes, *world_size_notes(self.found, self.policy.world_size), *self.notes] if self.found else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from mindresume.errors import DamagedFileError, RecordError
+from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
 from mindresume.formats.rank_folder_naming import LABEL, parse_label
 from mindresume.formats.scalar_state import scalars_of
@@ -79,7 +79,7 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
             f"only the files of rank {listed(candidate.part)} of {candidate.world_size} are here: nodes saved it that share no "
             f"disk. A job on these nodes takes the newest step that all of them have; for any other job bring their folders "
             f"together")
-    elif world_size is not None and candidate.world_size != world_size and not candidate.base:
+    elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
     else:
@@ -117,7 +117,7 @@ def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) ->
 
 
 def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
-    if world_size is None or candidate.base:
+    if world_size is None or candidate.iteration_dir:
         return None
     missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.absent]
     if missing:
@@ -153,7 +153,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
         if candidate.origin == OURS and candidate.attempt:
             return _verify_recorded(storage, root, candidate, rank, progress, full)
         headers = [header_of(storage, root, file) for file in files]
-        if candidate.base:                                  # the scan has read its counters from common.json
+        if candidate.iteration_dir:                                  # the scan has read its counters from common.json
             for file, header in zip(files, headers, strict=True):
                 label = parse_label(header)
                 if label is not None and label[1] != candidate.step:
@@ -167,7 +167,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
         unlike = differing_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
         if unlike:
             return candidate.refuse(unlike, file.path, rank)
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
         return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else ())
     except (RecordError, OSError) as error:
@@ -191,7 +191,7 @@ def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: in
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
         return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} of "
                                 f"{record.world_size}", rank=rank)
-    if tuple(file.below(candidate.base) for file in record.files) != files:
+    if tuple(file.below(candidate.iteration_dir) for file in record.files) != files:
         return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
                                 f"checksum", files[0].path, rank)
     if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
@@ -223,7 +223,7 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
         recorded = {name: row for name, (_, row) in found.items()}
         verified = _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
         scalars = {} if candidate.state else scalars_of(storage, root, sources[0].file, header_of(storage, root, sources[0].file))
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and the file that stands in for its own: {error.reason}", rank=rank)
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)

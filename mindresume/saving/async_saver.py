@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from mindresume.coordination import host_memory
 from mindresume.coordination.lease import ended
 from mindresume.coordination.read_locks import ReadLocks
-from mindresume.errors import FolderInUseError, SaveError
+from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import Policy
@@ -77,7 +77,7 @@ class AsyncSaver:
         self._known: int | None = None              # the same step once its outcome is known and it is being committed
         self._polling = False
         self._outcomes: list[Outcome] = []
-        self._lost: FolderInUseError | None = None
+        self._lost: LeaseHeldError | None = None
         self._newest: Outcome | None = None         # of what is saved; perhaps not committed
         self._orphan: Outcome | None = None         # the same, after the death of the writer that was to commit it
 
@@ -258,7 +258,7 @@ def serve(place: SaveTarget, policy: Policy | None, staging: Staging, receive: C
                 work.poll()
             elif kind == "finish":
                 work.finish(values[0])
-        except FolderInUseError as error:
+        except LeaseHeldError as error:
             send(("lost", error))
         except Exception as error:      # whatever it is, the training hears of it; the writer lives on
             text = f"step {step}: the writer failed: {type(error).__name__}: {error}"

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Solo, Waiting, agreed, followed, report, watched
+from mindresume.coordination.collectives import Group, SingleProcess, Waiting, agreed, followed, report, watched
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.preemption import PreemptionHandler, Version
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import FolderInUseError, RemoteError, SaveError
+from mindresume.errors import LeaseHeldError, RemoteError, SaveError
 from mindresume.events import (
     Emit,
     Notice,
@@ -66,7 +66,7 @@ class CheckpointManager:
     ``policy``: which checkpoints stay. ``emit``: receives the events. ``pending``: the load attempt of the checkpoint that was
     loaded. ``since``: the time (``time.monotonic``) from which ``every_seconds`` counts, None: now.
     ``step_end``, ``end`` and ``save`` raise SaveError if a save failed and ``on_save_error`` is ``raise``, or after
-    ``max_failed_saves`` failures in a row; FolderInUseError if another job saves into the folder; RemoteError if an upload
+    ``max_failed_saves`` failures in a row; LeaseHeldError if another job saves into the folder; RemoteError if an upload
     failed and ``on_save_error`` is ``raise``."""
 
     def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy,
@@ -142,7 +142,7 @@ class CheckpointManager:
         """Nodes that share no disk upload what all of them have; where they do not exchange that, they remove nothing."""
         patience, apart = self.settings.commit_timeout, self.session.shared_groups.is_split
         uploader = Uploader(remote, self.place, self.policy, patience, self.emit,
-                            only_scheduled=apart and self.settings.leave_check > 0).start()
+                            only_scheduled=apart and self.settings.preemption_check_interval > 0).start()
         atexit.register(uploader.finish_at_exit, patience)      # a training that ends with an error: what it saved still goes
         return uploader
 
@@ -155,7 +155,7 @@ class CheckpointManager:
 
     def listen(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
         """Notes from here on requests to stop the training. Arguments as of ``PreemptionHandler``."""
-        self.preemption = PreemptionHandler(self.group, self.settings.leave_check, callbacks,
+        self.preemption = PreemptionHandler(self.group, self.settings.preemption_check_interval, callbacks,
                                             local_state=self.session.peer_state.local_state,
                                             on_peer_state=self.session.on_peer_state, before=before)
         if self.preemption.ignored:
@@ -214,7 +214,7 @@ class CheckpointManager:
         """Saves the step."""
         try:
             self.hand_over(step)
-        except FolderInUseError:                            # no later save can succeed
+        except LeaseHeldError:                            # no later save can succeed
             raise
         except SaveError as error:                          # what could not even be handed to the saver
             self._failed(step.number, error)
@@ -346,7 +346,7 @@ class CheckpointManager:
             followed(self.group, lambda: self._keep_error(work), Waiting(what, patience=patience))
         except Exception as error:          # of the exchange: the work keeps its own
             self._errors.append(error)
-            self.group = Solo(self.group.rank)
+            self.group = SingleProcess(self.group.rank)
 
     def _save_last(self, step: Step) -> None:
         """Saves the last step, on all ranks that have not saved it, or whose save of it failed. Collecting parameters can be an

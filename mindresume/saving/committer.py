@@ -39,7 +39,7 @@ class Committer:
 
     ``emit`` receives an event of each commit, removal and delay. No method raises for a file system that is in trouble: the step
     then stays uncommitted, is tried again, and the reason is in an event; a training never dies of a commit. Raises
-    FolderInUseError if a later run has acquired the directory.
+    LeaseHeldError if a later run has acquired the directory.
 
     ``read_locks()``: {name of an attempt folder: who reads it}, which must not be removed now; ``ended(run)``: whether a run is
     over, so that its incomplete saves can be removed: called for runs with a smaller number only, by default all of those are.
@@ -160,13 +160,13 @@ class Committer:
     def _manifest(self, place: SaveTarget, step: int) -> Manifest:
         """Makes the manifest from the records, each checked against its files. Raises RecordError or OSError if something does
         not fit."""
-        storage, attempt, base = place.storage, place.attempt(step), place.base(step)
+        storage, attempt, data_dir = place.storage, place.attempt(step), place.data_dir(step)
 
         def read(rank: int) -> tuple[Record, str]:
             with storage.open(os.path.join(attempt, record_name(rank))) as file:
                 record, checksum = read_record(file)
             for row in record.files:
-                found = storage.status(os.path.join(base, row.path))
+                found = storage.status(os.path.join(data_dir, row.path))
                 if found is None or found.size != row.size:
                     raise RecordError(f"{row.path}: recorded {row.size} bytes, found "
                                       f"{'no file' if found is None else found.size}")
@@ -215,7 +215,7 @@ class Committer:
         """Publishes the iteration folder of ``step``, after those of this run that an error left without their names. The tracker
         follows each: one that names an older step than the newest folder, without an intent, counts as set back by hand."""
         for attempt in find_attempts(self.place.storage, self.place.root, top=[]):
-            if attempt.run == self.place.run and attempt.step < step and attempt.base and MANIFEST in attempt.content:
+            if attempt.run == self.place.run and attempt.step < step and attempt.iteration_dir and MANIFEST in attempt.content:
                 iteration_publisher.publish_iteration(self.place, attempt.step, emit=self.emit)
         iteration_publisher.publish_iteration(self.place, step, emit=self.emit)
 
@@ -224,15 +224,16 @@ class Committer:
         storage, root, adopted = self.place.storage, self.place.root, []
         found = scan_records(storage, root)[0]
         order = found
-        if any(candidate.base.startswith(FOLDER) for candidate in found):       # the tracker may have been set back
+        if any(candidate.iteration_dir.startswith(FOLDER) for candidate in found):       # the tracker may have been set back
             order = list(scan(storage, root).candidates)
         usable = [candidate for candidate in order if candidate.problem is None]
         newest = usable[0].name if usable else ""
         # Those in the making that a resume takes before all others. The tracker follows each up to the newest, as in ``_show``.
-        ahead = {c.name for c in takewhile(lambda c: c.base.startswith(FOLDER), usable) if c.order <= usable[0].order}
+        ahead = {c.name for c in takewhile(lambda c: c.iteration_dir.startswith(FOLDER), usable) if c.order <= usable[0].order}
         for candidate in reversed(found):                       # the newest last: the pointers are its
-            making = candidate.base.startswith(FOLDER)
-            if candidate.problem is not None or candidate.absent or (candidate.committed or candidate.base) and not making:
+            making = candidate.iteration_dir.startswith(FOLDER)
+            if candidate.problem is not None or candidate.absent or (candidate.committed
+                                                                     or candidate.iteration_dir) and not making:
                 continue
             if candidate.part and not self.place.part:          # of one node, whose folder was brought here
                 continue
@@ -255,7 +256,7 @@ class Committer:
             self.emit(SaveCommitted(step, len(candidate.files), sum(file.size or 0 for file in candidate.every_file),
                                     candidate.run if candidate.run != self.place.run else None))
             adopted.append(step)
-        if any(candidate.base for candidate in found):
+        if any(candidate.iteration_dir for candidate in found):
             iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)
         return adopted[::-1]
 

@@ -6,7 +6,7 @@
 
 A platform starts a job again whenever it dies, and a checkpoint on which every job dies would be loaded for ever. So a job counts
 against the checkpoint if it died between the two moments above, unless it was asked to end, or an error of one of its ranks is
-explained by something else (``explanation``). After ``poison_limit`` such jobs in a row, of one output, the checkpoint is
+explained by something else (``explanation``). After ``max_failed_loads`` such jobs in a row, of one output, the checkpoint is
 suspected: it is taken only if no other can be, and retention does not remove it. The first step that a job finishes clears it.
 
 A job that dies without an error may have been killed by the platform; it counts too, because most crashes are such. But if all
@@ -89,7 +89,7 @@ def _failed_load(row: Mapping[str, Any]) -> FailedLoad:
 def key_of(candidate: Candidate) -> str:
     """Returns what identifies a candidate within its root: its folder of records, or of mindformers' the iteration folder or
     first file."""
-    return candidate.name or candidate.base or os.path.basename(candidate.first.path if candidate.first else "")
+    return candidate.name or candidate.iteration_dir or os.path.basename(candidate.first.path if candidate.first else "")
 
 
 def load_attempts(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...] | None]:
@@ -118,7 +118,7 @@ def suspicion(deaths: Sequence[FailedLoad], limit: int) -> str:
         return ""
     where = f", all on host {deaths[0].host}" if one_host(deaths) else ""
     return (f"it is suspected: {len(deaths)} jobs in a row loaded it and died before their first step was done{where}, the last "
-            f"one: {deaths[-1]} (mindresume.poison_limit: {limit}); name it to take it all the same")
+            f"one: {deaths[-1]} (mindresume.max_failed_loads: {limit}); name it to take it all the same")
 
 
 def one_host(deaths: Sequence[FailedLoad]) -> bool:

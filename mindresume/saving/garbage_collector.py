@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mindresume.coordination.read_locks import announce_removal
-from mindresume.errors import DamagedFileError, RecordError
+from mindresume.errors import CorruptFileError, RecordError
 from mindresume.events import Emit, RemovalPostponed, ignore
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_weight_file
@@ -158,7 +158,7 @@ def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks
     checkpoints any more; one that another process removed or that is being read by now is not among them. Each fails for itself,
     with an event, and is tried again by the next call."""
     trash: dict[str, Candidate] = {}
-    moving = [candidate.name for candidate in made.to_delete if candidate.base]     # with their weights
+    moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]     # with their weights
     with _announced(storage, root, moving):
         for candidate in (*made.to_delete, *made.orphans):
             try:
@@ -190,14 +190,14 @@ def _announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
 def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object],
                read_locks: FindReadLocks = dict, emit: Emit = ignore) -> None:
     """Removes saves that never completed and whose weights lie under one of ``paths``, which ``run`` needs: a training that began
-    afresh on a disk without the checkpoint of that run has given the same names. ``dead()`` raises FolderInUseError if a job that
+    afresh on a disk without the checkpoint of that run has given the same names. ``dead()`` raises LeaseHeldError if a job that
     has a lease on ``root`` is alive."""
     folder = os.path.join(root, FOLDER)
 
     def in_the_way(names: Iterable[str]) -> set[str]:
         return {name for name in names if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, name)))}
     names = in_the_way(c.name for c in scan_records(storage, root, brief=True)[0]
-                       if not (c.maybe_completed or c.base or c.run == run))
+                       if not (c.maybe_completed or c.iteration_dir or c.run == run))
     if names or in_the_way(name for name in storage.list(folder) if name.startswith(TRASH)):        # begun before
         dead()
         runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
@@ -209,7 +209,7 @@ def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: Fin
     """Renames ``commit_dir``, and returns the name of its trash, which can be emptied; empty if it was being read or gone. A
     reader publishes its read lock and then looks whether the folder is still there; this renames and then looks for read locks.
     So at least one of the two sees the other. For a folder that moves with its weights it looks right before, too."""
-    held = read_locks() if candidate.base else {}
+    held = read_locks() if candidate.iteration_dir else {}
     if candidate.name in held:
         emit(RemovalPostponed(candidate.commit_dir, held[candidate.name], candidate.step))
     if not candidate.commit_dir or candidate.name in held:
@@ -351,7 +351,7 @@ def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bo
         return False
     try:
         return parse_label(header_of(storage, root, FileRecord(os.path.relpath(path, root), ""))) != (run, step)
-    except DamagedFileError:
+    except CorruptFileError:
         return True
 
 

@@ -49,7 +49,7 @@ def write_metadata_files(place: SaveTarget, state: TrainingState, records: Seque
         checksum = xxhash.xxh3_128()
         for piece in pieces:
             checksum.update(piece)
-        size = publish(place.storage, os.path.join(place.base(state.step), name), pieces, place.run)
+        size = publish(place.storage, os.path.join(place.data_dir(state.step), name), pieces, place.run)
         found.append(FileRecord(name, "json", size, checksum.hexdigest()))
     return tuple(found)
 
@@ -66,7 +66,7 @@ def publish_iteration(place: SaveTarget, step: int, newest: bool = True, emit: E
         _lead_elsewhere(storage, root, step, place.run)
         _make_way(place, step, emit)
         storage.sync(root)
-    storage.rename(place.base(step), target)
+    storage.rename(place.data_dir(step), target)
     storage.sync(root)
     storage.sync(records)
     if newest:
@@ -120,7 +120,7 @@ def finish_tracker(storage: Storage, root: str, candidates: Iterable[Candidate],
     if not pending:
         return
     candidates = list(candidates)
-    newest = next((c for c in candidates if c.committed and parse_iteration(c.base) is not None), None)
+    newest = next((c for c in candidates if c.committed and parse_iteration(c.iteration_dir) is not None), None)
     if newest is not None and newest.step in pending:
         set_tracker(storage, root, newest.step or 0, tag)
     seen, there = {c.step for c in candidates if not c.unseen}, storage.list(root)

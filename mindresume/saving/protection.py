@@ -34,8 +34,8 @@ ANOTHER_TRAINING = "of another training"
 def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
     """Returns what no policy counts: iteration folders that were copied or renamed by hand (no resume takes them under that name,
     and somebody may need them), and all that is of another training than ``lineage`` (None: of any)."""
-    aside = {c.commit_dir: [f"{c.base} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
-             if parse_iteration(c.base) not in (None, c.step)}
+    aside = {c.commit_dir: [f"{c.iteration_dir} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
+             if parse_iteration(c.iteration_dir) not in (None, c.step)}
     for candidate in others(found, lineage) if lineage is not None else ():
         aside.setdefault(candidate.commit_dir, []).append(ANOTHER_TRAINING)
     return aside
@@ -72,14 +72,14 @@ def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) ->
     """Yields what the tracker names: somebody set it back by hand."""
     step = tracked(storage, root)
     for candidate in found if step is not None else ():
-        if candidate.base and candidate.committed and candidate.step == step:
+        if candidate.iteration_dir and candidate.committed and candidate.step == step:
             yield candidate, f"{TRACKER} names it"
 
 
 def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
     """Yields what ``meta.json`` names, which mindformers without mindresume loads. The job that has just committed a newer one
     changes it last."""
-    committed = [c for c in found if c.committed and c.files and not c.base]
+    committed = [c for c in found if c.committed and c.files and not c.iteration_dir]
     for rank in sorted({min(c.files) for c in committed}):
         folder = folder_name(rank)
         try:

@@ -123,7 +123,7 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, em
     ``origin``: the checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage,
     root)``: called on rank 0 before the run is numbered, so that its number is larger than those of runs at another place, too.
     ``leases``: of this process, by folder; None: those that this module remembers.
-    Raises AgreementError on all ranks if one cannot save there (SaveError, FolderInUseError), ConfigError for Checkpoint 2.0
+    Raises CollectiveError on all ranks if one cannot save there (SaveError, LeaseHeldError), ConfigError for Checkpoint 2.0
     where nodes share no disk."""
     decide(group, lambda: check_directory(storage, root))
     shared = _shared_groups_of(storage, root, group, iterations, {} if shared_groups is None else shared_groups)

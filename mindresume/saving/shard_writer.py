@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mindresume.coordination.lease import fence
-from mindresume.errors import NoRoomError, RecordError, SaveError
+from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name
 from mindresume.formats.rank_folder_naming import FileName, folder_name, label
@@ -48,24 +48,24 @@ class SaveTarget:
         """Returns the ranks whose records make a checkpoint of this directory."""
         return self.part or range(self.world_size)
 
-    def base(self, step: int) -> str:
+    def data_dir(self, step: int) -> str:
         """Returns the folder to which paths of files are relative. An iteration folder is made under another name, and renamed by
         the commit."""
         return os.path.join(self.root, FOLDER, attempt_name(step, self.run)) if self.iterations else self.root
 
-    def bases(self, step: int) -> list[str]:
-        """Returns all that ``base`` may be: an iteration folder first as it is made, then as it is committed."""
-        return [self.base(step), *([os.path.join(self.root, iteration_name(step))] if self.iterations else [])]
+    def data_dirs(self, step: int) -> list[str]:
+        """Returns all that ``data_dir`` may be: an iteration folder first as it is made, then as it is committed."""
+        return [self.data_dir(step), *([os.path.join(self.root, iteration_name(step))] if self.iterations else [])]
 
     def attempt(self, step: int) -> str:
         """Returns the folder of records."""
-        return os.path.join(self.base(step), FOLDER, attempt_name(step, self.run))
+        return os.path.join(self.data_dir(step), FOLDER, attempt_name(step, self.run))
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a shard. ``path``: relative to the base of the target. ``tensors`` in the order of the network; ``metadata``:
-    of the file, beside our label."""
+    """One file of a shard. ``path``: relative to the data_dir of the target. ``tensors`` in the order of the network;
+    ``metadata``: of the file, beside our label."""
     path: str
     format: str
     tensors: Mapping[str, np.ndarray]
@@ -114,15 +114,15 @@ class Written:
 def write_shard(place: SaveTarget, shard: Shard, clock: Callable[[], float] = time.time,
                 gauge: ProgressReporter | None = None) -> Written:
     """Writes this rank's files and its record, or finds that this run has written them already. SaveError names what failed. A
-    disk or quota without room for them is an error before the first byte. FolderInUseError if a later run has taken over the
+    disk or quota without room for them is an error before the first byte. LeaseHeldError if a later run has taken over the
     folder.
 
     Until the record is given its name, an error leaves nothing, or files that count as nothing. From then on nothing that it
     names is removed, whatever is reported: rank 0 may have seen it, committed the step and removed older ones. What is on disk
     then decides whether this rank has saved, as it does for rank 0. The same step may be tried again after any error."""
     step = shard.state.step
-    base, attempt = place.base(step), place.attempt(step)
-    targets = [os.path.join(base, file.path) for file in shard.files]
+    data_dir, attempt = place.data_dir(step), place.attempt(step)
+    targets = [os.path.join(data_dir, file.path) for file in shard.files]
     where = targets[0]
     try:
         fence(place.storage, place.root, place.run)
@@ -170,13 +170,13 @@ def write_shard(place: SaveTarget, shard: Shard, clock: Callable[[], float] = ti
 
 
 def _kind(error: Exception) -> type[SaveError]:
-    return NoRoomError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
+    return OutOfSpaceError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
 
 
 def _settled(place: SaveTarget, step: int, error: UnsettledError) -> Written:
     """Returns what is on disk after an error at the rename of the record, or after it. Raises SaveError if that is not known."""
     try:
-        found = _recorded(place, step, place.bases(step))
+        found = _recorded(place, step, place.data_dirs(step))
     except OSError:
         found = None
     if found is None:
@@ -192,22 +192,24 @@ def _settled(place: SaveTarget, step: int, error: UnsettledError) -> Written:
 
 
 def _listed_bases(place: SaveTarget, step: int) -> list[str]:
-    """Returns those of ``bases`` that are worth a look before a save. On NFS this host would remember for a while that a name it
-    looked for is absent; a listing does no such harm."""
+    """Returns those of ``data_dirs`` that are worth a look before a save. On NFS this host would remember for a while that a name
+    it looked for is absent; a listing does no such harm."""
     names = place.storage.list(place.root) if place.iterations else []
-    return [base for base in place.bases(step) if base == place.base(step) or os.path.basename(base) in names]
+    return [data_dir for data_dir in place.data_dirs(step) if data_dir == place.data_dir(step)
+            or os.path.basename(data_dir) in names]
 
 
-def _recorded(place: SaveTarget, step: int, bases: Sequence[str]) -> tuple[Record, bool] | None:
+def _recorded(place: SaveTarget, step: int, data_dirs: Sequence[str]) -> tuple[Record, bool] | None:
     """Returns what this rank and run recorded of ``step``, if the files are as it says, and whether rank 0 has committed it. An
     iteration folder may get its other name at any moment. Raises OSError if it cannot be known."""
-    for base in bases:
+    for data_dir in data_dirs:
         try:
-            with place.storage.open(os.path.join(base, FOLDER, attempt_name(step, place.run), record_name(place.rank))) as file:
+            with place.storage.open(os.path.join(data_dir, FOLDER, attempt_name(step, place.run),
+                                                 record_name(place.rank))) as file:
                 record, _ = read_record(file)
         except (FileNotFoundError, RecordError):
             continue
-        found = [place.storage.status(os.path.join(base, row.path)) for row in record.files]
+        found = [place.storage.status(os.path.join(data_dir, row.path)) for row in record.files]
         if all(status is not None and status.size == row.size for row, status in zip(record.files, found, strict=True)):
             return record, is_committed(place, step)
     return None
@@ -215,8 +217,8 @@ def _recorded(place: SaveTarget, step: int, bases: Sequence[str]) -> tuple[Recor
 
 def is_committed(place: SaveTarget, step: int) -> bool:
     """Returns whether the save of this run has its manifest. Raises OSError."""
-    return any(place.storage.status(os.path.join(base, FOLDER, attempt_name(step, place.run), MANIFEST)) is not None
-               for base in place.bases(step))
+    return any(place.storage.status(os.path.join(data_dir, FOLDER, attempt_name(step, place.run), MANIFEST)) is not None
+               for data_dir in place.data_dirs(step))
 
 
 def _check_same(storage: Storage, path: str, file: ShardFile, into: Checksums) -> None:
@@ -248,7 +250,7 @@ _RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follo
 def _check_room(place: SaveTarget, step: int, needed: int) -> None:
     room = place.storage.room(place.root)
     if room < needed + _RECORD_ROOM:
-        raise NoRoomError(f"step {step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
+        raise OutOfSpaceError(f"step {step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
                           f"{place.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "
                           f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
 

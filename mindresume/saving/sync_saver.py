@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mindresume.errors import FolderInUseError, NoRoomError, SaveError
+from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import Emit, ignore, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.rank_folder_naming import parse_name
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Saver(Protocol):
-    """Saves steps. Errors of a save are outcomes; FolderInUseError is raised, as no later save can succeed."""
+    """Saves steps. Errors of a save are outcomes; LeaseHeldError is raised, as no later save can succeed."""
 
     def save(self, save: Save) -> None:
         """Takes what is to be saved; the arrays may change as soon as it returns."""
@@ -98,12 +98,12 @@ class SaveJob:
             self.committer.emit(warning(f"what earlier runs completed is not committed now: {error}"))
 
     def write(self, save: Save) -> Outcome:
-        """Writes this rank's part of a save. Raises FolderInUseError; every other SaveError is in the outcome."""
+        """Writes this rank's part of a save. Raises LeaseHeldError; every other SaveError is in the outcome."""
         started = time.monotonic()
         try:
             written = write_shard(self.place, save.shard, gauge=ProgressReporter(
                 f"saving step {save.step}", self.emit))
-        except FolderInUseError:
+        except LeaseHeldError:
             raise
         except SaveError as error:
             self._make_room(error, save.step)
@@ -118,7 +118,7 @@ class SaveJob:
         return Outcome(save.step, written.doubt is None, written.doubt or beside, size, time.monotonic() - started)
 
     def _make_room(self, error: SaveError, step: int) -> None:
-        if self.committer is not None and isinstance(error, NoRoomError):
+        if self.committer is not None and isinstance(error, OutOfSpaceError):
             try:
                 self.committer.make_room(step)
             except OSError as trouble:

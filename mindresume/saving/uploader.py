@@ -260,36 +260,37 @@ class Uploader:
         with self._changed:
             scheduled = self._scheduled
             steps = [scheduled] if self.only_scheduled and not self._closing else sorted(self._pending, reverse=True)
-        step, base = next(((step, base) for step in steps if step and (base := committed_dir(self.place, step))), (0, None))
-        if base is not None:
+        step, data_dir = next(((step, data_dir) for step in steps if step and (data_dir := committed_dir(self.place, step))),
+                              (0, None))
+        if data_dir is not None:
             self._begin(step)
-            if self._attempt(lambda: self._lead_step(step, base)):
+            if self._attempt(lambda: self._lead_step(step, data_dir)):
                 self._attempt(lambda: self.remote.prune(self.policy or KEEP_ALL, self.place.run, step, self.emit), 0)
         with self._changed:
             self._scheduled = self._scheduled if self._scheduled != scheduled else 0
-        return base is not None
+        return data_dir is not None
 
-    def _lead_step(self, step: int, base: str) -> None:
+    def _lead_step(self, step: int, data_dir: str) -> None:
         place, attempt, started = self.place, attempt_name(step, self.place.run), self.clock()
-        lock = acquire_read_lock(place.storage, place.root, attempt, base if place.iterations else place.attempt(step))
+        lock = acquire_read_lock(place.storage, place.root, attempt, data_dir if place.iterations else place.attempt(step))
         if lock is None:
             raise LostShardError(step, "it was removed from the disk of rank 0 before")
         try:
             self.remote.check_not_superseded(place.run)
             self.remote.publish_status(place.run, RunStatus(step))
-            sent = self._put_shard(step, base)
-            self._wait_for_others(step, base)
+            sent = self._put_shard(step, data_dir)
+            self._wait_for_others(step, data_dir)
             self.remote.check_not_superseded(place.run)
-            self.remote.commit(place, step, base)
+            self.remote.commit(place, step, data_dir)
         finally:
             lock.release()
         self._skip_older(step)
         self._done(step, over=step)
         self.emit(UploadFinished(step, self.remote.url, sent, self.clock() - started))
 
-    def _put_shard(self, step: int, base: str) -> int:
+    def _put_shard(self, step: int, data_dir: str) -> int:
         try:
-            return self.remote.put_shard(self.place, step, base)
+            return self.remote.put_shard(self.place, step, data_dir)
         except FileNotFoundError as error:
             raise LostShardError(step, f"the part of rank {self.place.rank} is not on its disk any more: {error.filename}"
                                  ) from error
@@ -301,15 +302,15 @@ class Uploader:
             self.skipped += len(skipped)
             self.emit(UploadsSkipped(skipped, self.skipped))
 
-    def _wait_for_others(self, step: int, base: str) -> None:
+    def _wait_for_others(self, step: int, data_dir: str) -> None:
         """Waits for the objects of the other ranks. Raises RemoteError that names the ranks, LostShardError if the objects will
         not come."""
         until, before = self.clock() + self.patience, None
-        while missing := self.remote.missing(self.place, step, base):
+        while missing := self.remote.missing(self.place, step, data_dir):
             if before is not None and len(missing) < before:
                 until = self.clock() + self.patience
             if self.clock() >= until:
-                manifest = self.remote.local_manifest(self.place, attempt_name(step, self.place.run), base)[0]
+                manifest = self.remote.local_manifest(self.place, attempt_name(step, self.place.run), data_dir)[0]
                 raise RemoteError(f"{len(missing)} objects of {ranks_of(missing, manifest)} did not come within "
                                   f"{self.patience:.0f} s, the first is {missing[0]}")
             before = len(missing)
@@ -335,13 +336,13 @@ class Uploader:
             return True
         if status.step is None or status.step in self._settled:
             return False
-        base = committed_dir(self.place, status.step) or self.place.base(status.step)
-        if not self.remote.has_shard(self.place, status.step, base):
+        data_dir = committed_dir(self.place, status.step) or self.place.data_dir(status.step)
+        if not self.remote.has_shard(self.place, status.step, data_dir):
             return self._report_missing(status.step)
         self._begin(status.step)
         started = self.clock()
         try:
-            sent = self.remote.put_shard(self.place, status.step, base)
+            sent = self.remote.put_shard(self.place, status.step, data_dir)
         except FileNotFoundError:                       # rank 0 has given it up meanwhile, or renamed its folder, or it is gone
             with self._changed:
                 self._step = None

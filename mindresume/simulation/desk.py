@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import BinaryIO
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MindResumeError
 from mindresume.events import warning
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
@@ -147,7 +147,7 @@ def judge_conversions(disks: Mapping[str, Disk], history: History, training: Tra
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
-        choice = select(storage, target, Solo(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
     except MindResumeError as error:
         yield Finding(WRONG, f"{target} has its name, and cannot be used: {error}")
         return
@@ -164,4 +164,4 @@ def _wrong_target(storage: Mount, target: str, history: History, training: Train
 def _unlike(storage: Mount, choice: Choice, run: str, ranks: list[int]) -> list[str]:
     """What of it is not what ``run`` saved. An iteration folder keeps counters in ``common.json`` alone."""
     found = wrong_content(storage, replace(choice, chosen=replace(choice.chosen, run=run)), ranks)
-    return [text for text in found if not (choice.chosen.base and text.startswith(COUNTERS))]
+    return [text for text in found if not (choice.chosen.iteration_dir and text.startswith(COUNTERS))]

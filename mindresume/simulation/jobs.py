@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from mindresume.coordination.collectives import Group, report
-from mindresume.errors import FolderInUseError, MindResumeError
+from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import run_sequence
@@ -68,7 +68,7 @@ class Training:
     url: str = ""
     apart: bool = False
     rescue: bool = False
-    settings: Settings = Settings(commit_timeout=20.0, leave_check=3.0)
+    settings: Settings = Settings(commit_timeout=20.0, preemption_check_interval=3.0)
     patience: float = 5.0                   # seconds between the first death of a rank and SIGTERM to the others
     leave: float = 30.0                     # and from that to SIGKILL
     pace: float = 1.0                       # seconds of a step
@@ -164,8 +164,8 @@ class _RemoteCheckpoints(RemoteCheckpoints):
     """Tells the history of uploads."""
     history: History
 
-    def commit(self, place: SaveTarget, step: int, base: str) -> None:
-        super().commit(place, step, base)
+    def commit(self, place: SaveTarget, step: int, data_dir: str) -> None:
+        super().commit(place, step, data_dir)
         self.history.uploaded.add((place.run, step))
 
 
@@ -240,7 +240,7 @@ def _life(job: Job, rank: int) -> None:
     opened: list[str] = []
     try:
         _live(job, rank, opened)
-    except FolderInUseError as error:
+    except LeaseHeldError as error:
         if opened and not job.struck(("ENOSPC", "EDQUOT")):
             job.history.expelled.append(f"{job.name}, which nothing has struck, has lost its folder: {error}")
         raise

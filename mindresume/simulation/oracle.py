@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.common_checkpoint import COMMON
 from mindresume.errors import MindResumeError
 from mindresume.formats import Candidate
@@ -105,8 +105,8 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
         try:
             ranks = None if training.converts else training.ranks
             policy = SelectionPolicy(ranks, ranks_to_verify=every_rank, unhealthy=frozenset() if training.monitored else None,
-                                     max_failed_loads=training.settings.poison_limit)
-            choice = select(storage, training.root, Solo(), policy)
+                                     max_failed_loads=training.settings.max_failed_loads)
+            choice = select(storage, training.root, SingleProcess(), policy)
             rows = list_checkpoints(storage, training.root, unknown_strategy, ranks)[1]
         except (MindResumeError, OSError) as error:
             findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
@@ -184,7 +184,8 @@ def pointed(disks: Mapping[str, Disk], history: History, training: Training) -> 
         if newest is None or newest.run not in history.ended:
             return
         if training.format == ITERATION:
-            told, wanted = (tracked(storage, training.root), newest.base), (newest.step, iteration_name(newest.step or 0))
+            told, wanted = (tracked(storage, training.root), newest.iteration_dir), (newest.step,
+                iteration_name(newest.step or 0))
         else:
             meta = f"{training.root}/{folder_name(0)}/{META}"
             told, wanted = read_json(storage, meta)["last_ckpt_file"], os.path.basename(newest.every_file[0].path)
@@ -203,7 +204,7 @@ def _pointers(storage: Mount, training: Training) -> Iterator[Finding]:
     if training.format == ITERATION:
         step = tracked(storage, root)
         if step is not None:
-            found = [c for c in scan_records(storage, root)[0] if c.base == iteration_name(step)]
+            found = [c for c in scan_records(storage, root)[0] if c.iteration_dir == iteration_name(step)]
             files = [file.path for c in found for file in (*c.every_file, *c.small)] or [iteration_name(step)]
     else:
         meta = f"{root}/{folder_name(0)}/{META}"
@@ -264,7 +265,7 @@ def _tidied(disks: Mapping[str, Disk], training: Training, newest: Saved) -> lis
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        choice = select(storage, training.root, Solo(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select(storage, training.root, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
         chosen = choice.chosen
         if chosen is None or (chosen.run, chosen.step) != newest:
             findings.append(Finding(LOST, f"after the next life: {chosen and chosen.name} is taken, not {newest}"))

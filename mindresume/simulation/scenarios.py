@@ -305,7 +305,7 @@ def _prune(play: Play, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -
 
 def _read(play: Play, pause: float = 0.8) -> None:
     """Chooses and reads as a conversion does, with a hold on what it reads: the newest, and the oldest by its name."""
-    from mindresume.coordination.collectives import Solo
+    from mindresume.coordination.collectives import SingleProcess
     from mindresume.resume.selection_policy import SelectionPolicy, every_rank
     from mindresume.resume.selector import select
     from mindresume.simulation.jobs import wrong_content
@@ -313,9 +313,10 @@ def _read(play: Play, pause: float = 0.8) -> None:
     for number in range(6):
         here().scheduler.sleep(pause)
         oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
-        named = oldest and oldest.first and (oldest.base or os.path.basename(oldest.first.path))
+        named = oldest and oldest.first and (oldest.iteration_dir or os.path.basename(oldest.first.path))
         try:
-            choice = select(storage, training.root, Solo(), SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
+            choice = select(storage, training.root, SingleProcess(),
+                            SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
         except MissingCheckpointError:
             continue                                            # it was removed
         if choice.chosen is None:

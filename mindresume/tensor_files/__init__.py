@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.model.file_record import FORMATS
 from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
@@ -53,7 +53,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
 def read_header(file: BinaryIO, path: str) -> Header:
     """Names, dtypes, shapes and byte ranges of all tensors, in the order of the file; no tensor is read.
 
-    ``file``: opened in binary mode, seekable; ``path`` decides the format and is what errors name. DamagedFileError
+    ``file``: opened in binary mode, seekable; ``path`` decides the format and is what errors name. CorruptFileError
     unless the file is complete and consistent. What this cannot see: altered tensor bytes, and a ckpt written by
     MindSpore that was cut exactly between two tensors (one written by ``encode`` then lacks its metadata).
     """
@@ -62,7 +62,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
 
 def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
     """A fresh C-contiguous array of the entry's shape and dtype, 0-d included; a ``str`` entry comes as a 0-d text
-    array. DamagedFileError if the file ends before the tensor does."""
+    array. CorruptFileError if the file ends before the tensor does."""
     raw = np.empty(entry.nbytes, np.uint8)
     fill(file, entry.ranges, memoryview(raw))
     if entry.dtype == "str":
@@ -72,12 +72,12 @@ def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
 
 def read_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
     """The value of a tensor of one element (any number of dimensions) or of a text; None if there is none of that name.
-    DamagedFileError if it has more or fewer elements, or the text more than 1 MiB: then nothing of it is read."""
+    CorruptFileError if it has more or fewer elements, or the text more than 1 MiB: then nothing of it is read."""
     entry = header.tensors.get(name)
     if entry is None:
         return None
     if math.prod(entry.shape) != 1 or entry.nbytes > _MAX_SCALAR:
-        raise DamagedFileError(name_of(file), f"{name} should be one number, found shape {entry.shape}, {entry.nbytes} bytes",
+        raise CorruptFileError(name_of(file), f"{name} should be one number, found shape {entry.shape}, {entry.nbytes} bytes",
                                tensor=name)
     return read_tensor(file, entry).item()
 
@@ -126,4 +126,4 @@ def _text(raw: bytes, path: str) -> str:
     try:
         return raw.decode("utf-32-le")
     except UnicodeDecodeError as error:
-        raise DamagedFileError(path, f"a text is not UTF-32: {error}") from error
+        raise CorruptFileError(path, f"a text is not UTF-32: {error}") from error

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from xxhash import xxh3_128
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import CHUNK, TensorEntry, read_header
 from mindresume.tensor_files.header import name_of
 
@@ -72,14 +72,14 @@ def file_checksum(file: BinaryIO, progress: Progress | None = None) -> tuple[str
 
 
 def tensor_checksum(file: BinaryIO, entry: TensorEntry) -> str:
-    """DamagedFileError if the file ends before the tensor does."""
+    """CorruptFileError if the file ends before the tensor does."""
     return _tensor_checksum(file, entry, memoryview(bytearray(min(CHUNK, entry.nbytes))), None)
 
 
 def damaged_tensors(file: BinaryIO, path: str, expected: Mapping[str, str], progress: Progress | None = None
                     ) -> list[str]:
     """Names, in the order of ``expected``, of the tensors that are absent or have another checksum.
-    DamagedFileError if the header cannot be read: then nothing can be said of single tensors."""
+    CorruptFileError if the header cannot be read: then nothing can be said of single tensors."""
     tensors, buffer = read_header(file, path).tensors, memoryview(bytearray(CHUNK))
     found = {name: _tensor_checksum(file, entry, buffer, progress)          # in the order of the file: no seeking back
              for name, entry in tensors.items() if name in expected}
@@ -94,7 +94,7 @@ def _tensor_checksum(file: BinaryIO, entry: TensorEntry, buffer: memoryview, pro
         while left:
             found = file.readinto(buffer[:left])
             if not found:
-                raise DamagedFileError(name_of(file), f"the file ends {left} bytes before the end of a tensor, byte "
+                raise CorruptFileError(name_of(file), f"the file ends {left} bytes before the end of a tensor, byte "
                                                       f"{start + count}: cut short since its header was read")
             tensor.update(buffer[:found])
             left -= found

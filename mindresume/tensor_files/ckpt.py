@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     MAX_DIMENSIONS,
     MAX_HEADER,
@@ -60,7 +60,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
     """See ``mindresume.tensor_files.read_header``."""
     scan = _Scanner(file, path)
     if not scan.size:
-        raise DamagedFileError(path, "the file is empty")
+        raise CorruptFileError(path, "the file is empty")
     groups: dict[str, list[_Value]] = {}
     metadata, position, last = None, 0, None
     while position < scan.size and not scan.at_crc(position):
@@ -129,30 +129,30 @@ def _tensor(scan: _Scanner, position: int, limit: int, name: str) -> tuple[str, 
 
 
 def _join(path: str, values: list[_Value]) -> TensorEntry:
-    """Entry of a tensor from all its parts; DamagedFileError if they do not make one."""
+    """Entry of a tensor from all its parts; CorruptFileError if they do not make one."""
     name, tag, dims, _ = values[0]
     for value in values:
         if (value.tag, value.dims) != (tag, dims):
-            raise DamagedFileError(path, f"the parts of tensor {name} differ: {tag} {dims} and {value.tag} "
+            raise CorruptFileError(path, f"the parts of tensor {name} differ: {tag} {dims} and {value.tag} "
                                          f"{value.dims}", tensor=name)
     ranges = tuple(value.content for value in values)
     nbytes = sum(count for _, count in ranges)
     if tag == "str":
         if nbytes % 4:
-            raise DamagedFileError(path, f"text {name} has {nbytes} bytes, which is not 4 per character", tensor=name)
+            raise CorruptFileError(path, f"text {name} has {nbytes} bytes, which is not 4 per character", tensor=name)
         return TensorEntry("str", (), ranges)
     return checked_entry(path, name, _DTYPES[tag], () if dims == (0,) and nbytes else dims, ranges)
 
 
 class _Scanner:
-    """The wire format at absolute offsets, through a small window. Methods raise DamagedFileError with the offset."""
+    """The wire format at absolute offsets, through a small window. Methods raise CorruptFileError with the offset."""
 
     def __init__(self, file: BinaryIO, path: str):
         self.size = file.seek(0, 2)
         self._file, self._path, self._start, self._data = file, path, 0, b""
 
-    def damage(self, position: int, reason: str, tensor: str | None = None) -> DamagedFileError:
-        return DamagedFileError(self._path, f"at byte {position} of {self.size}: {reason}"[:400], tensor=tensor)
+    def damage(self, position: int, reason: str, tensor: str | None = None) -> CorruptFileError:
+        return CorruptFileError(self._path, f"at byte {position} of {self.size}: {reason}"[:400], tensor=tensor)
 
     def at_crc(self, position: int) -> bool:
         """Whether just MindSpore's crc trailer is left."""

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from mindresume.bounded_json import MAX_VALUES, parse_json
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 
 CHUNK = 4 << 20             # bytes: fits the cache, and large enough for a system call per piece
 MAX_HEADER = 100_000_000    # bytes of JSON, the limit of the safetensors library
@@ -89,14 +89,14 @@ class Header:
 
 def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]
                   ) -> TensorEntry:
-    """DamagedFileError unless numpy can hold the shape and the ranges have as many bytes as shape and dtype need."""
+    """CorruptFileError unless numpy can hold the shape and the ranges have as many bytes as shape and dtype need."""
     entry, itemsize = TensorEntry(dtype, shape, tuple(ranges)), DTYPES[dtype].itemsize
     # numpy refuses (0, 2**62) too, so the factors that are not 0 must fit by themselves
     if len(shape) > MAX_DIMENSIONS or math.prod(size for size in shape if size) * itemsize >= 2**63:
-        raise DamagedFileError(path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name)
+        raise CorruptFileError(path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name)
     expected = math.prod(shape) * itemsize
     if entry.nbytes != expected:
-        raise DamagedFileError(path, f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has "
+        raise CorruptFileError(path, f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has "
                                      f"{entry.nbytes}", tensor=name)
     return entry
 
@@ -137,21 +137,21 @@ def dump_json(value: Any) -> bytes:
 
 
 def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES) -> dict[str, Any]:
-    """The JSON object in ``data``; DamagedFileError if it is none, or a key occurs twice in it or further inside, or there are
+    """The JSON object in ``data``; CorruptFileError if it is none, or a key occurs twice in it or further inside, or there are
     more than ``values`` values in it."""
     try:
         value = parse_json(data, values)
     except ValueError as error:
-        raise DamagedFileError(path, f"{what} is not JSON: {error}"[:400]) from error
+        raise CorruptFileError(path, f"{what} is not JSON: {error}"[:400]) from error
     if not isinstance(value, dict):
-        raise DamagedFileError(path, f"{what} should be a JSON object, found {type(value).__name__}")
+        raise CorruptFileError(path, f"{what} should be a JSON object, found {type(value).__name__}")
     return value
 
 
 def parse_metadata(value: Any, path: str) -> dict[str, str]:
-    """DamagedFileError unless ``value`` maps text to text."""
+    """CorruptFileError unless ``value`` maps text to text."""
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise DamagedFileError(path, f"the metadata does not map text to text: {value!r}"[:400])
+        raise CorruptFileError(path, f"the metadata does not map text to text: {value!r}"[:400])
     return value
 
 
@@ -175,7 +175,7 @@ def chunks(data: memoryview) -> Iterator[memoryview]:
 
 
 def fill(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
-    """Reads the ranges one after the other into ``out``, of as many bytes; DamagedFileError if the file ends before."""
+    """Reads the ranges one after the other into ``out``, of as many bytes; CorruptFileError if the file ends before."""
     done = 0
     for start, count in ranges:
         file.seek(start)
@@ -183,7 +183,7 @@ def fill(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> 
         while done < end:
             found = file.readinto(out[done:end])    # one call returns at most 2 GiB
             if not found:
-                raise DamagedFileError(name_of(file), f"the file ends at byte {file.tell()}, needed are the bytes from "
+                raise CorruptFileError(name_of(file), f"the file ends at byte {file.tell()}, needed are the bytes from "
                                                       f"{start} to {start + count}: cut short while it was read")
             done += found
 

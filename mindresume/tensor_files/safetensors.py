@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     DTYPES,
     MAX_HEADER,
@@ -39,14 +39,14 @@ def read_header(file: BinaryIO, path: str) -> Header:
     """See ``mindresume.tensor_files.read_header``."""
     size = file.seek(0, 2)
     if size < 8:
-        raise DamagedFileError(path, f"a safetensors file has at least 8 bytes, found {size}")
+        raise CorruptFileError(path, f"a safetensors file has at least 8 bytes, found {size}")
     length = int.from_bytes(_read(file, 0, 8), "little")
     if length > MAX_HEADER or 8 + length > size:
-        raise DamagedFileError(path, f"the header should have {length} bytes; the file has {size - 8} after its first "
+        raise CorruptFileError(path, f"the header should have {length} bytes; the file has {size - 8} after its first "
                                      f"8, and the limit is {MAX_HEADER}: cut short, or no safetensors file")
     raw = _read(file, 8, length)
     if raw[:1] != b"{":
-        raise DamagedFileError(path, f"the header does not begin with '{{' but with {raw[:8]!r}: no safetensors file")
+        raise CorruptFileError(path, f"the header does not begin with '{{' but with {raw[:8]!r}: no safetensors file")
     table = parse_object(raw, path, "the header")
     metadata = parse_metadata(table.pop(METADATA, {}), path)
     return Header("safetensors", size, metadata, _entries(table, path, 8 + length, size))
@@ -59,27 +59,27 @@ def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[st
     for name, entry in entries:
         offset, count = entry.ranges[0]
         if offset != position:
-            raise DamagedFileError(path, f"tensor {name} should begin at byte {position}, where the one before ends, "
+            raise CorruptFileError(path, f"tensor {name} should begin at byte {position}, where the one before ends, "
                                          f"but begins at {offset}: a gap or an overlap", tensor=name)
         position += count
     if position != size:
         kind = "cut short" if size < position else "something was appended"
-        raise DamagedFileError(path, f"its header describes a file of {position} bytes, found {size}: {kind}")
+        raise CorruptFileError(path, f"its header describes a file of {position} bytes, found {size}: {kind}")
     return dict(entries)
 
 
 def _entry(path: str, name: str, row: Any, start: int) -> TensorEntry:
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise DamagedFileError(path, f"tensor {name} should have dtype, shape and data_offsets, found {row!r}"[:400],
+        raise CorruptFileError(path, f"tensor {name} should have dtype, shape and data_offsets, found {row!r}"[:400],
                                tensor=name)
     tag, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(tag, str) or tag not in _DTYPES:
-        raise DamagedFileError(path, f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}"[:400],
+        raise CorruptFileError(path, f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}"[:400],
                                tensor=name)
     if not isinstance(shape, list) or not all(map(is_size, shape)):
-        raise DamagedFileError(path, f"tensor {name}: the shape is no list of sizes: {shape!r}"[:400], tensor=name)
+        raise CorruptFileError(path, f"tensor {name}: the shape is no list of sizes: {shape!r}"[:400], tensor=name)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)) or offsets[0] > offsets[1]:
-        raise DamagedFileError(path, f"tensor {name}: data_offsets are not [begin, end]: {offsets!r}"[:400],
+        raise CorruptFileError(path, f"tensor {name}: data_offsets are not [begin, end]: {offsets!r}"[:400],
                                tensor=name)
     begin, end = offsets
     return checked_entry(path, name, _DTYPES[tag], tuple(shape), [(start + begin, end - begin)])

@@ -12,7 +12,7 @@ from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
 import mindresume
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.errors import AgreementError, MissingCheckpointError
+from mindresume.errors import CollectiveError, MissingCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.tensor_files import read_header
 
@@ -157,7 +157,7 @@ def test_several_folders_below(tmp_path):
 
 def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(AgreementError, match="notes.txt"):
+    with pytest.raises(CollectiveError, match="notes.txt"):
         mindresume.open(tmp_path / "notes.txt").select()
 
 

@@ -12,7 +12,7 @@ from folders import path_of, save, tensors_of, write_foreign
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 import mindresume
-from mindresume.errors import DamagedFileError, MissingCheckpointError, StrategyError
+from mindresume.errors import CorruptFileError, MissingCheckpointError, StrategyError
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER
 
@@ -122,7 +122,7 @@ def test_a_damaged_byte_is_found_while_it_is_read(tmp_path):
     path.write_bytes(data)
     with mindresume.open(tmp_path)[5] as checkpoint:
         assert same(checkpoint.read("embedding.weight"), tensors_of(0, 5)["embedding.weight"])
-        with pytest.raises(DamagedFileError) as raised:
+        with pytest.raises(CorruptFileError) as raised:
             checkpoint.read("layer.bias")
     assert raised.value.path == str(path) and raised.value.tensor == "layer.bias"
 

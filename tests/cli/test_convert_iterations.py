@@ -6,7 +6,7 @@ import pytest
 from folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.scan import scan
@@ -48,8 +48,8 @@ def test_there_and_back(tmp_path, call, plan, dedup):
     if plan.world_size > 1:
         path = tmp_path / "new" / NAME / "metadata.json"
         assert set(TENSORS) <= set(read_metadata(path.read_bytes(), str(path)))
-    choice = select(STORAGE, str(tmp_path / "new"), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
-    assert (choice.chosen.step, choice.chosen.base, choice.chosen.world_size) == (STEP, NAME, plan.world_size)
+    choice = select(STORAGE, str(tmp_path / "new"), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    assert (choice.chosen.step, choice.chosen.iteration_dir, choice.chosen.world_size) == (STEP, NAME, plan.world_size)
     assert call(tmp_path / "old", tmp_path / "new", command="diff") == (0, *call(
         tmp_path / "old", tmp_path / "old", command="diff")[1:])
 

@@ -5,7 +5,16 @@ from itertools import pairwise
 import pytest
 from folders import Ranks
 
-from mindresume.coordination.collectives import LONGEST_PAUSE, AgreementError, Solo, Waiting, agreed, decide, followed, report
+from mindresume.coordination.collectives import (
+    LONGEST_PAUSE,
+    CollectiveError,
+    SingleProcess,
+    Waiting,
+    agreed,
+    decide,
+    followed,
+    report,
+)
 from mindresume.simulation import standins
 from mindresume.simulation.group import ExchangeError
 from mindresume.simulation.standins import here
@@ -23,14 +32,14 @@ def test_results_and_errors_reach_all_ranks(waiting):
     assert Ranks(3).run(lambda group: report(group, lambda: group.rank, waiting)) == [[0, 1, 2]] * 3
     assert Ranks(3).run(lambda group: agreed(group, lambda: group.rank, waiting)) == [0, 1, 2]
     for found in Ranks(3).run(lambda group: report(group, lambda: fail(group.rank, 1), waiting)):
-        assert isinstance(found, AgreementError) and str(found) == "rank 1: ValueError: broken"
+        assert isinstance(found, CollectiveError) and str(found) == "rank 1: ValueError: broken"
     for found in Ranks(3).run(lambda group: decide(group, lambda: fail(group.rank, 0), waiting)):
-        assert isinstance(found, AgreementError) and str(found) == "rank 0: ValueError: broken"
-    assert report(Solo(), lambda: 5, waiting) == [5]
+        assert isinstance(found, CollectiveError) and str(found) == "rank 0: ValueError: broken"
+    assert report(SingleProcess(), lambda: 5, waiting) == [5]
 
 
 def test_one_process_works_in_its_own_thread():
-    assert report(Solo(), threading.get_ident, Waiting()) == [threading.get_ident()]
+    assert report(SingleProcess(), threading.get_ident, Waiting()) == [threading.get_ident()]
 
 
 def test_the_ranks_exchange_while_one_of_them_works():
@@ -63,7 +72,7 @@ def test_work_without_progress_is_given_up_by_all_ranks_together():
     def work(group):
         try:
             return report(group, lambda: group.rank != 2 or here().scheduler.block(None), Waiting("checking", patience=100.0))
-        except AgreementError as error:
+        except CollectiveError as error:
             return str(error), here().scheduler.now
     found = Ranks(3).run(work)
     assert len(set(found)) == 1 and found[0][0].startswith("rank 2: checking: no progress for 10") and 100 < found[0][1] < 110
@@ -77,7 +86,7 @@ def test_work_with_progress_is_waited_for():
     late = False
     assert Ranks(2).run(work) == [[True, None]] * 2
     late = True
-    assert all(isinstance(error, AgreementError) for error in Ranks(2).run(work))
+    assert all(isinstance(error, CollectiveError) for error in Ranks(2).run(work))
 
 
 def test_work_that_is_broken_off_is_an_error_of_all():

@@ -2,7 +2,7 @@
 import pytest
 from folders import Ranks
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.host_memory import UNKNOWN, left, levels, share_of_rank
 from mindresume.simulation import standins
 
@@ -52,7 +52,7 @@ def test_the_host_where_there_is_no_limit(tmp_path):
 
 
 def test_nothing_is_known(tmp_path):
-    assert left(str(tmp_path)) == UNKNOWN and share_of_rank(Solo(), str(tmp_path)) == UNKNOWN
+    assert left(str(tmp_path)) == UNKNOWN and share_of_rank(SingleProcess(), str(tmp_path)) == UNKNOWN
     Machine(tmp_path, None).write("proc/meminfo", "MemAvailable: many")
     assert left(str(tmp_path)) == UNKNOWN
 
@@ -148,7 +148,7 @@ def test_containers_of_one_host_share_the_host_and_have_limits_of_their_own(tmp_
 def test_hosts_share_nothing(tmp_path):
     machines = [Machine(tmp_path / name, 10, boot=name) for name in "ab"]
     assert Ranks(3).run(lambda group: share(group, [machines[0], machines[1], machines[1]])) == pytest.approx([9, 4.5, 4.5])
-    assert share_of_rank(Solo(), str(machines[0].root)) == 9 * GIB
+    assert share_of_rank(SingleProcess(), str(machines[0].root)) == 9 * GIB
 
 
 def test_of_this_machine():

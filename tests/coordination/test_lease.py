@@ -11,7 +11,7 @@ from owners import ELSEWHERE, ME, dead_process, left_by, start
 
 from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.errors import FolderInUseError, RecordError
+from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, run_name, run_sequence
 from mindresume.model.record_codec import seal
 from mindresume.simulation.standins import here
@@ -53,7 +53,7 @@ def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_th
     rival = left_by(tmp_path, ELSEWHERE, 2)
     fence(STORAGE, str(tmp_path), lease.run)
     rival.beat()
-    with pytest.raises(FolderInUseError, match="node7"):
+    with pytest.raises(LeaseHeldError, match="node7"):
         fence(STORAGE, str(tmp_path), lease.run)
 
 
@@ -61,7 +61,7 @@ def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_th
 def test_of_two_runs_with_one_number_the_later_name_counts(tmp_path, token, stops):
     save(tmp_path, 5, 1, run=run_name(1, token))
     if stops:
-        with pytest.raises(FolderInUseError):
+        with pytest.raises(LeaseHeldError):
             fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
     else:
         fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
@@ -72,14 +72,14 @@ def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
     fence(STORAGE, str(tmp_path), first.run)
     second = start(tmp_path)
     fence(STORAGE, str(tmp_path), second.run)
-    with pytest.raises(FolderInUseError) as error:
+    with pytest.raises(LeaseHeldError) as error:
         fence(STORAGE, str(tmp_path), first.run)
     assert second.run in str(error.value) and first.run in str(error.value)
 
 
 def test_also_after_its_successor_has_ended(tmp_path):
     save(tmp_path, 5, 1, run=run_name(2, "0000bbbb"))
-    with pytest.raises(FolderInUseError, match="run 0002-0000bbbb has taken over"):
+    with pytest.raises(LeaseHeldError, match="run 0002-0000bbbb has taken over"):
         fence(STORAGE, str(tmp_path), run_name(1, "0000aaaa"))
 
 

@@ -10,7 +10,7 @@ from owners import ELSEWHERE, ME, Time, dead_process, left_by, start
 
 from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
-from mindresume.errors import FolderInUseError
+from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.model.manifest import FOLDER, attempt_name, run_name, run_sequence
 from mindresume.model.record_codec import seal, unseal
@@ -30,7 +30,7 @@ def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
 def test_a_second_job_is_refused_and_both_are_named(tmp_path):
     first = start(tmp_path)
     time = Time()
-    with pytest.raises(FolderInUseError) as error:
+    with pytest.raises(LeaseHeldError) as error:
         start(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
     assert first.run in str(error.value) and str(os.getpid()) in str(error.value)
     assert "host node2, process 77" in str(error.value) and "output_dir" in str(error.value)
@@ -122,7 +122,7 @@ def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):
         if now > 20 and not beaten:
             beaten.append(other.beat())
     time = Time(beat)
-    with pytest.raises(FolderInUseError, match="node7"):
+    with pytest.raises(LeaseHeldError, match="node7"):
         start(tmp_path, time=time)
     assert time.now < 30
 
@@ -168,7 +168,7 @@ def test_of_two_that_start_at_once_one_acquires_the_folder_and_is_never_thrown_o
 
     def begin(holder, storage):
         time = Time(lambda now: [lease.beat() for lease in acquired])
-        with suppress(FolderInUseError):
+        with suppress(LeaseHeldError):
             acquired.append(acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep))
         for lease in acquired:
             fence(STORAGE, str(tmp_path), lease.run)
@@ -194,7 +194,7 @@ def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(t
 def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
     time, holder = Time(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
-    with pytest.raises(FolderInUseError, match="run 0001-ffffffff on host node7"):
+    with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
         acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
 
@@ -204,7 +204,7 @@ def test_who_gives_way_leaves_no_trace(tmp_path, keep_run_marker):
     """A number that seemed to be of a later run, which has ended, threw out the one that stayed."""
     rival = rival_of(tmp_path, "00000000")
     holder = replace(ME, run=run_name(1, "88888888"))
-    with pytest.raises(FolderInUseError, match="run 0001-00000000"):
+    with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
         acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, keep_run_marker=keep_run_marker)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
@@ -258,7 +258,7 @@ def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(
 
 def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tmp_path):
     save(tmp_path, 5, 1, run=run_name(1, "00000000"))
-    with pytest.raises(FolderInUseError, match="run 0001-00000000"):
+    with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
         start(tmp_path, replace(ME, run=run_name(1, "88888888")))
     assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, run_name(1, "00000000"))]
 
@@ -271,7 +271,7 @@ def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writi
         def rename(self, old, new):
             first.append(start(tmp_path))
             super().rename(old, new)
-    with pytest.raises(FolderInUseError, match="is in use: run 0002"):
+    with pytest.raises(LeaseHeldError, match="is in use: run 0002"):
         acquire(Slow(), str(tmp_path), ME)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{first[0].run}.json"]
     fence(STORAGE, str(tmp_path), first[0].run)
@@ -310,7 +310,7 @@ class Stale(PosixStorage):
 def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
     """The living job was thrown out: the second one did not even see it."""
     left_by(tmp_path, ME)
-    with pytest.raises(FolderInUseError, match="is in use: run 0001"):
+    with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
         acquire(Stale(1), str(tmp_path), ME, clock=(time := Time()).clock, sleep=time.sleep)
     left_by(tmp_path, ELSEWHERE)
     time = Time()
@@ -325,7 +325,7 @@ def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     path.write_bytes(damage(path.read_bytes()) if damage else seal({"version": 2, "kind": "claim"}))
     time = Time()
-    with pytest.raises(FolderInUseError) as error:
+    with pytest.raises(LeaseHeldError) as error:
         start(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
@@ -343,7 +343,7 @@ def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
             self.left = 99
             super().rename(old, new)
     time = Time()
-    with pytest.raises(FolderInUseError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
+    with pytest.raises(LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
         acquire(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
@@ -363,7 +363,7 @@ def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
 @pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
 def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tmp_path, every, said):
     lease, time = left_by(tmp_path, replace(ELSEWHERE, every=every)), Time()
-    with pytest.raises(FolderInUseError) as error:
+    with pytest.raises(LeaseHeldError) as error:
         start(tmp_path, time=time)
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     assert said in str(error.value) and f"remove {path} and start again" in str(error.value) and "node7" in str(error.value)
@@ -394,5 +394,5 @@ def test_a_training_that_failed_in_this_process_is_not_taken_for_another_job(tmp
     left.release()
     other = left_by(tmp_path, ELSEWHERE, 7)
     time.also = lambda now: other.beat()
-    with pytest.raises(FolderInUseError, match="run 0007-0000aaaa"):
+    with pytest.raises(LeaseHeldError, match="run 0007-0000aaaa"):
         check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from folders import Ranks
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.preemption import BY_FILE, BY_SIGNAL, STATUS, PreemptionHandler, request, requests
 
 
@@ -66,14 +66,14 @@ def test_slow_steps_are_all_asked_at():
 
 
 def test_one_process_asks_nobody_and_leaves_at_once():
-    leaving = PreemptionHandler(Solo(), 5.0)
+    leaving = PreemptionHandler(SingleProcess(), 5.0)
     assert leaving.at(1) == ""
     leaving.signalled = True
     assert leaving.at(2) == BY_SIGNAL
 
 
 def test_zero_seconds_nobody_leaves():
-    leaving = PreemptionHandler(Solo(), 0)
+    leaving = PreemptionHandler(SingleProcess(), 0)
     leaving.signalled = True
     before = signal.getsignal(signal.SIGTERM)
     leaving.listen()
@@ -81,7 +81,7 @@ def test_zero_seconds_nobody_leaves():
 
 
 def test_the_signal_is_noted_and_afterwards_does_what_it_did():
-    before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(Solo(), 5.0)
+    before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(SingleProcess(), 5.0)
     leaving.listen()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -96,7 +96,7 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
     monkeypatch.delenv("MS_ENABLE_GRACEFUL_EXIT", raising=False)
     clock = Clock()
     named = SimpleNamespace(remote_config_file=str(tmp_path / "mine.json"), exit=False)
-    leaving = PreemptionHandler(Solo(), 5.0, [object(), named], clock)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [object(), named], clock)
     assert leaving.at(1) == ""
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
     assert leaving.at(2) == ""                              # looked at a moment ago
@@ -105,7 +105,7 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
     for switched_on, said in ((False, ""), (True, BY_FILE)):
         if switched_on:
             monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
-        leaving = PreemptionHandler(Solo(), 5.0)
+        leaving = PreemptionHandler(SingleProcess(), 5.0)
         (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
         assert leaving.at(1) == said
         os.remove(tmp_path / "graceful_exit.json")
@@ -117,7 +117,7 @@ def test_a_file_that_stays_does_not_end_the_next_training(tmp_path, again):
     path, clock = tmp_path / "mine.json", Clock()
     path.write_text('{"GracefulExit": 1}')
     callback = SimpleNamespace(remote_config_file=str(path), exit=False)
-    leaving = PreemptionHandler(Solo(), 5.0, [callback], clock)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], clock)
     assert str(path) in leaving.ignored and "Set GracefulExit to 0" in leaving.ignored
     for step in range(1, 4):
         clock.now += 1
@@ -137,15 +137,15 @@ def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     before = requests({"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]})
     assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
-    leaving = PreemptionHandler(Solo(), 5.0, [callback], Clock(), before=before)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before=before)
     assert not leaving.ignored and leaving.at(1) == BY_FILE
-    stays = PreemptionHandler(Solo(), 5.0, [callback], Clock(), before={path: request(path)})
+    stays = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before={path: request(path)})
     assert stays.ignored and stays.at(1) == ""
 
 
 def test_a_callback_that_took_the_signal_is_asked():
     callback = SimpleNamespace(remote_config_file=None, exit=False)
-    leaving = PreemptionHandler(Solo(), 5.0, [callback])
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
     assert leaving.at(1) == ""
     callback.exit = True
     assert leaving.at(2) == BY_SIGNAL

@@ -7,7 +7,7 @@ import pytest
 from folders import STORAGE, Ranks, place_of, save, write_rank
 
 from mindresume.coordination import lease
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.common_checkpoint import (
     COMMON,
     clear,
@@ -27,7 +27,7 @@ from mindresume.coordination.storage_topology import (
     next_common_run,
     single_group,
 )
-from mindresume.errors import AgreementError, FolderInUseError, RecordError
+from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name
@@ -156,7 +156,7 @@ def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
         failed = False
     broken = Broken()
     found = Ranks(2).run(lambda group: find_shared_groups(broken if group.rank else STORAGE, str(tmp_path), group))
-    assert all(isinstance(error, AgreementError) and "rank 1: OSError" in str(error) for error in found)
+    assert all(isinstance(error, CollectiveError) and "rank 1: OSError" in str(error) for error in found)
     assert os.listdir(tmp_path) == []
 
 
@@ -186,10 +186,10 @@ def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
 
 
 def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
-    assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), Solo()) == single_group(1)
+    assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), SingleProcess()) == single_group(1)
     (tmp_path / "file").write_text("x")
     found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "file"), group))
-    assert all(isinstance(error, AgreementError) for error in found)
+    assert all(isinstance(error, CollectiveError) for error in found)
 
 
 def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
@@ -207,7 +207,7 @@ def test_two_leaders_of_one_folder_find_each_other(tmp_path):
     for one in (mine, theirs):
         one.publish()
     check_not_shared(theirs)
-    with pytest.raises(FolderInUseError, match="host node7 and host .* find each other"):
+    with pytest.raises(LeaseHeldError, match="host node7 and host .* find each other"):
         check_not_shared(mine)
     mine.publish()
     check_not_shared(mine)

@@ -7,7 +7,7 @@ from folders import STORAGE, Ranks, name_of, save, write_rank
 from iterations import foreign, write_all
 from iterations import save as save_iteration
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.coordination.visibility import PATIENCE, Visibility, wait_until_visible
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
@@ -53,7 +53,7 @@ def waited(root, hidden, **keys):
 
 def test_nothing_late_nothing_waited(tmp_path):
     save(tmp_path, 5, 3)
-    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), Solo(), single_group(1))
+    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), SingleProcess(), single_group(1))
 
 
 def test_a_whole_step_that_only_the_others_list(tmp_path):

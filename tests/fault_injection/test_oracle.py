@@ -43,7 +43,7 @@ def saved(world, *steps, run=0, **how):
 
 def file_of(world, step, rank, run=0):
     place = world.place(rank, run)
-    return os.path.join(place.base(step), shard(place, step, world.format).files[0].path)
+    return os.path.join(place.data_dir(step), shard(place, step, world.format).files[0].path)
 
 
 def cut(path):
@@ -219,7 +219,8 @@ def test_other_tensors_than_were_saved(world, altered, named):
 
 def chosen_by_hand(world, monkeypatch, **change):
     """``select`` takes step 20 whatever is wrong with it."""
-    choice = judging.select(PosixStorage(), world.root, judging.Solo(), SelectionPolicy(RANKS, ranks_to_verify=every_rank))
+    choice = judging.select(PosixStorage(), world.root, judging.SingleProcess(),
+                            SelectionPolicy(RANKS, ranks_to_verify=every_rank))
     monkeypatch.setattr(judging, "select", lambda *args, **how: replace(choice, **change))
     return choice
 

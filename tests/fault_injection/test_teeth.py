@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindresume.coordination import lease, lease_acquisition
-from mindresume.errors import FolderInUseError, SaveError
+from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.fault_injection import oracle as judging
 from mindresume.fault_injection import runner, scenarios
 from mindresume.fault_injection.faults import Fault, View
@@ -342,7 +342,7 @@ def tracker_before_the_rename(patch: Patch) -> None:
 def rename_before_the_manifest(patch: Patch) -> None:
     """It has its name first, and is completed there."""
     class There(shard_writer.Place):
-        def base(self, step):
+        def data_dir(self, step):
             return os.path.join(self.root, iteration_name(step))
 
     def try_commit(self, step, by_name=False):
@@ -397,11 +397,11 @@ def replaced_folder_written_into(patch: Patch) -> None:
         disk, target = place.storage, os.path.join(place.root, iteration_name(step))
         if disk.status(target) is None:
             return right(place, step, newest, emit)
-        for name in disk.list(place.base(step)):
+        for name in disk.list(place.data_dir(step)):
             if name != FOLDER:
-                disk.rename(os.path.join(place.base(step), name), os.path.join(target, name))
+                disk.rename(os.path.join(place.data_dir(step), name), os.path.join(target, name))
         disk.rename(place.attempt(step), os.path.join(target, FOLDER, os.path.basename(place.attempt(step))))
-        filesystem.remove_tree(disk, place.base(step))
+        filesystem.remove_tree(disk, place.data_dir(step))
         return iteration_publisher.set_tracker(disk, place.root, step, place.run)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
@@ -566,7 +566,7 @@ def _taken_over(world: World, rank: int) -> None:
     """Run 1 was taken for dead; now it wakes up and goes on."""
     try:
         shard_writer.write_shard(world.place(rank, 0), scenarios.shard(world.place(rank, 0), 30, world.format))
-    except FolderInUseError:
+    except LeaseHeldError:
         return
     raise AssertionError("a run that lost its folder saves into it")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reshard.plans import arrays_of
 
-from mindresume.errors import ConfigError, DamagedFileError
+from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats.consolidated import (
     FILE,
     FILES,
@@ -73,7 +73,7 @@ def edit(path, change):
     path.write_text(json.dumps(document))
 
 
-def refused(path, error=DamagedFileError, file=None, tensor=None, says=None):
+def refused(path, error=CorruptFileError, file=None, tensor=None, says=None):
     """The folder is refused, by file and tensor, and nothing in it is touched."""
     before = sorted(os.listdir(path)) if path.is_dir() else None
     with pytest.raises(error, match=says) as caught:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import (
     MAX_ITERATION,
     MODEL,
@@ -144,14 +144,14 @@ def test_what_mindformers_1_8_and_2_1_wrote():
     (b'{"step_num": 1, "global_batch_size": 0}', "global_batch_size"), (b'{"step_num": 1, "epoch_num": 1.5}', "epoch_num"),
     (b'{"step_num": 1, "ckpt_status": false}', "ckpt_status"), (b'{"step_num": 1}' + b" " * (1 << 20), "bytes")])
 def test_a_damaged_common_json_is_refused_with_its_path(data, reason):
-    with pytest.raises(DamagedFileError, match=reason) as caught:
+    with pytest.raises(CorruptFileError, match=reason) as caught:
         read_common(data, "here/common.json")
     assert caught.value.path == "here/common.json" and len(str(caught.value)) < 1000
 
 
 @given(st.binary())
 def test_whatever_the_bytes_of_a_common_json(data):
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(CorruptFileError):
         read_common(data, "c")
 
 

@@ -5,7 +5,7 @@ import pytest
 from folders import RUN, STORAGE
 from iterations import FOREIGN, folder_of, foreign, intend, making, save, track, unname, write_all, write_rank
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, Common
 from mindresume.formats.iteration_scan import (
@@ -203,17 +203,17 @@ def test_what_is_no_folder_is_no_candidate(tmp_path):
 
 def test_common_that_cannot_be_read(tmp_path):
     folder_of(tmp_path, 10).mkdir()
-    with pytest.raises(DamagedFileError, match="No such file"):
+    with pytest.raises(CorruptFileError, match="No such file"):
         common_of(STORAGE, str(tmp_path), "iteration_00000010")
     path = folder_of(tmp_path, 10) / COMMON
     path.write_bytes(b" " * (MAX_COMMON + 1))
-    with pytest.raises(DamagedFileError, match="at most"):
+    with pytest.raises(CorruptFileError, match="at most"):
         common_of(STORAGE, str(tmp_path), "iteration_00000010")
 
     class Trouble(PosixStorage):
         def open(self, path):
             raise OSError(116, "Stale file handle", path)
-    with pytest.raises(DamagedFileError, match="Stale file handle"):
+    with pytest.raises(CorruptFileError, match="Stale file handle"):
         common_of(Trouble(), str(tmp_path), "iteration_00000010")
 
 
@@ -231,5 +231,6 @@ def test_a_folder_in_the_making_is_ours_and_not_foreign(tmp_path):
     write_all(tmp_path, 10)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
     assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)
-    assert candidate.base == str(making(tmp_path, 10).relative_to(tmp_path)) and candidate.base.startswith(FOLDER)
+    assert candidate.iteration_dir == str(making(tmp_path,
+                                                 10).relative_to(tmp_path)) and candidate.iteration_dir.startswith(FOLDER)
     assert candidate.commit_dir == str(making(tmp_path, 10))

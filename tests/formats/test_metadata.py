@@ -7,7 +7,7 @@ from formats.layouts import cuts, representable
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import slice_key
 from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.slices import folded, ordinals
@@ -213,7 +213,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("data, reason", DAMAGED)
 def test_damage_is_refused_by_name(data, reason):
-    with pytest.raises(DamagedFileError) as caught:
+    with pytest.raises(CorruptFileError) as caught:
         read_metadata(data, "here/metadata.json")
     assert reason in str(caught.value) and caught.value.path == "here/metadata.json"
     assert len(str(caught.value)) < 1500
@@ -237,7 +237,7 @@ def test_without_groups_as_mindformers_1_8_writes():
 
 
 def test_the_tensor_is_named():
-    with pytest.raises(DamagedFileError) as caught:
+    with pytest.raises(CorruptFileError) as caught:
         read_metadata(of_w("chunk", []), "m")
     assert caught.value.tensor == "w"
 
@@ -246,13 +246,13 @@ def test_a_file_that_is_too_large_is_not_parsed():
     class Large(bytes):
         def __len__(self):
             return MAX_METADATA + 1
-    with pytest.raises(DamagedFileError, match="bytes"):
+    with pytest.raises(CorruptFileError, match="bytes"):
         read_metadata(Large(b"{}"), "m")
 
 
 @given(st.binary())
 def test_whatever_the_bytes(data):
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(CorruptFileError):
         read_metadata(data, "m")
 
 
@@ -274,7 +274,7 @@ def test_whatever_value_stands_anywhere(path, value):
     """Read, or refused: no other error, and what is read can be written."""
     try:
         found = read_metadata(changed(*path, value), "m")
-    except DamagedFileError:
+    except CorruptFileError:
         return
     encode = [tensor for tensor in found.values() if tensor.layout]
     assert read_metadata(encoded(*encode), "m") == {tensor.name: tensor for tensor in encode}

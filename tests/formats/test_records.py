@@ -25,7 +25,8 @@ def test_attempts_of_both_formats_and_in_every_state(tmp_path):
     write_rank(tmp_path, 20, 1)
     (tmp_path / FOLDER / "trash-step-0000000001-run-0001-0000aaaa").mkdir()
     (tmp_path / "iteration_00000030").mkdir()
-    found = {(a.step, a.base): (a.path(str(tmp_path)), MANIFEST in a.content) for a in find_attempts(STORAGE, str(tmp_path))}
+    found = {(a.step, a.iteration_dir): (a.path(str(tmp_path)), MANIFEST in a.content)
+             for a in find_attempts(STORAGE, str(tmp_path))}
     assert found == {
         (5, ""): (str(tmp_path / FOLDER / attempt_name(5, RUN)), True),
         (10, "iteration_00000010"): (str(records_of(folder_of(tmp_path, 10), 10)), True),
@@ -40,7 +41,7 @@ def test_a_writer_that_died_while_it_made_the_folders_of_an_iteration_left_an_at
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
     candidate, = candidates(tmp_path)
     assert (candidate.step, candidate.run, candidate.name, candidate.maybe_completed) == (10, RUN, attempt_name(10, RUN), False)
-    assert candidate.commit_dir == str(making(tmp_path, 10)) and candidate.base == ("" if depth == 1
+    assert candidate.commit_dir == str(making(tmp_path, 10)) and candidate.iteration_dir == ("" if depth == 1
                                                                                     else f"{FOLDER}/{candidate.name}")
     assert candidate.problem.reason == "the save never completed: no rank recorded what they wrote"
 

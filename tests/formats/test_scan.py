@@ -12,7 +12,7 @@ NEXT = run_name(2, "0000bbbb")
 
 
 def found(root):
-    return [(c.step, c.base) for c in scan(STORAGE, str(root)).candidates]
+    return [(c.step, c.iteration_dir) for c in scan(STORAGE, str(root)).candidates]
 
 
 def test_what_is_a_root(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from folders import STORAGE
 from iterations import save
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes, header_of, sizes_match, status_of
 from mindresume.model.file_record import FileRecord
@@ -31,10 +31,10 @@ def test_a_header_and_why_there_is_none(tmp_path):
     file, *_ = saved(tmp_path)
     assert set(header_of(STORAGE, str(tmp_path), file).tensors) == {"embedding.weight"}
     os.truncate(tmp_path / file.path, 5)
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(CorruptFileError):
         header_of(STORAGE, str(tmp_path), file)
     os.remove(tmp_path / file.path)
-    with pytest.raises(DamagedFileError, match="the file is missing"):
+    with pytest.raises(CorruptFileError, match="the file is missing"):
         header_of(STORAGE, str(tmp_path), file)
 
 

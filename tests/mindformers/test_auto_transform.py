@@ -13,7 +13,7 @@ pytest.importorskip("mindformers.tools")
 
 from mindformers import MindFormerConfig  # noqa: E402
 
-from mindresume.errors import AgreementError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
+from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, auto_transform, job_start, state_restorer, training_context  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         network.wanted["head.weight"] = ((16, 8), "float32")
         return arrays_for(config, network, current)
     for error in run(plan, attempt):
-        assert isinstance(error, AgreementError) and "rank 0: LoadError" in str(error) and "(3 tensors)" in str(error)
+        assert isinstance(error, CollectiveError) and "rank 0: LoadError" in str(error) and "(3 tensors)" in str(error)
         for text in ("new.weight is not in the checkpoint", "norm.weight is float32 in the checkpoint, float16 in the network",
                      "head.weight is (16, 8) in the checkpoint, (32, 8) in the network"):
             assert text in str(error)
@@ -237,7 +237,7 @@ def test_damage_to_merged_weights_of_ours_reaches_all_ranks(tmp_path):
     for verify in ("full", "quick"):                    # quick: not at the choice, but while it is loaded
         settings = Settings(verify=verify)
         for error in run(plan, lambda group, settings=settings: load(group, merged, tmp_path / "again", plan, settings)):
-            assert isinstance(error, AgreementError) and "is not what was written" in str(error) and "part0" in str(error)
+            assert isinstance(error, CollectiveError) and "is not what was written" in str(error) and "part0" in str(error)
 
 
 def test_merged_weights_without_a_step_are_no_training(tmp_path):

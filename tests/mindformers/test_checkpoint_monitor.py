@@ -23,7 +23,7 @@ from mindspore import nn  # noqa: E402
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders  # noqa: E402
-from mindresume.errors import ConfigError, FolderInUseError, SaveError  # noqa: E402
+from mindresume.errors import ConfigError, LeaseHeldError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
@@ -378,7 +378,7 @@ def test_a_job_that_was_taken_over_ends_and_says_by_whom(tmp_path):
                   replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
     later.publish()
     later.beat()                                                # it has acquired the folder
-    with pytest.raises(FolderInUseError, match="run 0007-0000ffff on host node9"):
+    with pytest.raises(LeaseHeldError, match="run 0007-0000ffff on host node9"):
         job.steps(5)
     assert committed(tmp_path) == [5]
     later.release()

@@ -10,7 +10,7 @@ pytest.importorskip("mindformers.tools")
 import mindspore as ms  # noqa: E402
 from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
 
-from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
@@ -129,7 +129,7 @@ def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_ste
     assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (tmp_path / TRACKER).read_text() == "10"
     kept = [name for name in folders(tmp_path) if ".kept-" in name]
     assert [name[:20] for name in kept] == ["iteration_00000005.k", "iteration_00000010.k"]
-    choice = select(PosixStorage(), str(tmp_path / kept[1]), Solo())
+    choice = select(PosixStorage(), str(tmp_path / kept[1]), SingleProcess())
     assert (choice.chosen.step, choice.chosen.run[:4]) == (10, "0001")
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("mindformers.tools")
 from datasets import IterableDataset  # noqa: E402
 from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _resume_hf_iterable_dataset  # noqa: E402
 
-from mindresume.errors import AgreementError, ProgressError  # noqa: E402
+from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
 from mindresume.mindformers import hf_streaming, patches, training_context  # noqa: E402
 from mindresume.model.data_position import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
@@ -81,7 +81,7 @@ def test_a_new_data_set_begins_at_its_beginning(states, current):
     (25, 2, "step_25/dataset_state_rank0.json: the state .* behind 25 steps cannot be read .FileNotFoundError")])
 def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, batch, match):
     dataset, source = reader(states, batch)
-    with pytest.raises(AgreementError, match=match):
+    with pytest.raises(CollectiveError, match=match):
         gone_on(dataset, at(skip), current)
     assert source.resume_step is None
 

@@ -148,12 +148,13 @@ def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
     save(tmp_path, 5, world=2)
     load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
                           STORAGE)
-    assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.base == "" and current.plan.open_source is not None
+    assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.iteration_dir == ""
+    assert current.plan.open_source is not None
     current.resources.release()
     saved(tmp_path, 7)
     load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
                           STORAGE)
-    assert current.plan.choice.chosen.base == "iteration_00000007"
+    assert current.plan.choice.chosen.iteration_dir == "iteration_00000007"
     current.resources.release()
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("mindformers.tools")
 from mindformers.tools.register import MindFormerConfig  # noqa: E402
 from mindformers.tools.utils import check_in_modelarts  # noqa: E402
 
-from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.events import WARNING, warning  # noqa: E402
 from mindresume.mindformers import adapter, modelarts  # noqa: E402
@@ -92,7 +92,7 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     monkeypatch.setattr(remote_fetch.RemoteFetch, "select", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
     source = remote_fetch.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.saved_to(config))
-    picked = remote_fetch.select_with_remote(lambda: "choice", path, source, Solo(), PosixStorage(), SelectionPolicy(1),
+    picked = remote_fetch.select_with_remote(lambda: "choice", path, source, SingleProcess(), PosixStorage(), SelectionPolicy(1),
                                              events.append)
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)

@@ -21,10 +21,10 @@ from mindspore import nn  # noqa: E402
 
 import mindresume.plugin  # noqa: E402
 from mindresume.coordination import preemption  # noqa: E402
-from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.visibility import Visibility  # noqa: E402
 from mindresume.errors import (  # noqa: E402
-    AgreementError,
+    CollectiveError,
     ConfigError,
     LoadError,
     MissingCheckpointError,
@@ -577,7 +577,7 @@ def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path,
     saved_network(tmp_path, network(1.0))
     job_start.select_checkpoint(config_of(tmp_path), current)
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
-    with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked"):
+    with pytest.raises(CollectiveError, match="rank 0: LoadError: .*changed after it was checked"):
         state_restorer.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
                                  SimpleNamespace(_train_network=network(5.0)), None, current, STORAGE)
 
@@ -601,7 +601,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
     saved_network(tmp_path, network(1.0), drop=(name,))
     job_start.select_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
-    with pytest.raises(AgreementError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
+    with pytest.raises(CollectiveError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
         state_restorer.load_shard(net, current, STORAGE)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
 
@@ -611,10 +611,10 @@ def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, curr
     job_start.select_checkpoint(config_of(tmp_path), current)
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
-    with pytest.raises(AgreementError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
+    with pytest.raises(CollectiveError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
         state_restorer.load_shard(network(5.0), current, STORAGE)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(AgreementError, match="DamagedFileError"):
+    with pytest.raises(CollectiveError, match="CorruptFileError"):
         state_restorer.load_shard(network(5.0), current, STORAGE)
 
 
@@ -622,7 +622,7 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     save(tmp_path, 5, world=4)
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
-    choice = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(4))
+    choice = select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
     arrays, deduplicated = state_restorer.read_shard(STORAGE, str(tmp_path), choice.shards[0])
     assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
@@ -661,7 +661,7 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
     state_restorer.load_shard(loaded, current, current.resources.storage)
     assert float(loaded.weight.asnumpy().ravel()[0]) == 1.0
     current.resources.release()
-    with pytest.raises(AgreementError, match="changed after it was checked"):
+    with pytest.raises(CollectiveError, match="changed after it was checked"):
         state_restorer.load_shard(network(5.0), current, current.resources.storage)
     path.write_bytes(content)
     for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.mindformers.process_group import MindSporeGroup, _bytes, _words
 
 
@@ -60,6 +60,6 @@ def test_unequal_messages_of_all_ranks(messages):
 
 
 def test_a_job_of_one_process_talks_to_nobody():
-    group = Solo()
+    group = SingleProcess()
     assert (group.rank, group.size) == (0, 1)
     assert group.broadcast(b"x") == b"x" and group.gather(b"y") == [b"y"]

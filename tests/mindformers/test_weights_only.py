@@ -14,9 +14,9 @@ pytest.importorskip("mindformers.tools")
 from mindformers import MindFormerConfig  # noqa: E402
 
 import mindresume.plugin  # noqa: E402, F401  installs the patches
-from mindresume.coordination.collectives import Solo  # noqa: E402
+from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
-from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
+from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
 from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, patches, training_context, upstream, weights_only  # noqa: E402
 from mindresume.mindformers.training_context import EVALUATE, PREDICT, TRAIN  # noqa: E402
@@ -79,7 +79,7 @@ def config_of(path, output, **values):
 
 def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
     """(configuration, session) after the choice, and after mindformers has migrated the keys."""
-    current = training_context.TrainingContext(settings or Settings(), task, training_context.Resources(group or Solo()))
+    current = training_context.TrainingContext(settings or Settings(), task, training_context.Resources(group or SingleProcess()))
     config = config_of(path, output, **values)
     weights_only.select(config, task, current, STORAGE)
     config.checkpoint = MindFormerConfig(load_path=config.load_checkpoint)
@@ -88,7 +88,7 @@ def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
 
 def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=None, **values):
     """The network after the load."""
-    group = group or Solo()
+    group = group or SingleProcess()
     config, current = chosen(path, output, task, group, settings, **values)
     network = Network(plan, group.rank, changed)
     network.plan_layouts = plan.layouts(group.rank) if plan.world_size > 1 else {}
@@ -213,7 +213,7 @@ NEW = {"layers.0.lora_a": ((3,), "float32"), "layers.1.lora_a": ((3,), "float32"
 
 def test_a_missing_tensor_is_an_error_that_says_what_lets_it_through(tmp_path):
     path = complete(tmp_path / "weights", TENSORS)
-    with pytest.raises(AgreementError, match=r"value_head.weight is not in the checkpoint.*set mindresume: "
+    with pytest.raises(CollectiveError, match=r"value_head.weight is not in the checkpoint.*set mindresume: "
                                              r'\{allow_missing: \["layers.\*.lora_a", "value_head.weight"\]\}'):
         load(path, tmp_path, SINGLE, changed=NEW)
     allowed = Settings(allow_missing=("layers.*.lora_a", "value_head.weight"))
@@ -239,25 +239,25 @@ def test_adapters_that_mindformers_adds_begin_as_they_are_initialised(tmp_path):
     adapters = {name: row for name, row in NEW.items() if "lora" in name}
     path = complete(tmp_path / "weights", TENSORS)
     right(load(path, tmp_path, SINGLE, changed=adapters, **LORA), SINGLE)
-    with pytest.raises(AgreementError, match="value_head.weight is not"):
+    with pytest.raises(CollectiveError, match="value_head.weight is not"):
         load(path, tmp_path, SINGLE, changed=NEW, **LORA)
     for task, values in ((EVALUATE, LORA), (TRAIN, {})):
-        with pytest.raises(AgreementError, match="layers.0.lora_a is not in the checkpoint"):
+        with pytest.raises(CollectiveError, match="layers.0.lora_a is not in the checkpoint"):
             load(path, tmp_path, SINGLE, task, changed=adapters, **values)
     half = complete(tmp_path / "half", {**TENSORS, "layers.0.lora_a": np.zeros(3, np.float32)})
-    with pytest.raises(AgreementError, match="layers.1.lora_a is not in the checkpoint"):
+    with pytest.raises(CollectiveError, match="layers.1.lora_a is not in the checkpoint"):
         load(half, tmp_path, SINGLE, changed=adapters, **LORA)
 
 
 def test_weights_of_another_model(tmp_path):
     path = complete(tmp_path / "weights", {"encoder.a": np.zeros((2, 2), np.float32)})
-    with pytest.raises(AgreementError, match=r"holds none of the \d+ parameters of the network, .*; it holds encoder.a, "):
+    with pytest.raises(CollectiveError, match=r"holds none of the \d+ parameters of the network, .*; it holds encoder.a, "):
         load(path, tmp_path, SINGLE)
 
 
 def test_a_shape_that_differs_is_named(tmp_path):
     path = complete(tmp_path / "weights", TENSORS)
-    with pytest.raises(AgreementError, match=r"head.weight is \(16, 8\) in the checkpoint, \(32, 8\) in the network") as found:
+    with pytest.raises(CollectiveError, match=r"head.weight is \(16, 8\) in the checkpoint, \(32, 8\) in the network") as found:
         load(path, tmp_path, SINGLE, changed={"head.weight": ((32, 8), "float32")})
     assert "allow_missing" not in str(found.value)
 
@@ -288,7 +288,7 @@ def test_another_dtype_of_the_same_kind_is_converted(tmp_path, stored, wanted, v
     (np.array([1.5], np.float32), "int32", "w is float32 in the checkpoint")])
 def test_a_dtype_that_cannot_hold_it_is_an_error(tmp_path, value, wanted, says):
     path = complete(tmp_path / "weights", {**TENSORS, "w": value})
-    with pytest.raises(AgreementError, match=says):
+    with pytest.raises(CollectiveError, match=says):
         load(path, tmp_path, SINGLE, changed={"w": ((1,), wanted)})
 
 

@@ -24,7 +24,7 @@ from reshard.plans import (
     transformer,
 )
 
-from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats.consolidated import read_complete
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
@@ -272,7 +272,7 @@ def test_a_file_of_another_job(tmp_path, fmt):
         if rank not in odd:
             assert weights.locate("head.weight", cut).rank == rank
             continue
-        with pytest.raises(DamagedFileError, match=f"rank {rank} holds head.weight as .* the file is of another job") as found:
+        with pytest.raises(CorruptFileError, match=f"rank {rank} holds head.weight as .* the file is of another job") as found:
             weights.locate("head.weight", cut)
         assert found.value.path == str(tmp_path / candidate.files[rank][0].path) and found.value.tensor == "head.weight"
         assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(found.value)
@@ -292,7 +292,7 @@ def test_a_header_that_is_damaged(tmp_path):
     candidate = foreign(tmp_path, plan, TENSORS)
     path = tmp_path / candidate.files[1][0].path
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedFileError, match="cut short"):
+    with pytest.raises(CorruptFileError, match="cut short"):
         weights = weights_of(tmp_path, candidate, plan.strategy())
         content(weights, "head.weight")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, newest, part_of, put, random_tensors, recorded
 
-from mindresume.errors import DamagedFileError, LoadError
+from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_complete
 from mindresume.reshard import compare as module
 from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
@@ -214,7 +214,7 @@ def test_a_file_cut_short_and_a_piece_that_is_nowhere(tmp_path):
     with leaves_nothing(tmp_path):
         assert compare(a, b) == []                  # headers are read by now
         os.truncate(path, path.stat().st_size - 700)
-        with pytest.raises(DamagedFileError, match="the file ends at byte"):
+        with pytest.raises(CorruptFileError, match="the file ends at byte"):
             compare(a, b)
         candidate = newest(tmp_path / "a")
         lose(tmp_path / "a", candidate, [1])

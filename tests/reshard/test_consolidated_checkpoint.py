@@ -7,8 +7,8 @@ import pytest
 from folders import STORAGE, flip_bit
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, random_tensors, recorded
 
-from mindresume.coordination.collectives import Solo
-from mindresume.errors import AgreementError, DamagedFileError
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import CollectiveError, CorruptFileError
 from mindresume.formats.consolidated import HUGGINGFACE, MAP, MINDSPORE
 from mindresume.model.record_codec import seal
 from mindresume.reshard import consolidated_checkpoint
@@ -71,9 +71,9 @@ def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     assert verify(folder / name)[1] == [problem]                        # one file of it
     other = next(path for path in folder.glob("*.safetensors") if path.name != name)
     assert verify(other)[1] == []
-    with pytest.raises(AgreementError, match=f"{name}.*layers.1.weight"):
-        consolidated_checkpoint.choose_complete(STORAGE, str(folder), Solo(), True, False)
-    consolidated_checkpoint.choose_complete(STORAGE, str(folder), Solo(), False, False)
+    with pytest.raises(CollectiveError, match=f"{name}.*layers.1.weight"):
+        consolidated_checkpoint.choose_complete(STORAGE, str(folder), SingleProcess(), True, False)
+    consolidated_checkpoint.choose_complete(STORAGE, str(folder), SingleProcess(), False, False)
 
 
 @pytest.mark.parametrize("spoil, says", [
@@ -92,7 +92,7 @@ def test_what_says_how_it_was_written_is_damaged(tmp_path):
     flip_bit(folder / CONVERSION)
     _, (problem,), _ = verify(folder)
     assert problem.file == CONVERSION and "cannot be read" in problem.reason
-    with pytest.raises(DamagedFileError, match="To go by their headers and sizes alone, remove it"):
+    with pytest.raises(CorruptFileError, match="To go by their headers and sizes alone, remove it"):
         open_complete(STORAGE, str(folder))
     os.remove(folder / CONVERSION)
     assert verify(folder)[1] == [] and open_complete(STORAGE, str(folder)).made is None
@@ -105,7 +105,7 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
     (folder / MAP).write_text(json.dumps(index))
     _, (problem,), _ = verify(folder)
     assert "layers.1.weight is not found" in problem.reason
-    with pytest.raises(DamagedFileError, match="layers.1.weight is not found"):
+    with pytest.raises(CorruptFileError, match="layers.1.weight is not found"):
         open_complete(STORAGE, str(folder))
 
 
@@ -118,7 +118,7 @@ def test_fields_that_cannot_be(tmp_path, field, value):
     (tmp_path / CONVERSION).write_bytes(seal(good, LIMIT))
     assert read_conversion_manifest(STORAGE, str(tmp_path)).files == ()
     (tmp_path / CONVERSION).write_bytes(seal({**good, field: value}, LIMIT))
-    with pytest.raises(DamagedFileError, match="conversion.json"):
+    with pytest.raises(CorruptFileError, match="conversion.json"):
         read_conversion_manifest(STORAGE, str(tmp_path))
 
 

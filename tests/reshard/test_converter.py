@@ -19,8 +19,8 @@ import xxhash
 from folders import RUN, STORAGE, flip_bit, open_below, state_of
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, arrays_of, foreign, put, random_tensors, recorded, shard_file
 
-from mindresume.coordination.collectives import Solo
-from mindresume.errors import ConfigError, DamagedFileError, NoRoomError, SaveError
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, SaveError
 from mindresume.events import WARNING, ignore
 from mindresume.fault_injection.faults import Fault, Killed, Machine, View
 from mindresume.fault_injection.ranks import Turns
@@ -454,7 +454,7 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, root):
     small = Room(Machine(STORAGE, Turns(1, random.Random(0))), 0)
     small.bytes = job.size() + module._SPARE - 1
     (tmp_path / "out").mkdir()
-    with pytest.raises(NoRoomError, match=r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written"):
+    with pytest.raises(OutOfSpaceError, match=r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written"):
         carry_out(conversion(job, tmp_path / "out" / "new", small))
     assert not small.count("create") and not small.count("write") and contents(tmp_path / "out") == {}
     small.bytes += 1
@@ -634,7 +634,8 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt):
     recorded(tmp_path / "a", Plan.parse("tp4"), ALL, fmt)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2pp2opt2", fmt)
     check(tmp_path / "b", plan)
-    choice = select(STORAGE, str(tmp_path / "b"), Solo(), SelectionPolicy(8, ranks_to_verify=lambda _, candidate: range(8)))
+    choice = select(STORAGE, str(tmp_path / "b"), SingleProcess(),
+                    SelectionPolicy(8, ranks_to_verify=lambda _, candidate: range(8)))
     candidate, run = choice.chosen, choice.chosen.run
     assert (candidate.step, candidate.world_size, candidate.format, candidate.committed) == (STEP, 8, fmt, True)
     assert candidate.state == state_of(STEP) and run_sequence(run) == 1 and run != RUN
@@ -742,7 +743,8 @@ def test_lost_files_of_the_target_stand_in_for_each_other(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2")
     (tmp_path / "b" / "rank_3" / "net_rank_3-2_5.safetensors").unlink()
-    choice = select(STORAGE, str(tmp_path / "b"), Solo(), SelectionPolicy(4, ranks_to_verify=lambda _, candidate: range(4)))
+    choice = select(STORAGE, str(tmp_path / "b"), SingleProcess(),
+                    SelectionPolicy(4, ranks_to_verify=lambda _, candidate: range(4)))
     assert choice.chosen.step == STEP and not choice.refused
     convert(tmp_path / "b", tmp_path / "c", "tp4")
     check(tmp_path / "c", Plan.parse("tp4"))
@@ -795,7 +797,7 @@ def test_what_merged_weights_were_made_from(tmp_path):
         assert (file.size, file.checksum) == (len(content), xxhash.xxh3_128_hexdigest(content))
     assert read_conversion_manifest(STORAGE, str(tmp_path / "a")) is None
     flip_bit(tmp_path / "merged" / CONVERSION)
-    with pytest.raises(DamagedFileError, match="conversion.json: it cannot be read, and nothing else says .* remove it"):
+    with pytest.raises(CorruptFileError, match="conversion.json: it cannot be read, and nothing else says .* remove it"):
         read_conversion_manifest(STORAGE, str(tmp_path / "merged"))
 
 

@@ -33,7 +33,7 @@ from reshard.plans import (
 )
 from reshard.test_geometry import layouts
 
-from mindresume.errors import DamagedFileError, LoadError
+from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_complete
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import direct_engine, range_reader
@@ -340,7 +340,7 @@ def test_reading_beyond_a_tensor_is_refused(tmp_path):
     with open(path, "rb") as file:
         entry = read_header(file, str(path)).tensors["w"]
     files = OpenFiles(STORAGE)
-    with pytest.raises(DamagedFileError, match="4 bytes beyond the end"):
+    with pytest.raises(CorruptFileError, match="4 bytes beyond the end"):
         range_reader.read_range(files, str(path), entry, 28, memoryview(bytearray(8)))
     files.close()
 
@@ -365,7 +365,7 @@ def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
         position, count = place.entry.ranges[-1]
         offset = position + number * 7 % count
         flip_bit(Path(place.path), offset)
-        with leaves_nothing(tmp_path), pytest.raises(DamagedFileError, match="not what was written") as found:
+        with leaves_nothing(tmp_path), pytest.raises(CorruptFileError, match="not what was written") as found:
             transform(weights, STORAGE, targets, workers, 512)
         assert (found.value.path, found.value.tensor) == (place.path, name)
         assert name in str(found.value) and f"rank {place.rank}" in str(found.value)
@@ -396,7 +396,7 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
     os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
     targets = targets_of(tmp_path / "to", target, "safetensors")
     ends = r"the file ends at byte .* cut short since its header was read"
-    with leaves_nothing(tmp_path), pytest.raises(DamagedFileError, match=ends) as found:
+    with leaves_nothing(tmp_path), pytest.raises(CorruptFileError, match=ends) as found:
         transform(weights, STORAGE, targets, workers, 512)
     assert found.value.path == path
     assert files_below(tmp_path / "to") == []

@@ -11,7 +11,7 @@ from formats.test_huggingface import GROUPED, MODELS, MOE, QKV, assemble, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindresume.errors import ConfigError, DamagedFileError, LoadError
+from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, backwards, rules
 from mindresume.model.layout import TensorLayout
@@ -277,7 +277,7 @@ def test_what_is_a_hugging_face_folder(tmp_path):
     assert not is_huggingface(STORAGE, str(other))
     (other / "config.json").write_text('["qwen3"]', encoding="utf-8")
     assert not is_huggingface(STORAGE, str(other))
-    with pytest.raises(DamagedFileError, match="config.json"):
+    with pytest.raises(CorruptFileError, match="config.json"):
         read_model(STORAGE, str(other))
 
 
@@ -384,7 +384,7 @@ def test_recorded_checksums_are_compared(tmp_path):
         at = source.weights.headers[path].tensors[name].ranges[0][0]
         os.chmod(path, 0o644)
         flip_bit(Path(path), at + 5)
-        with pytest.raises(DamagedFileError, match=name):
+        with pytest.raises(CorruptFileError, match=name):
             verify_composed(job)
             exported(source, folder / "hf", GROUPED)
         assert not os.path.exists(folder / "hf")

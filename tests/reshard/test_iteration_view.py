@@ -8,7 +8,7 @@ import pytest
 from folders import RUN, STORAGE, state_of
 from reshard.plans import MODEL, STEP, Plan, random_tensors
 
-from mindresume.errors import DamagedFileError, LoadError, StrategyError
+from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats.iteration_naming import METADATA, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER
@@ -127,7 +127,7 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
     with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name"):
         iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
     (folder / METADATA).write_text("{")
-    with pytest.raises(DamagedFileError, match="metadata.json"):
+    with pytest.raises(CorruptFileError, match="metadata.json"):
         iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
 
 

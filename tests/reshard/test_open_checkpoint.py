@@ -11,7 +11,7 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, ra
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import (
     ConfigError,
-    DamagedFileError,
+    CorruptFileError,
     LoadError,
     MissingCheckpointError,
     NoUsableCheckpointError,
@@ -100,7 +100,7 @@ def test_the_next_older_one_is_taken_and_the_reason_is_told(tmp_path, spoil):
     newest, refusal = source.refused
     assert source.state == state_of(10) and [newest.step, refusal.step] == [20, 15] and re.search(reason, refusal.reason)
     assert "the save never completed: 1 of 4 ranks" in newest.reason
-    with pytest.raises((DamagedFileError, NoUsableCheckpointError), match=reason):
+    with pytest.raises((CorruptFileError, NoUsableCheckpointError), match=reason):
         opened(tmp_path, step=15)
 
 
@@ -116,7 +116,7 @@ def test_none_is_whole(tmp_path):
 def test_a_single_one_says_itself_what_is_wrong(tmp_path):
     save(tmp_path, 5, replicas=1)
     cut_short(tmp_path, 5)
-    with pytest.raises(DamagedFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has") as found:
+    with pytest.raises(CorruptFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has") as found:
         opened(tmp_path)
     assert found.value.path == str(path_of(tmp_path, 5, 2))
 
@@ -214,7 +214,7 @@ def test_the_only_file_that_is_left_of_two_ranks(tmp_path, left, folders):
     path_of(tmp_path / "checkpoint", STEP, 1 - left).unlink()
     if folders == "gone":
         (tmp_path / "checkpoint" / f"rank_{1 - left}").rmdir()
-    with pytest.raises((LoadError, StrategyError, DamagedFileError), match=f"rank {1 - left}|ranks from {1 - left}"):
+    with pytest.raises((LoadError, StrategyError, CorruptFileError), match=f"rank {1 - left}|ranks from {1 - left}"):
         opened(tmp_path / "checkpoint")
 
 
@@ -236,7 +236,7 @@ WRONG = {
 def test_a_strategy_of_another_job(tmp_path, case):
     text, message = WRONG[case]
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    with pytest.raises((StrategyError, LoadError, DamagedFileError), match=message):
+    with pytest.raises((StrategyError, LoadError, CorruptFileError), match=message):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse(text, MODEL)))
 
 
@@ -290,7 +290,7 @@ def test_slices_that_are_nowhere_are_named_with_their_ranks(tmp_path, write):
     expected = r"embedding.weight \(\(4, 8\), \(0, 4\)\) of \(8, 4\) is nowhere: it should be in the file of rank 1, 3, which " \
         r"have no such tensor or no file" if write is foreign else \
         r"the file of rank 1 is missing, and \d of its tensors are on no other rank, for example \S+.*net_rank_1-2_5"
-    with pytest.raises((LoadError, DamagedFileError), match=expected):
+    with pytest.raises((LoadError, CorruptFileError), match=expected):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy", plan))
 
 
@@ -299,7 +299,7 @@ def test_a_stage_is_missing(tmp_path, write):
     write(tmp_path / "checkpoint", PLAN, TENSORS)
     for rank in (2, 3):
         shutil.rmtree(tmp_path / "checkpoint" / f"rank_{rank}")
-    with pytest.raises((LoadError, DamagedFileError), match=r"ranks from 2 to 3, a whole pipeline stage, are missing|"
+    with pytest.raises((LoadError, CorruptFileError), match=r"ranks from 2 to 3, a whole pipeline stage, are missing|"
                                                             r"the file of rank 2 is missing, and"):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
@@ -342,7 +342,7 @@ def test_a_damaged_file_of_mindformers(tmp_path, fmt, spoil, rank):
         path.write_bytes(content)
     else:
         os.truncate(path, path.stat().st_size - 1 if spoil == "short" else 0)
-    with pytest.raises(DamagedFileError, match=rf"{path.name}.*rank {rank}") as found:
+    with pytest.raises(CorruptFileError, match=rf"{path.name}.*rank {rank}") as found:
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
     assert found.value.path == str(path)
 
@@ -350,7 +350,7 @@ def test_a_damaged_file_of_mindformers(tmp_path, fmt, spoil, rank):
 def test_ranks_of_different_steps(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     put(path_of(tmp_path / "checkpoint", STEP, 2), shard_file(PLAN, TENSORS, 2, extra=counters(STEP + 1)))
-    with pytest.raises(DamagedFileError, match="rank 2 holds step 16, rank 0 holds step 15"):
+    with pytest.raises(CorruptFileError, match="rank 2 holds step 16, rank 0 holds step 15"):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
 

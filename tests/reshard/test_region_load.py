@@ -7,7 +7,7 @@ import pytest
 from folders import STORAGE, flip_bit, leaves_nothing
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
-from mindresume.errors import DamagedFileError, LoadError
+from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_complete
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import region_load
@@ -168,7 +168,7 @@ def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
 def test_a_flipped_bit_in_a_piece_that_is_read_whole(tmp_path, fmt, workers):
     weights, path = damaged(tmp_path, Plan.parse("tp4"), "layers.0.qkv.weight", 2, fmt)
     regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
-    with pytest.raises(DamagedFileError, match=r"layers.0.qkv.weight of rank 2 is not what was written: checksum \w{32}, "
+    with pytest.raises(CorruptFileError, match=r"layers.0.qkv.weight of rank 2 is not what was written: checksum \w{32}, "
                                                r"recorded \w{32}") as found:
         read_regions(weights, regions, workers)
     assert found.value.path == path and found.value.tensor == "layers.0.qkv.weight"
@@ -186,7 +186,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
     assert found["embedding.weight"].tobytes() == TENSORS["embedding.weight"].tobytes()
     os.remove(weights.paths(1)[0])
     weights.headers.clear()
-    with pytest.raises(DamagedFileError, match="embedding.weight of rank 3 is not what was written"):
+    with pytest.raises(CorruptFileError, match="embedding.weight of rank 3 is not what was written"):
         read_regions(weights, {"embedding.weight": whole((16, 8))})
 
 
@@ -197,7 +197,7 @@ def test_a_file_that_is_cut_short_since(tmp_path):
     read_regions(weights, regions)
     path = tmp_path / candidate.files[1][0].path
     os.truncate(path, path.stat().st_size - 4)
-    with pytest.raises(DamagedFileError, match="the file ends at byte .* cut short since its header was read"):
+    with pytest.raises(CorruptFileError, match="the file ends at byte .* cut short since its header was read"):
         read_regions(weights, regions)
 
 
@@ -244,7 +244,7 @@ def test_many_threads_and_no_file_left_open(roots, workers):
 def test_a_flipped_bit_is_found(tmp_path, monkeypatch, fmt, name, rank, tile):
     monkeypatch.setattr(region_load, "TILE", tile)
     weights, path = damaged(tmp_path, Plan.parse("tp4"), name, rank, fmt)
-    with pytest.raises(DamagedFileError, match=rf"{name} of rank {rank} is not what was written") as found:
+    with pytest.raises(CorruptFileError, match=rf"{name} of rank {rank} is not what was written") as found:
         check_tensors(weights, weights.tensors, 3)
     assert found.value.path == path
     check_tensors(weights, [other for other in weights.tensors if other != name], 3)
@@ -268,7 +268,7 @@ def test_complete_weights_with_recorded_checksums(tmp_path):
     check_tensors(weights, weights.tensors, traffic=traffic)
     assert traffic.verified == 0
     weights.checksum = lambda rank, name: "0" * 32 if name == "norm.weight" else None
-    with pytest.raises(DamagedFileError, match="norm.weight of rank 0 is not what was written"):
+    with pytest.raises(CorruptFileError, match="norm.weight of rank 0 is not what was written"):
         check_tensors(weights, weights.tensors)
 
 

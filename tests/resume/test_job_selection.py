@@ -4,11 +4,11 @@ import shutil
 import pytest
 from folders import RUN, STORAGE, Ranks, flip_bit, path_of, save, write_foreign
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.coordination.visibility import Visibility
-from mindresume.errors import AgreementError, LoadError, MissingCheckpointError
+from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError
 from mindresume.events import (
     WARNING,
     CandidateRefused,
@@ -40,7 +40,7 @@ def complete(group):
 
 
 def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
-    group = group or Solo()
+    group = group or SingleProcess()
     return CheckpointSelector(storage, group, settings or Settings(), emit, complete(group), **options)
 
 
@@ -61,7 +61,7 @@ def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, eve
     flip_bit(path_of(tmp_path, 10, 0))
     found = choose(tmp_path, output_dir=str(tmp_path / "output"), emit=events.append)
     assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
-    assert own_shard(found.choice, Solo()).rank == 0 and own_shard(None, Solo()) is None
+    assert own_shard(found.choice, SingleProcess()).rank == 0 and own_shard(None, SingleProcess()) is None
     assert holds(tmp_path) == [(found.choice.chosen.name,)]
     assert (found.load_attempt.output, found.load_attempt.begun) == (str(tmp_path / "output"), False)
     refused, selected = events
@@ -73,7 +73,7 @@ def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, eve
 
 
 @pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output_dir": "/x", "resume": False}, Settings()),
-                                                ({"output_dir": "/x"}, Settings(poison_limit=0))])
+                                                ({"output_dir": "/x"}, Settings(max_failed_loads=0))])
 def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, request_, settings):
     save(tmp_path, 5, world=1)
     found = choose(tmp_path, settings=settings, **request_)
@@ -138,7 +138,7 @@ def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
 
 
 def taken(root):
-    return select(STORAGE, str(root), Solo(), SelectionPolicy(2, verify=QUICK))
+    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
 
 
 def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
@@ -197,16 +197,16 @@ def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monke
 
 def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, events):
     monkeypatch.setattr(job_selection, "share_of_rank", lambda group: 1 << 20)
-    assert caching_storage(STORAGE, Settings(verify="quick"), Solo()) is STORAGE
-    assert caching_storage(STORAGE, Settings(staging_gib=2**-20), Solo()).budget == 1 << 10
-    storage = caching_storage(STORAGE, Settings(), Solo())
+    assert caching_storage(STORAGE, Settings(verify="quick"), SingleProcess()) is STORAGE
+    assert caching_storage(STORAGE, Settings(staging_gib=2**-20), SingleProcess()).budget == 1 << 10
+    storage = caching_storage(STORAGE, Settings(), SingleProcess())
     assert isinstance(storage, ReadCache) and storage.budget == 1 << 19
     save(tmp_path, 5, world=1)
     choose(tmp_path, storage=storage, emit=events.append).read_lock.release()
     size = path_of(tmp_path, 5, 0).stat().st_size
     assert storage.size == size and storage.budget == 0 and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
     storage.clear()
-    small = caching_storage(STORAGE, Settings(staging_gib=2**-28), Solo())
+    small = caching_storage(STORAGE, Settings(staging_gib=2**-28), SingleProcess())
     choose(tmp_path, storage=small, emit=events.append).read_lock.release()
     assert events[-1] == VerifiedBytesKept(0, size, 4)
 
@@ -245,7 +245,7 @@ def test_all_ranks_look_in_one_place(tmp_path):
 def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_path, monkeypatch):
     """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
     def fail(*_):
-        raise AgreementError("rank 1: OSError: no space left")
+        raise CollectiveError("rank 1: OSError: no space left")
     monkeypatch.setattr(job_selection, "find_shared_groups", fail)
     known = {}
-    assert not job_selection.islands_of(STORAGE, str(tmp_path), Solo(), known, ignore).is_split and known == {}
+    assert not job_selection.islands_of(STORAGE, str(tmp_path), SingleProcess(), known, ignore).is_split and known == {}

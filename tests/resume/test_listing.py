@@ -5,7 +5,7 @@ import pytest
 from folders import STORAGE
 from reshard.plans import MODEL, Plan, foreign, random_tensors
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
@@ -42,7 +42,8 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     next_job(root, folder, plan)
     _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
     assert (seen.state, seen.candidate.absent) == (COMPLETE, lost)
-    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank), strategy_of=strategy_lookup(STORAGE))
+    choice = select(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
+                    strategy_of=strategy_lookup(STORAGE))
     assert choice.chosen == seen.candidate and choice.refused == ()
 
 

@@ -8,7 +8,7 @@ from folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, place_of, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formats.scan import scan
@@ -71,7 +71,7 @@ def last_save(root, step, ranks, iterations=False, mark=True, part=()):
 
 def choose(root, world=WORLD, **options):
     policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
-    return select(STORAGE, str(root), Solo(), policy, **options)
+    return select(STORAGE, str(root), SingleProcess(), policy, **options)
 
 
 def loaded(choice, rank):
@@ -132,7 +132,8 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     with open(tmp_path / file, "rb") as opened:
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
-    choice = select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.absent else [0]))
+    choice = select(STORAGE, str(tmp_path), SingleProcess(),
+                    SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.absent else [0]))
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
 
@@ -234,7 +235,7 @@ def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
     foreign(tmp_path, 7, COVERING, fmt)
     for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
         policy = SelectionPolicy(WORLD, ranks_to_verify=ranks)
-        choice = select(STORAGE, str(tmp_path), Solo(), policy, strategy_of=lambda root, candidate: alien)
+        choice = select(STORAGE, str(tmp_path), SingleProcess(), policy, strategy_of=lambda root, candidate: alien)
         assert choice.chosen.step == 5
         assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
 

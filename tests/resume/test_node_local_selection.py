@@ -5,7 +5,7 @@ import pytest
 from coordination.test_storage_topology import LATER, save_part
 from folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign
 
-from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER
 from mindresume.resume.node_local_selection import select_node_local
 from mindresume.resume.selection_policy import SelectionPolicy
@@ -157,5 +157,5 @@ def test_a_rank_that_fails_reaches_all(tmp_path):
     both(tmp_path, 5)
     shutil.rmtree(tmp_path / "b" / FOLDER)
     (tmp_path / "b" / FOLDER).write_text("no folder")
-    with pytest.raises((AgreementError, NoUsableCheckpointError)):
+    with pytest.raises((CollectiveError, NoUsableCheckpointError)):
         choose(tmp_path)

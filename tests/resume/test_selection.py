@@ -3,9 +3,9 @@ import pytest
 from coordination.test_storage_topology import save_part
 from folders import STORAGE, Ranks, flip_bit, path_of, save
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import AgreementError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import MERGED, Candidate
 from mindresume.model.file_record import FileRecord
 from mindresume.resume import selection
@@ -26,7 +26,7 @@ def consolidated(storage, path):
 
 
 def damaged(storage, path):
-    raise AgreementError("rank 0: part0.safetensors is damaged")
+    raise CollectiveError("rank 0: part0.safetensors is damaged")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def weights(tmp_path):
 
 def test_consolidated_weights_are_selected_by_their_own_function(weights):
     sources = CheckpointSources(select_consolidated=consolidated)
-    choice = select_checkpoint(STORAGE, str(weights), Solo(), SelectionPolicy(1), sources)
+    choice = select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
     assert choice.chosen is WHOLE and choice.consolidated
     found = preview(weights, sources=sources)
     assert found.choice.chosen is WHOLE and (found.error, found.node_local) == ("", None)
@@ -50,15 +50,15 @@ def test_consolidated_weights_are_selected_by_their_own_function(weights):
 
 def test_a_single_file_counts_as_consolidated_weights_only_where_any_layout_is_loaded(weights):
     sources, path = CheckpointSources(select_consolidated=consolidated), str(weights / "part0.safetensors")
-    assert select_checkpoint(STORAGE, path, Solo(), SelectionPolicy(any_layout=True), sources).chosen is WHOLE
+    assert select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(any_layout=True), sources).chosen is WHOLE
     with pytest.raises(MissingCheckpointError):
-        select_checkpoint(STORAGE, path, Solo(), SelectionPolicy(1), sources)
+        select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(1), sources)
 
 
 def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_preview(weights):
     sources = CheckpointSources(select_consolidated=damaged)
-    with pytest.raises(AgreementError):
-        select_checkpoint(STORAGE, str(weights), Solo(), SelectionPolicy(1), sources)
+    with pytest.raises(CollectiveError):
+        select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
     found = preview(weights, sources=sources)
     assert found.error == "part0.safetensors is damaged" and found.choice.chosen is None and not found.choice.fresh
 
@@ -66,7 +66,7 @@ def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_previ
 def test_a_requested_name_is_not_asked_of_consolidated_weights_by_job_and_preview_alike(weights):
     """The command line refused what the job takes."""
     sources, policy = CheckpointSources(select_consolidated=consolidated), SelectionPolicy(requested="x.safetensors")
-    assert select_checkpoint(STORAGE, str(weights), Solo(), policy, sources).chosen is WHOLE
+    assert select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources).chosen is WHOLE
     assert preview(weights, requested="x.safetensors", sources=sources).choice.chosen is WHOLE
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
@@ -20,7 +20,7 @@ WORLD = 4
 
 def choose(root, world=WORLD, named=None, **options):
     """The choice of one process that proves all ranks, as `mindresume which` does."""
-    return select(STORAGE, str(root), Solo(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
 def attempt(root, step, run=RUN):

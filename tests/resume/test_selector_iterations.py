@@ -21,7 +21,7 @@ from iterations import (
     write_rank,
 )
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER
 from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
@@ -32,7 +32,7 @@ NEXT = run_name(2, "0000bbbb")
 
 
 def choose(root, named=None, world=None, **options):
-    return select(STORAGE, str(root), Solo(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
 def told(choice):
@@ -57,7 +57,7 @@ def saved(tmp_path):
 
 def test_what_the_tracker_names(saved):
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and choice.chosen.base == "iteration_00000015"
+    assert taken(choice) == (15, RUN) and choice.chosen.iteration_dir == "iteration_00000015"
     assert (choice.refused, choice.notes, choice.fresh) == ((), (), False)
     assert [proof.details.random for proof in choice.shards] == [{"python": f"of rank {rank}"} for rank in range(2)]
 
@@ -142,7 +142,7 @@ def test_what_all_ranks_have_finished_is_the_newest(saved, manifest):
         track(saved, 10)
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and choice.chosen.committed is manifest and choice.refused == ()
-    assert choice.chosen.base.startswith(FOLDER)
+    assert choice.chosen.iteration_dir.startswith(FOLDER)
 
 
 def test_what_all_ranks_have_finished_waits_behind_a_tracker_that_was_set_back(saved):
@@ -319,7 +319,7 @@ def test_a_named_one_that_is_damaged_is_an_error_and_no_other_is_taken(saved):
 def test_a_folder_that_is_given_directly_whatever_its_name(saved, name):
     os.rename(folder_of(saved, 10), saved / name)
     choice = choose(saved / name)
-    assert taken(choice) == (10, RUN) and choice.chosen.base == name
+    assert taken(choice) == (10, RUN) and choice.chosen.iteration_dir == name
 
 
 @pytest.mark.parametrize("name", ["iteration_00000010", "best"])
@@ -355,7 +355,7 @@ def test_both_formats_in_one_root(tmp_path):
     assert taken(choose(tmp_path)) == (15, NEXT)
     folders.save(tmp_path, 12, world=2, run=run_name(3, "0000cccc"))
     choice = choose(tmp_path)
-    assert (choice.chosen.step, choice.chosen.base) == (12, "")
+    assert (choice.chosen.step, choice.chosen.iteration_dir) == (12, "")
 
 
 def test_where_all_of_one_format_are_damaged_the_other_is_taken(tmp_path):

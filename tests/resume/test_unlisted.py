@@ -9,11 +9,11 @@ from folders import RUN, path_of, save, write_foreign, write_rank
 from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.common_checkpoint import committed
 from mindresume.coordination.lease import holder_of_this_process, known_lease_holders
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.errors import AgreementError, NoUsableCheckpointError
+from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.iteration_scan import intent_name
 from mindresume.formats.scan import scan
@@ -57,7 +57,7 @@ class Closed(PosixStorage):
 
 
 def choose(storage, root, world=2):
-    return select(storage, str(root), Solo(), SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
+    return select(storage, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
                   strategy_of=strategy_lookup(storage))
 
 
@@ -121,7 +121,7 @@ def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
 def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path, fill, code):
     fill(tmp_path / "checkpoint")
-    with pytest.raises((OSError, AgreementError), match=os.strerror(code)):
+    with pytest.raises((OSError, CollectiveError), match=os.strerror(code)):
         choose(Closed(tmp_path / "checkpoint", code), tmp_path / "checkpoint")
 
 
@@ -187,7 +187,7 @@ def test_a_closed_folder_beside_the_checkpoints(tmp_path):
 
 def test_a_closed_folder_and_nothing_else_is_no_place_to_begin(tmp_path):
     (tmp_path / "private" / "checkpoint").mkdir(parents=True)
-    with pytest.raises((OSError, AgreementError, NoUsableCheckpointError), match=os.strerror(errno.EACCES)):
+    with pytest.raises((OSError, CollectiveError, NoUsableCheckpointError), match=os.strerror(errno.EACCES)):
         choose(Closed(tmp_path / "private"), tmp_path)
 
 

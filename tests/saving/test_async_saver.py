@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_rank
 
-from mindresume.coordination.collectives import Solo
-from mindresume.errors import FolderInUseError
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
@@ -65,7 +65,7 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, kind, fmt):
                 assert read_tensor(file, header.tensors[name]).tobytes() == array.tobytes(), name
     assert saver.finish(PATIENCE) == []
     assert steps(tmp_path) == [10, 5]
-    assert select(STORAGE, str(tmp_path), Solo(), SelectionPolicy(1)).chosen.step == 10
+    assert select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step == 10
 
 
 def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
@@ -210,7 +210,7 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "died (exit status -9)" in str(outcome.error)
-    assert select(STORAGE, str(tmp_path / "checkpoint"), Solo(), SelectionPolicy(1)).chosen.step == 1
+    assert select(STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)).chosen.step == 1
     (tmp_path / "go").touch()
     saver.save(Save(shard(10)))
     assert saver.finish(PATIENCE)[0].saved
@@ -388,9 +388,9 @@ def test_a_folder_that_another_job_has_taken_over_stops_the_training(kind):
     def work(job):
         job.write(5, 0, run_name(2, "0000bbbb"))
         job.saver.save(Save(shard(10)))
-        with pytest.raises(FolderInUseError, match="0002-0000bbbb"):
+        with pytest.raises(LeaseHeldError, match="0002-0000bbbb"):
             job.saver.wait(PATIENCE)
-        with pytest.raises(FolderInUseError):
+        with pytest.raises(LeaseHeldError):
             job.saver.poll()
     simulated(work, kind)
 

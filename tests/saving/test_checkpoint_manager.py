@@ -7,8 +7,8 @@ import pytest
 from folders import PER_EPOCH, STORAGE, Ranks, state_of, tensors_of
 
 from mindresume.coordination import collectives
-from mindresume.coordination.collectives import Solo
-from mindresume.errors import FolderInUseError, RemoteError, SaveError
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import LeaseHeldError, RemoteError, SaveError
 from mindresume.events import (
     PreemptionRequested,
     RunOpened,
@@ -74,7 +74,7 @@ class Job:
         self.step, self.collected, self.told, self.events, self.reason = 0, [], [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
         self.manager = CheckpointManager(
-            STORAGE, group or Solo(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
+            STORAGE, group or SingleProcess(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
         self.manager.open(leases=leases)
         self.manager.begin(0)
         JOBS.append(self)
@@ -164,7 +164,7 @@ def test_an_earlier_training_of_this_process_gives_the_folder_back_and_one_elsew
     second = Job(tmp_path, leases=memory)
     assert [one.manager.place.run[:4] for one in (first, second)] == ["0001", "0002"]
     assert memory == {str(tmp_path): second.manager.session.lease}
-    with pytest.raises(FolderInUseError, match="0002"):
+    with pytest.raises(LeaseHeldError, match="0002"):
         first.steps(5)
 
 
@@ -423,7 +423,7 @@ class Uploads:
         return self.work()
 
 
-@pytest.mark.parametrize("error", [FolderInUseError("taken over"), SaveError("no room"), ValueError("a defect")])
+@pytest.mark.parametrize("error", [LeaseHeldError("taken over"), SaveError("no room"), ValueError("a defect")])
 def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, error):
     job = Job(tmp_path).steps(5)
     uploads = job.manager._uploader = Uploads(lambda: [RemoteError("no such bucket")])

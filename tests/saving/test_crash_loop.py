@@ -7,7 +7,7 @@ import socket
 import pytest
 from folders import STORAGE, Ranks, save
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LoadError
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy
@@ -22,7 +22,7 @@ NAN = RuntimeError("loss is nan")
 
 
 def choose(root, limit=2, named=None):
-    return select(STORAGE, str(root), Solo(), SelectionPolicy(1, named, max_failed_loads=limit))
+    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit))
 
 
 class Job:
@@ -68,7 +68,7 @@ def test_two_deaths_and_the_older_one_is_tried(root):
     assert found.chosen.step == 10
     assert [str(refusal) for refusal in found.refused] == [
         "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was done, the last one: without a "
-        "word (mindresume.poison_limit: 2); name it to take it all the same"]
+        "word (mindresume.max_failed_loads: 2); name it to take it all the same"]
 
 
 def test_the_job_before_is_told_of(root):

@@ -27,11 +27,11 @@ from iterations import (
     write_rank,
 )
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
-from mindresume.errors import FolderInUseError, RecordError
+from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, read_common
 from mindresume.formats.metadata import read_metadata
@@ -67,7 +67,7 @@ def adopting(root, run=NEXT, emit=ignore):
 
 
 def chosen(root):
-    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen and (choice.chosen.step, choice.chosen.run)
 
 
@@ -739,7 +739,7 @@ def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path)
     save(tmp_path, 20, run=NEXT)
     lease.release()
     assert hidden(tmp_path) == [f"ended-{NEXT}.json"]
-    with pytest.raises(FolderInUseError, match=NEXT):
+    with pytest.raises(LeaseHeldError, match=NEXT):
         write_rank(tmp_path, 30, 0)
     assert hidden(tmp_path) == [f"ended-{NEXT}.json"] and chosen(tmp_path) == (20, NEXT)
 
@@ -748,7 +748,7 @@ def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
     write_all(tmp_path, 10)
     claimed(tmp_path, NEXT).release()
     committer = Committer(place_of(tmp_path))
-    with pytest.raises(FolderInUseError):
+    with pytest.raises(LeaseHeldError):
         committer.saved(10)
     assert listing(tmp_path) == []
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import WARNING, ignore
 from mindresume.formats import rank_folders, records
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, label, meta_json
@@ -243,5 +243,5 @@ def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_sid
         disk.put(f"{ROOT}/{folder_name(rank)}/{name_of(5, rank)}", data)
         disk.put(f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode())
     disk.done.clear()
-    assert select(disk, ROOT, Solo(), SelectionPolicy(64)).chosen.step == 5
+    assert select(disk, ROOT, SingleProcess(), SelectionPolicy(64)).chosen.step == 5
     assert sum(disk.done.values()) - sum(together) < 40 and sum(together) > 64 * 3

@@ -14,11 +14,11 @@ import pytest
 from fakes import moxing
 from folders import STORAGE, Ranks, simulated
 
-from mindresume.coordination.collectives import Solo
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process, next_run
 from mindresume.coordination.lease_acquisition import acquire, check_no_live_job
 from mindresume.coordination.read_locks import ReadLocks
-from mindresume.errors import AgreementError, NoUsableCheckpointError, RemoteError
+from mindresume.errors import CollectiveError, NoUsableCheckpointError, RemoteError
 from mindresume.events import (
     WARNING,
     CandidateRefused,
@@ -58,14 +58,14 @@ class World:
     """An object store, and jobs of two ranks on disks that come and go. Time passes when somebody sleeps."""
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
-        self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
+        self.iteration_dir, self.fmt, self.size, self.now = base, fmt, size, 0.0
         self.events = []                                    # of all ranks
         self.disk, self.others = base / "disk", []
         self.remote = RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
 
     def empty_disk(self) -> None:
         shutil.rmtree(self.disk, ignore_errors=True)
-        self.disk = self.base / "disk2" if self.disk.name == "disk" else self.base / "disk"
+        self.disk = self.iteration_dir / "disk2" if self.disk.name == "disk" else self.iteration_dir / "disk"
 
     def place(self, rank=0, run=RUN):
         make = FORMATS[self.fmt].place_of
@@ -113,7 +113,7 @@ class World:
         return [int(name[5:15]) for name in self.remote.scan().committed()]
 
     def restore(self, group=None, converts=None, named=None, **judged):
-        group = group or Solo()
+        group = group or SingleProcess()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
@@ -205,7 +205,7 @@ def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
     assert choice.chosen.step == 10 and choice.chosen.committed and choice.complete
     name = attempt_name(10, RUN)
     if world.fmt == "2.0":
-        assert iterations.tracker(world.disk) == "10" and choice.chosen.base == "iteration_00000010"
+        assert iterations.tracker(world.disk) == "10" and choice.chosen.iteration_dir == "iteration_00000010"
         assert content(world.disk) == {path: data for path, data in before.items() if path.startswith("iteration_00000010/")}
     else:
         mine = [file.path for file in choice.chosen.every_file]
@@ -217,7 +217,7 @@ def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
     world.upload(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
-    choice = select(STORAGE, str(copied), Solo(), SelectionPolicy(2, ranks_to_verify=every_rank))
+    choice = select(STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank))
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
@@ -316,7 +316,7 @@ def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path,
     unfinished_afresh(world, [1])
     with monkeypatch.context() as dying:
         dying.setattr(garbage_collector, "empty_trash", lambda *args: 1 / 0)
-        with pytest.raises(AgreementError, match="division by zero"):
+        with pytest.raises(CollectiveError, match="division by zero"):
             world.restore_all()
     restored_without_it(world)
 
@@ -330,7 +330,7 @@ def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
     times = iter(range(0, 10_000, 60))
     monkeypatch.setattr(remote_fetch, "check_no_live_job",
                         partial(check_no_live_job, clock=lambda: next(times), sleep=lambda seconds: None))
-    with pytest.raises(AgreementError, match="run 0002-0000bbbb on host"):
+    with pytest.raises(CollectiveError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before
     lease.release()
@@ -438,7 +438,7 @@ def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypa
     world.upload(5)
     world.empty_disk()
     with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
-        RemoteFetch(STORAGE, world.remote, str(world.disk), Solo()).select(lambda: Choice(None, (), (), True))
+        RemoteFetch(STORAGE, world.remote, str(world.disk), SingleProcess()).select(lambda: Choice(None, (), (), True))
 
 
 def test_another_number_of_ranks(world):
@@ -470,9 +470,9 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
         one.enqueue(10)
     world.first.work()
     world.empty_disk()
-    found = RemoteFetch(STORAGE, world.remote, str(world.disk), Solo(), emit=world.events.append)
+    found = RemoteFetch(STORAGE, world.remote, str(world.disk), SingleProcess(), emit=world.events.append)
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
-    choice = found.select(lambda: select(STORAGE, str(world.disk), Solo(), policy))
+    choice = found.select(lambda: select(STORAGE, str(world.disk), SingleProcess(), policy))
     assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
@@ -987,12 +987,12 @@ def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_pat
             world.empty_disk()
             strike(monkeypatch, at)
             try:
-                world.restore(Solo(), converts=True)
+                world.restore(SingleProcess(), converts=True)
                 over = True
             except Died:
                 pass
             monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-            alone = select(STORAGE, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+            alone = select(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
             assert alone.chosen is None and alone.fresh or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
         assert at > 10
@@ -1010,12 +1010,12 @@ def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
         machine = Machine(STORAGE, Turns(1, random.Random(0)), Fault("kill all", at), random.Random(0))
         view = machine.view(0)
         try:
-            RemoteFetch(view, world.remote, str(world.disk), Solo()).select(
-                lambda view=view: select(view, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank)))
+            RemoteFetch(view, world.remote, str(world.disk), SingleProcess()).select(
+                lambda view=view: select(view, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)))
             break
         except Killed:
             pass
-        alone = select(STORAGE, str(world.disk), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+        alone = select(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
         seen.fresh += alone.chosen is None
         seen.taken += alone.chosen is not None
         assert alone.fresh if alone.chosen is None else alone.chosen.step == 10

@@ -9,8 +9,8 @@ import pytest
 from folders import RUN, STORAGE, path_of, save
 from iterations import hidden, listing
 
-from mindresume.coordination.collectives import Solo
-from mindresume.errors import NoRoomError, SaveError
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import OutOfSpaceError, SaveError
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
@@ -53,7 +53,7 @@ def save_all(made, root, *steps):
 
 
 def chosen(root):
-    choice = select(STORAGE, str(root), Solo(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen and choice.chosen.step
 
 
@@ -172,7 +172,7 @@ def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(tmp_path, mad
 @BOTH
 def test_without_a_name_the_files_go(tmp_path, made):
     """A disk that the weights just filled has its room back."""
-    with pytest.raises(NoRoomError, match="step 10 was not saved on rank 1: No space left"):
+    with pytest.raises(OutOfSpaceError, match="step 10 was not saved on rank 1: No space left"):
         write(made, tmp_path, 10, 1, OnRecord("write", errno.ENOSPC, effect=False))
     assert files(tmp_path) == []
     assert [c.maybe_completed for c in scan(STORAGE, str(tmp_path)).candidates] == [False]
@@ -183,7 +183,7 @@ def test_without_a_name_the_files_go(tmp_path, made):
 
 @BOTH
 def test_no_room_for_the_name_of_the_record(tmp_path, made):
-    with pytest.raises(NoRoomError, match="may not be saved"):
+    with pytest.raises(OutOfSpaceError, match="may not be saved"):
         write(made, tmp_path, 10, 1, OnRecord("rename", errno.ENOSPC, effect=False))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
 
-from mindresume.errors import FolderInUseError, NoRoomError, SaveError
+from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
 from mindresume.model.manifest import record_name, run_name
 from mindresume.saving.committer import Committer
@@ -51,7 +51,7 @@ def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
     good, bad = saver.poll()
     assert good.saved and not bad.saved and "exists already" in str(bad.error)
     write_shard(place_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), shard(6, suffix=1))
-    with pytest.raises(FolderInUseError):
+    with pytest.raises(LeaseHeldError):
         saver.save(Save(shard(7)))
 
 
@@ -126,7 +126,7 @@ def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_pa
         assert saver.poll()[0].saved
     saver.save(Save(shard(25)))
     (outcome,) = saver.poll()
-    assert isinstance(outcome.error, NoRoomError) and "keep_checkpoint_max" in str(outcome.error)
+    assert isinstance(outcome.error, OutOfSpaceError) and "keep_checkpoint_max" in str(outcome.error)
     assert events[-1] == CheckpointsRemoved((5, 10, 15), str(root), is_incomplete=True)
     saver.save(Save(shard(30)))
     write_rank(root, 30, 1, 2)
@@ -138,5 +138,5 @@ def test_quota_is_no_room(tmp_path):
         def write(self, path, pieces, size=0):
             raise OSError(errno.EDQUOT, "Disk quota exceeded", path)
     place = place_of(tmp_path, 0, 1)
-    with pytest.raises(NoRoomError, match="Disk quota exceeded"):
+    with pytest.raises(OutOfSpaceError, match="Disk quota exceeded"):
         write_shard(SaveTarget(Exhausted(), place.root, place.run, 0, 1), shard(5))

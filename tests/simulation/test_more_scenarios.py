@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mindresume.coordination import lease, lease_acquisition
-from mindresume.errors import FolderInUseError, UnusableError
+from mindresume.errors import LeaseHeldError, UnusableCheckpointError
 from mindresume.events import SaveNotStaged
 from mindresume.reshard import open_checkpoint
 from mindresume.resume import remote_fetch, selector
@@ -219,7 +219,7 @@ def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
 def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
     def watch(storage, root, me, *_, **__):
         if any(other.run != me.run for other in lease.leases(storage, root)):
-            raise FolderInUseError("somebody")
+            raise LeaseHeldError("somebody")
         return []
     monkeypatch.setattr(lease_acquisition, "_watch", watch)
     assert "stuck" in found("snapshot", 10)
@@ -259,7 +259,7 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
     def afresh(self, pick):
         try:
             return select_(self, pick)
-        except UnusableError:
+        except UnusableCheckpointError:
             return Choice(None, (), (), True)
     monkeypatch.setattr(RemoteFetch, "select", afresh)
     assert kinds() == {"wrong"}

@@ -137,7 +137,7 @@ MUTANTS = [
         ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=53, within=25,
         draws=each("EIO after", then=3, tick=0.05)),
     mutant("what was committed meanwhile is reported as failed", [
-        Edit(shard_writer, "_settled", "found = _recorded(place, step, place.bases(step))", "found = None"),
+        Edit(shard_writer, "_settled", "found = _recorded(place, step, place.data_dirs(step))", "found = None"),
         Edit(shard_writer, "_settled", "may not be saved", "was not saved")],
         ("save", "iteration", ""), TOLD, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes what is of another training", [
@@ -163,7 +163,8 @@ MUTANTS = [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {newest_healthy}:")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
     mutant("nodes that share no disk upload what each has", [
-        Edit(checkpoint_manager.CheckpointManager, "_start_uploader", "only_scheduled=apart and self.settings.leave_check > 0",
+        Edit(checkpoint_manager.CheckpointManager, "_start_uploader",
+             "only_scheduled=apart and self.settings.preemption_check_interval > 0",
              "only_scheduled=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("a manifest in the bucket that cannot be read ends the start", [
@@ -180,7 +181,7 @@ MUTANTS = [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
              "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), UNTIDY),
     mutant("a late tracker counts as set back while a later save has no name", [
-        Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.base) is not None)", "")],
+        Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
         draws=each("EIO", later=(27, "power"))),
     mutant("memory that was given back is mapped anew", [

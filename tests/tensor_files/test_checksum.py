@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.model.file_record import FORMATS
 from mindresume.tensor_files import CHUNK, TensorEntry, checksum, ckpt, encode, read_header
 from mindresume.tensor_files.checksum import (
@@ -73,9 +73,9 @@ def test_absent_tensors_are_damaged_and_unexpected_ones_are_not():
 
 def test_a_file_cut_short_is_an_error_not_a_checksum():
     data, sums = written("safetensors")
-    with pytest.raises(DamagedFileError, match="cut short"):
+    with pytest.raises(CorruptFileError, match="cut short"):
         damaged_tensors(io.BytesIO(data[:-1]), "x.safetensors", sums.tensors)
-    with pytest.raises(DamagedFileError, match="ends 3 bytes before the end of a tensor"):
+    with pytest.raises(CorruptFileError, match="ends 3 bytes before the end of a tensor"):
         tensor_checksum(io.BytesIO(bytes(9)), TensorEntry("uint8", (4,), ((8, 4),)))
 
 

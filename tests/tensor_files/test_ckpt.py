@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import ckpt, encode, encoded_size, read_header, read_scalar, read_tensor
 from mindresume.tensor_files.protobuf import encode_varint
 
@@ -216,6 +216,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data, says", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_files(data, says):
-    with pytest.raises(DamagedFileError, match=says) as error:
+    with pytest.raises(CorruptFileError, match=says) as error:
         read_all(data)
     assert len(str(error.value)) < 500

@@ -7,7 +7,7 @@ import pytest
 import safetensors
 from safetensors.numpy import load, save
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import encode, read_header, read_tensor
 
 RANDOM = np.random.default_rng(0)
@@ -145,7 +145,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data, says", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_files(data, says):
-    with pytest.raises(DamagedFileError, match=says) as error:
+    with pytest.raises(CorruptFileError, match=says) as error:
         read_header(io.BytesIO(data), "x.safetensors")
     assert len(str(error.value)) < 500
 
@@ -163,5 +163,5 @@ def test_a_file_cut_at_a_tensor_boundary_is_refused_with_both_sizes():
     for entry in read_header(io.BytesIO(data), "x.safetensors").tensors.values():
         cut = entry.ranges[0][0]
         if cut < len(data):
-            with pytest.raises(DamagedFileError, match=f"a file of {len(data)} bytes, found {cut}: cut short"):
+            with pytest.raises(CorruptFileError, match=f"a file of {len(data)} bytes, found {cut}: cut short"):
                 read_header(io.BytesIO(data[:cut]), "x.safetensors")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindresume.errors import DamagedFileError
+from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import (
     CHUNK,
     FORMATS,
@@ -126,7 +126,7 @@ def test_scalars(fmt):
     values = [read_scalar(file, header, name) for name in ("zero_d", "one_d", "half", "absent")]
     assert values == [7, 65536.0, 1.5, None] and [type(value) for value in values[:3]] == [int, float, float]
     for name in ("two", "none"):
-        with pytest.raises(DamagedFileError, match=f"{name} should be one number, found shape"):
+        with pytest.raises(CorruptFileError, match=f"{name} should be one number, found shape"):
             read_scalar(file, header, name)
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_shrank_after_its_header_was_read_is_damaged(tmp_path):
     path = tmp_path / "short.safetensors"
     path.write_bytes(bytes(15))
     says = "short.safetensors: the file ends at byte 15"
-    with open(path, "rb") as file, pytest.raises(DamagedFileError, match=says) as error:
+    with open(path, "rb") as file, pytest.raises(CorruptFileError, match=says) as error:
         read_tensor(file, TensorEntry("uint8", (8,), ((8, 8),)))
     assert error.value.path == str(path)
 
@@ -147,7 +147,7 @@ def test_cut_at_any_byte(fmt):
     for size in range(len(data)):
         try:
             header, found = read_all(data[:size], fmt)
-        except DamagedFileError as error:
+        except CorruptFileError as error:
             assert error.path == f"x.{fmt}"
         else:
             read[size] = header.metadata, described(found)
@@ -160,7 +160,7 @@ def test_cut_at_any_byte(fmt):
 def test_appended_bytes_are_refused(fmt):
     data = content(fmt, TENSORS, {"run": "1"})
     for more in (b"\0", data, b"crc_num" + bytes(9), b"\x0a\x00"):
-        with pytest.raises(DamagedFileError):
+        with pytest.raises(CorruptFileError):
             read_all(data + more, fmt)
 
 
@@ -172,7 +172,7 @@ def test_altered_bytes_raise_nothing_but_damaged_file_error(fmt, data):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
         header, found = read_all(bytes(raw), fmt)
-    except DamagedFileError:
+    except CorruptFileError:
         return
     # a name, a byte of content or a dtype of the same size may differ; but the tensors lie apart, within the file
     ends = sorted((start, start + count) for entry in header.tensors.values() for start, count in entry.ranges)
@@ -187,5 +187,5 @@ def test_random_bytes_raise_nothing_but_damaged_file_error(fmt, data):
     for raw in (data, len(data).to_bytes(8, "little") + data, b"\x0a" + bytes([len(data)]) + data):
         try:
             read_all(raw, fmt)
-        except DamagedFileError as error:
+        except CorruptFileError as error:
             assert str(error).startswith(f"x.{fmt}: ")
