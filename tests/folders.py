@@ -52,15 +52,15 @@ def name_of(rank: int, step: int, suffix: int = 0, fmt: str = "safetensors") -> 
     return FileName("net", rank, suffix, state.epoch, state.step_in_epoch, fmt)
 
 
-def place_of(root: Path, rank: int, world: int, run: str = RUN, part: tuple[int, ...] = ()) -> SaveTarget:
-    return SaveTarget(STORAGE, str(root), run, rank, world, part=part)
+def place_of(root: Path, rank: int, world: int, run: str = RUN, local_ranks: tuple[int, ...] = ()) -> SaveTarget:
+    return SaveTarget(STORAGE, str(root), run, rank, world, local_ranks=local_ranks)
 
 
 def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt: str = "safetensors", suffix: int = 0,
-               replicas: int = 2, at: float = 1000.0, part: tuple[int, ...] = ()) -> None:
+               replicas: int = 2, at: float = 1000.0, local_ranks: tuple[int, ...] = ()) -> None:
     shard = rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
                   random={"python": f"of rank {rank}"}, metadata={"format": "ms", "remove_redundancy": "False"})
-    write_shard(place_of(root, rank, world, run, part), shard, clock=lambda: at + step)
+    write_shard(place_of(root, rank, world, run, local_ranks), shard, clock=lambda: at + step)
 
 
 def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,

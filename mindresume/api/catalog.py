@@ -321,7 +321,8 @@ def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> Checkp
         state = INCOMPLETE
     else:
         state = DAMAGED if bad else UNVERIFIABLE if candidate.origin == MINDFORMERS else VERIFIED
-    return CheckpointVerification(candidate.step, candidate.run, candidate.origin, state, candidate.world_size, candidate.absent,
-                                  candidate.part, tuple(problem_of(root, refusal) for refusal in bad),
+    return CheckpointVerification(candidate.step, candidate.run, candidate.origin, state, candidate.world_size,
+                                  candidate.missing_ranks,
+                                  candidate.local_ranks, tuple(problem_of(root, refusal) for refusal in bad),
                                   tuple(filter(None, [absent_text(candidate)])))
 

@@ -21,7 +21,7 @@ from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.replica_check import check_replicas
-from mindresume.reshard.scalar_state import with_counters
+from mindresume.reshard.scalar_tensors import with_counters
 from mindresume.storage.filesystem import PosixStorage
 
 __all__ = ["DTYPE", "ONLY_A", "ONLY_B", "SHAPE", "VALUES", "ComparedCheckpoint", "Comparison", "TensorDifference", "TensorForm",

@@ -123,7 +123,7 @@ def info_of(storage: Storage, root: str, seen: CheckpointStatus) -> CheckpointIn
     return CheckpointInfo(
         found.step, found.epoch, seen.state, problem_of(root, seen.problem) if seen.problem else None, seen.remarks, found.format,
         found.iteration_dir or None, found.origin, found.run, found.committed, found.world_size,
-        found.absent, found.part, found.saved_at,
+        found.missing_ranks, found.local_ranks, found.saved_at,
         size_of(storage, root, found), tuple(os.path.join(root, file.path) for file in found.every_file))
 
 

@@ -195,7 +195,7 @@ def _left(world: World, storage: Storage, step: int) -> list[str]:
     attempted = [name for name in storage.list(os.path.join(world.root, FOLDER)) if f"{PREFIX}{READER:04}-" not in name]
     if world.format == ITERATION:
         base = iteration_name(step)
-        known |= {file.path for candidate in candidates for file in candidate.small}
+        known |= {file.path for candidate in candidates for file in candidate.metadata_files}
         left = [f"{FOLDER}/{name}" for name in attempted if name != f"ended-{RUNS[-1]}.json"]     # tells the number of the run
         left += [name for name in storage.list(world.root) if name not in (FOLDER, TRACKER, base)]
         left += [f"{base}/{name}" for name in storage.list(os.path.join(world.root, base))

@@ -52,10 +52,10 @@ class Candidate:
         maybe_completed: False only if the save provably never completed; a fresh start loses nothing then.
         problem: what the scan already found wrong.
         iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
-        small: the metadata files that the manifest names beside the weights.
+        metadata_files: the metadata files that the manifest names beside the weights.
         deduplicated: by the records, some rank wrote only its share of what several ranks hold.
-        absent: ranks without files, lost before the last save; the other ranks provably hold all that they held.
-        part: where nodes share no disk, the ranks of the node whose files these are; else empty.
+        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all that they held.
+        local_ranks: where nodes share no disk, the ranks of the node whose files these are; else empty.
         manifest_problem: why the manifest cannot be used; the records, which are the commit, decide then.
         unseen: why it cannot be listed; ``problem`` says so too. Its content is unknown, so it is never removed, and no fresh
             start happens beside it.
@@ -77,10 +77,10 @@ class Candidate:
     epoch: int | None = None
     records: tuple[str, ...] = ()
     iteration_dir: str = ""
-    small: tuple[FileRecord, ...] = ()
+    metadata_files: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
-    absent: tuple[int, ...] = ()
-    part: tuple[int, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
     manifest_problem: str = ""
     unseen: str = ""
     lineage: str = ""
@@ -144,7 +144,9 @@ class Scan:
 
 def absent_text(candidate: Candidate) -> str:
     """Says which ranks wrote nothing in the last save of a dying job, and why the rest suffices; empty if all wrote."""
-    return f"rank {listed(candidate.absent)} wrote nothing, the others hold all that was there" if candidate.absent else ""
+    if not candidate.missing_ranks:
+        return ""
+    return f"rank {listed(candidate.missing_ranks)} wrote nothing, the others hold all that was there"
 
 
 def steps_text(candidates: Iterable[Candidate]) -> str:

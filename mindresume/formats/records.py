@@ -113,7 +113,8 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                     manifest = Manifest.read(file)
                 if (manifest.run, manifest.step) != (attempt.run, attempt.step):
                     raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
-                if not (manifest.part and {record_name(rank) for rank in range(manifest.world_size)}.issubset(attempt.content)):
+                if not (manifest.local_ranks and {record_name(rank)
+                                                  for rank in range(manifest.world_size)}.issubset(attempt.content)):
                     candidate = _from_manifest(manifest, path, attempt.content)     # else the parts of all nodes lie together
             except (RecordError, OSError) as error:
                 damage = str(error)
@@ -136,11 +137,11 @@ def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
         return candidate
     candidate = replace(candidate, iteration_dir=attempt.iteration_dir, files={
         rank: tuple(file.below(attempt.iteration_dir) for file in files) for rank, files in candidate.files.items()},
-                        small=tuple(file.below(attempt.iteration_dir) for file in candidate.small))
+                        metadata_files=tuple(file.below(attempt.iteration_dir) for file in candidate.metadata_files))
     if attempt.iteration_dir.startswith(FOLDER + "/"):
         return candidate                                        # in the making
     candidate = replace(candidate, maybe_completed=True)        # it was renamed after its commit
-    if not candidate.committed and not candidate.absent and MANIFEST not in attempt.content:
+    if not candidate.committed and not candidate.missing_ranks and MANIFEST not in attempt.content:
         candidate = replace(candidate, manifest_problem="it is missing")
     number = parse_iteration(attempt.iteration_dir)
     if number not in (None, attempt.step):
@@ -157,8 +158,8 @@ def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None =
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
         manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
         committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records,
-        iteration_dir=iteration_dir,        small=manifest.small, deduplicated=manifest.deduplicated, part=manifest.part,
-        lineage=manifest.lineage)
+        iteration_dir=iteration_dir, metadata_files=manifest.metadata_files, deduplicated=manifest.deduplicated,
+        local_ranks=manifest.local_ranks, lineage=manifest.lineage)
 
 
 def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
@@ -214,14 +215,14 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
                      deduplicated=any(record.deduplicated for record in records.values()),
-                     absent=tuple(missing) if complete else (), part=part if complete else (),
+                     missing_ranks=tuple(missing) if complete else (), local_ranks=part if complete else (),
                      lineage=first.lineage if first else "")
 
 
 def _part(records: Collection[Record], world: int) -> tuple[int, ...]:
     """Where nodes share no disk, the ranks whose records belong into one folder, by those of them that are there: of one node, or
     of several whose folders were brought together. Empty: all."""
-    parts = {record.part for record in records}
+    parts = {record.local_ranks for record in records}
     found = tuple(sorted(set().union(*parts)))
     return found if () not in parts and len(found) < world else ()
 
@@ -241,7 +242,7 @@ def _heads(storage: Storage, path: str, ranks: list[int], every: bool
         found = read(rank)
         yield rank, found
         if not isinstance(found, Exception):
-            if not every and len(ranks) < (len(found[0].part) or found[0].world_size):
+            if not every and len(ranks) < (len(found[0].local_ranks) or found[0].world_size):
                 return
             break
     rest = list(left)

@@ -117,7 +117,7 @@ class Record:
     files: tuple[FileRecord, ...]
     deduplicated: bool = False
     lineage: str = ""
-    part: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
 
     @property
     def step(self) -> int:
@@ -127,7 +127,8 @@ class Record:
         tail = codec.dump_line(details.to_json(), codec.DETAILS_LIMIT)
         head = {"version": codec.VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
                 "state": self.state.to_json(), "saved_at": self.saved_at, "files": [file.to_json() for file in self.files],
-                "deduplicated": self.deduplicated, **codec.set_fields(lineage=self.lineage, part=codec.rank_ranges(self.part)),
+                "deduplicated": self.deduplicated, **codec.set_fields(lineage=self.lineage,
+                    part=codec.rank_ranges(self.local_ranks)),
                 "details": xxhash.xxh3_128_hexdigest(tail)}
         return codec.seal(head) + tail + b"\n"
 
@@ -174,9 +175,9 @@ class Manifest:
     saved_at: float
     files: tuple[tuple[FileRecord, ...], ...]
     records: tuple[str, ...]
-    small: tuple[FileRecord, ...] = ()
+    metadata_files: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
-    part: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
     world: int = 0
     lineage: str = ""
 
@@ -198,7 +199,7 @@ class Manifest:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that ``files`` and ``records`` belong to, in order."""
-        return self.part or range(len(self.files))
+        return self.local_ranks or range(len(self.files))
 
     @property
     def step(self) -> int:
@@ -208,8 +209,8 @@ class Manifest:
         return codec.seal({"version": codec.VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
                      "state": self.state.to_json(), "saved_at": self.saved_at,
                      "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
-                     "small": [file.to_json() for file in self.small], "deduplicated": self.deduplicated,
-                     **codec.set_fields(lineage=self.lineage, part=list(self.part))}, codec.MANIFEST_LIMIT)
+                     "small": [file.to_json() for file in self.metadata_files], "deduplicated": self.deduplicated,
+                     **codec.set_fields(lineage=self.lineage, part=list(self.local_ranks))}, codec.MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:

@@ -24,7 +24,7 @@ from mindresume.model.manifest import attempt_name, run_name
 from mindresume.reshard.direct_engine import TargetFile
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.output_plan import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
-from mindresume.reshard.scalar_state import with_counters
+from mindresume.reshard.scalar_tensors import with_counters
 
 
 @dataclass(frozen=True)

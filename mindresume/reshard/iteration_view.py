@@ -90,7 +90,7 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
         return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
     if candidate.world_size == 1:
         return {}
-    written = next((file for file in candidate.small if os.path.basename(file.path) == METADATA), None)
+    written = next((file for file in candidate.metadata_files if os.path.basename(file.path) == METADATA), None)
     if candidate.deduplicated and written is not None:
         with suppress(CorruptFileError):                        # the records decide then
             data = metadata_bytes(storage, folder)

@@ -56,7 +56,7 @@ def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) ->
 def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
     """Returns (what is wrong, file) of each metadata file whose checksum is not that of the manifest."""
     found = []
-    for file in candidate.small:
+    for file in candidate.metadata_files:
         try:
             with storage.open(os.path.join(root, file.path)) as opened:
                 checksum, size = file_checksum(opened)

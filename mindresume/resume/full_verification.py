@@ -57,7 +57,7 @@ def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointS
 
 def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:
     """Returns what is damaged or missing of one step; an empty list if all is as it was written."""
-    candidate, problem = row.candidate, None if row.candidate.part else row.problem     # partial on purpose
+    candidate, problem = row.candidate, None if row.candidate.local_ranks else row.problem     # partial on purpose
     layouts = IterationMetadata(storage, root, candidate)
     proofs = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, layouts=layouts)
                                            for rank in candidate.files]

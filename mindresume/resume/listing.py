@@ -26,7 +26,8 @@ class CheckpointStatus:
     def state(self) -> str:
         """COMPLETE; INCOMPLETE: the save never completed, so nothing is lost with it; UNUSABLE; or NODE_LOCAL: where nodes share
         no storage, the files of this node are there."""
-        if self.candidate.part and self.candidate.problem is None and self.problem is not None and self.problem.file is None:
+        candidate, problem = self.candidate, self.problem
+        if candidate.local_ranks and candidate.problem is None and problem is not None and problem.file is None:
             return NODE_LOCAL
         return COMPLETE if self.problem is None else UNUSABLE if self.candidate.maybe_completed else INCOMPLETE
 

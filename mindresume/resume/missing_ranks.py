@@ -61,7 +61,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
     except (CorruptFileError, StrategyError) as error:
         lost = str(error)
     if not lost:
-        return replace(candidate, world_size=ranks, absent=missing), ranks
+        return replace(candidate, world_size=ranks, missing_ranks=missing), ranks
     return replace(candidate, problem=candidate.refuse(
         f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
 

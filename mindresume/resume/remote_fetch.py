@@ -274,7 +274,7 @@ class _Share:
     def needed(self) -> int:
         """Returns the bytes to download."""
         files = [file for rank in self.ranks for file in self.manifest.files[rank]]
-        files += self.manifest.small if self.rank == 0 else ()
+        files += self.manifest.metadata_files if self.rank == 0 else ()
         self._lacking = [file for file in files if not self._is_here(file)]
         return sum(file.size or 0 for file in self._lacking)
 

@@ -226,7 +226,7 @@ def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks
 
     def check() -> Any:
         for rank in ranks:
-            strategy = strategy_of(root, candidate) if candidate.absent and candidate.attempt is None else None
+            strategy = strategy_of(root, candidate) if candidate.missing_ranks and candidate.attempt is None else None
             result = verify_rank(storage, root, candidate, rank, counted, complete, strategy, layouts)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
@@ -343,13 +343,12 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
     value = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     value.update(problem=None, state=candidate.state.to_json() if candidate.state else None)
     value["files"] = [[rank, *(file.to_json() for file in files)] for rank, files in candidate.files.items()]
-    value["small"] = [file.to_json() for file in candidate.small]
+    value["metadata_files"] = [file.to_json() for file in candidate.metadata_files]
     return value
 
 
 def candidate_from_json(value: dict[str, Any]) -> Candidate:
     return Candidate(**{**value, "files": {rank: tuple(map(FileRecord.from_json, rows)) for rank, *rows in value["files"]},
-                        "small": tuple(map(FileRecord.from_json, value["small"])),
-                        "order": tuple(value["order"]), "absent": tuple(value["absent"]), "part": tuple(value["part"]),
-                        "records": tuple(value["records"]),
+                        "metadata_files": tuple(map(FileRecord.from_json, value["metadata_files"])),
+                        **{name: tuple(value[name]) for name in ("order", "missing_ranks", "local_ranks", "records")},
                         "state": TrainingState.from_json(value["state"]) if value["state"] else None})

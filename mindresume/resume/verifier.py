@@ -73,11 +73,11 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
         return candidate.problem
     if candidate.origin == MINDFORMERS:
         problem = _wrong_ranks(candidate, world_size)
-    elif candidate.part:
+    elif candidate.local_ranks:
         problem = _wrong_files(storage, root, candidate) if files else None
         return problem or candidate.refuse(
-            f"only the files of rank {listed(candidate.part)} of {candidate.world_size} are here: nodes saved it that share no "
-            f"disk. A job on these nodes takes the newest step that all of them have; for any other job bring their folders "
+            f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes saved it that share "
+            f"no disk. A job on these nodes takes the newest step that all of them have; for any other job bring their folders "
             f"together")
     elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
@@ -119,7 +119,7 @@ def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) ->
 def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
     if world_size is None or candidate.iteration_dir:
         return None
-    missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.absent]
+    missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.missing_ranks]
     if missing:
         name = candidate.first.path
         return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name}); without "
@@ -144,7 +144,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
         layouts: metadata of this candidate, if several ranks are verified; it is read once.
     """
     files = candidate.files.get(rank)
-    if not files and rank in candidate.absent:
+    if not files and rank in candidate.missing_ranks:
         return _verify_missing_rank(storage, root, candidate, rank, progress if full else None, strategy)
     if not files:
         return candidate.refuse(f"no file of rank {rank}", rank=rank)

@@ -179,11 +179,12 @@ class Committer:
                 raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
                                   f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
                                   f"{place.world_size} ranks")
-        manifest = Manifest.of(records, place.part)
+        manifest = Manifest.of(records, place.local_ranks)
         if not place.iterations:
             return manifest
         return replace(manifest,
-                       small=iteration_publisher.write_metadata_files(place, manifest.state, [record for record, _ in records]))
+                       metadata_files=iteration_publisher.write_metadata_files(place, manifest.state,
+                           [record for record, _ in records]))
 
     def _point(self, place: SaveTarget, manifest: Manifest) -> None:
         """Updates the pointers, so that mindformers without mindresume finds the same checkpoint. An iteration folder that an
@@ -232,12 +233,12 @@ class Committer:
         ahead = {c.name for c in takewhile(lambda c: c.iteration_dir.startswith(FOLDER), usable) if c.order <= usable[0].order}
         for candidate in reversed(found):                       # the newest last: the pointers are its
             making = candidate.iteration_dir.startswith(FOLDER)
-            if candidate.problem is not None or candidate.absent or (candidate.committed
+            if candidate.problem is not None or candidate.missing_ranks or (candidate.committed
                                                                      or candidate.iteration_dir) and not making:
                 continue
-            if candidate.part and not self.place.part:          # of one node, whose folder was brought here
+            if candidate.local_ranks and not self.place.local_ranks:          # of one node, whose folder was brought here
                 continue
-            place = SaveTarget(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.part,
+            place = SaveTarget(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.local_ranks,
                                candidate.lineage)
             step = candidate.step or 0
             try:

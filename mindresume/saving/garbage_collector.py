@@ -302,7 +302,7 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
     except (OSError, RecordError):
         return None, base
     there = set(map(record_rank, storage.list(folder)))
-    files = [*(file for files in manifest.files for file in files), *manifest.small]
+    files = [*(file for files in manifest.files for file in files), *manifest.metadata_files]
     return manifest if there.issuperset(manifest.ranks) and sizes_match(storage, base, files) else None, base
 
 

@@ -44,7 +44,7 @@ def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
     """Returns whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
     return candidate.committed and candidate.problem is None and sizes_match(
-        storage, root, [*candidate.every_file, *candidate.small])
+        storage, root, [*candidate.every_file, *candidate.metadata_files])
 
 
 def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
@@ -53,8 +53,8 @@ def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Ite
     candidate = next((c for c in found if is_whole(storage, root, c)), None)
     if candidate is not None:
         yield candidate, NEWEST_WHOLE
-    if candidate is not None and candidate.part:
-        of_all = next((c for c in found if not c.part and is_whole(storage, root, c)), None)
+    if candidate is not None and candidate.local_ranks:
+        of_all = next((c for c in found if not c.local_ranks and is_whole(storage, root, c)), None)
         if of_all is not None:
             yield of_all, "the newest one of all ranks"
 

@@ -187,7 +187,7 @@ class RemoteCheckpoints:
         with place.storage.open(recorded) as file:
             files = [*read_record(file)[0].files]
         if place.rank == 0:
-            files += self.local_manifest(place, attempt, data_dir)[0].small
+            files += self.local_manifest(place, attempt, data_dir)[0].metadata_files
         sent = 0
         for file in files:
             if self.store.size(self._url(attempt, file.path)) != file.size:
@@ -215,7 +215,7 @@ class RemoteCheckpoints:
         if absent:
             return absent
         manifest, _ = self._whole(place, attempt, data_dir)
-        files = [*(file for files in manifest.files for file in files), *manifest.small]
+        files = [*(file for files in manifest.files for file in files), *manifest.metadata_files]
         return [file.path for file in files if file.path not in there]
 
     def commit(self, place: SaveTarget, step: int, data_dir: str) -> None:
@@ -237,7 +237,7 @@ class RemoteCheckpoints:
         """Returns the manifest of all ranks. Where nodes share no disk, the manifest of rank 0's node names the ranks of that
         node only: then it is made from the records of all ranks, which are together only in the store."""
         manifest, data = self.local_manifest(place, attempt, data_dir)
-        if not manifest.part:
+        if not manifest.local_ranks:
             return manifest, data
         if attempt not in self._manifests:
             self._manifests[attempt] = Manifest.of(parallel(

@@ -90,7 +90,7 @@ class SaveSession:
                     self.emit(warning(f"{root}: {error}"))
             return
         self.emit(warning(f"the nodes share no disk at {root}: each keeps what its own ranks save, here rank "
-                          f"{listed(self.place.part)}, and a resume takes the newest checkpoint that all of them have"))
+                          f"{listed(self.place.local_ranks)}, and a resume takes the newest checkpoint that all of them have"))
         chosen = resumed.chosen if resumed is not None and resumed.root == root else None
         try:
             self.peer_state.record(chosen.name if chosen is not None else "")

@@ -40,13 +40,13 @@ class SaveTarget:
     rank: int
     world_size: int
     iterations: bool = False
-    part: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
     lineage: str = ""
 
     @property
     def ranks(self) -> Sequence[int]:
         """Returns the ranks whose records make a checkpoint of this directory."""
-        return self.part or range(self.world_size)
+        return self.local_ranks or range(self.world_size)
 
     def data_dir(self, step: int) -> str:
         """Returns the folder to which paths of files are relative. An iteration folder is made under another name, and renamed by
@@ -151,7 +151,7 @@ def write_shard(place: SaveTarget, shard: Shard, clock: Callable[[], float] = ti
                         raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", where)
                 rows.append(FileRecord(file.path, file.format, size, into.file))
             record = Record(place.run, place.rank, place.world_size, shard.state, clock(), tuple(rows), shard.deduplicated,
-                            place.lineage, place.part)
+                            place.lineage, place.local_ranks)
             where = os.path.join(attempt, record_name(place.rank))
             try:
                 publish(place.storage, where, [record.encode(_details(shard, sums))], place.run)

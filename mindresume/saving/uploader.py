@@ -349,7 +349,7 @@ class Uploader:
             return self.remote.read_status(self.place.run) == status and self._report_missing(status.step)
         self.emit(UploadFinished(status.step, self.remote.url, sent, self.clock() - started, is_whole=False))
         # If another node has lost this step, rank 0 may go back to one before it, but not behind one that was complete.
-        self._done(status.step, over=self.uploaded if self.place.part else status.step)
+        self._done(status.step, over=self.uploaded if self.place.local_ranks else status.step)
         return True
 
     def _report_missing(self, step: int) -> bool:
@@ -360,7 +360,7 @@ class Uploader:
             return False
         if self._absent[0] != step:
             self._absent = (step, self.clock())
-        if self.clock() - self._absent[1] < (0 if unsaved or self.place.part else LATE):
+        if self.clock() - self._absent[1] < (0 if unsaved or self.place.local_ranks else LATE):
             return False
         reason = "was not saved" if unsaved else "is not on its disk any more"
         self.remote.report_lost_shard(self.place, step, reason)

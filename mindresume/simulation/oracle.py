@@ -149,7 +149,7 @@ def _look_apart(disks: Mapping[str, Disk], history: History, training: Training)
 def _committed(candidates: Sequence[Candidate], history: History) -> Iterator[Finding]:
     for candidate in candidates:
         saved = (candidate.run or "", candidate.step or 0)
-        for rank in candidate.part or range(candidate.world_size):
+        for rank in candidate.local_ranks or range(candidate.world_size):
             text = history.failed.get((saved, rank))
             if candidate.committed and text is not None and " may not " not in text:
                 yield Finding(TOLD, f"rank {rank} was told that {saved} failed, and it is committed: {text}")
@@ -205,7 +205,7 @@ def _pointers(storage: Mount, training: Training) -> Iterator[Finding]:
         step = tracked(storage, root)
         if step is not None:
             found = [c for c in scan_records(storage, root)[0] if c.iteration_dir == iteration_name(step)]
-            files = [file.path for c in found for file in (*c.every_file, *c.small)] or [iteration_name(step)]
+            files = [file.path for c in found for file in (*c.every_file, *c.metadata_files)] or [iteration_name(step)]
     else:
         meta = f"{root}/{folder_name(0)}/{META}"
         if storage.status(meta) is not None:
@@ -310,7 +310,7 @@ def left_over(storage: Mount, training: Training, newest: Saved, chosen: Saved |
     names = storage.list(os.path.join(root, FOLDER))
     if training.format == ITERATION:
         base = iteration_name(step)
-        known = known | {file.path for candidate in candidates for file in candidate.small}
+        known = known | {file.path for candidate in candidates for file in candidate.metadata_files}
         left = [f"{FOLDER}/{name}" for name in names if name != f"ended-{run}.json"]
         left += [name for name in storage.list(root) if name not in (FOLDER, TRACKER, base)]
         left += [f"{base}/{name}" for name in storage.list(os.path.join(root, base))

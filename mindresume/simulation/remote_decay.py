@@ -54,7 +54,7 @@ def _committed(bucket: Bucket) -> Iterator[tuple[Saved, bool, bool]]:
         if path not in bucket.objects:
             continue
         manifest = Manifest.read(io.BytesIO(bucket.objects[path].data))
-        paths = [file.path for files in manifest.files for file in files] + [file.path for file in manifest.small]
+        paths = [file.path for files in manifest.files for file in files] + [file.path for file in manifest.metadata_files]
         paths += [record_path(name, record_name(rank)) for rank in range(manifest.world_size)]
         urls = {path, *(f"{URL}/{name}/{inner}" for inner in paths)}
         yield (run, step), not manifest.state.health, not urls & bucket.unreadable

@@ -72,7 +72,7 @@ def look(disks: Mapping[str, Disk], training: Training, findings: list[Finding])
         for name in readable[:1]:
             manifest, _ = remote.manifest(name)
             newest.append((manifest.run, manifest.step))
-            for file in [*(file for files in manifest.files for file in files), *manifest.small]:
+            for file in [*(file for files in manifest.files for file in files), *manifest.metadata_files]:
                 found = store.bucket.objects.get(f"{training.url}/{name}/{file.path}")
                 if found is None or file_checksum(io.BytesIO(found.data))[0] != file.checksum:
                     findings.append(Finding(WRONG, f"{name} has a manifest, and of {file.path} the bucket holds "

@@ -218,8 +218,8 @@ def test_two_leaders_of_one_folder_find_each_other(tmp_path):
 def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, told=True):
     """``told``: the records say which ranks share the folder, as those of versions before do not."""
     for rank in ranks:
-        write_rank(root, step, rank, world, run, part=ranks if told else ())
-    place = SaveTarget(STORAGE, str(root), run, ranks[0], world, part=tuple(ranks))
+        write_rank(root, step, rank, world, run, local_ranks=ranks if told else ())
+    place = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
     committer = Committer(place, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
     if commit:
         committer.saved(step)
@@ -230,7 +230,7 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
 def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     save_part(tmp_path, 5)
     found = scan(STORAGE, str(tmp_path)).candidates
-    assert [(c.step, c.part, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
+    assert [(c.step, c.local_ranks, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
         (5, (2, 3), 4, [2, 3], True, None)]
     assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
     refusal = check_files(STORAGE, str(tmp_path), found[0], 4)
@@ -243,7 +243,7 @@ def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
     save_part(tmp_path, 5, (0, 1))
     save_part(tmp_path, 5, (2, 3))
     found = scan(STORAGE, str(tmp_path)).candidates[0]
-    assert (found.part, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
+    assert (found.local_ranks, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
     assert check_files(STORAGE, str(tmp_path), found, 4) is None
     assert Committer(place_of(tmp_path, 0, 4, LATER)).adopt() == [5]
     assert scan(STORAGE, str(tmp_path)).candidates[0].committed
@@ -253,7 +253,7 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     """It died before its manifest; the next run writes that."""
     save_part(tmp_path, 5, commit=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
-    assert (found.part, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
+    assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
     assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
     assert made.orphans == made.to_delete == ()
@@ -264,11 +264,11 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
 
 
 def test_a_node_of_which_a_rank_has_not_recorded_has_no_part_of_it(tmp_path):
-    write_rank(tmp_path, 5, 2, 4, part=(2, 3))
+    write_rank(tmp_path, 5, 2, 4, local_ranks=(2, 3))
     for brief in (False, True):
         found, = scan_records(STORAGE, str(tmp_path), brief=brief)[0]
         assert found.problem.reason == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
-        assert (found.part, found.maybe_completed) == ((), False)
+        assert (found.local_ranks, found.maybe_completed) == ((), False)
 
 
 def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
@@ -290,9 +290,9 @@ def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path
         found = scan(STORAGE, str(tmp_path)).candidates
         save_part(tmp_path, 5, ranks, world=6, commit=False)
         assert len(found) == (ranks != (4, 5))
-    assert [c.part for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
+    assert [c.local_ranks for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
     whole, = scan(STORAGE, str(tmp_path)).candidates
-    assert whole.part == () and check_files(STORAGE, str(tmp_path), whole, 6) is None
+    assert whole.local_ranks == () and check_files(STORAGE, str(tmp_path), whole, 6) is None
 
 
 @pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3], [[0, 3]],
@@ -350,7 +350,7 @@ def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
 def test_what_never_completed_goes_although_it_is_newer_than_what_all_nodes_have(tmp_path):
     save_part(tmp_path, 5)
     record(STORAGE, str(tmp_path), names(5)[0], RUN)
-    write_rank(tmp_path, 10, 2, 4, part=(2, 3))
+    write_rank(tmp_path, 10, 2, 4, local_ranks=(2, 3))
     save_part(tmp_path, 15, commit=False)
     for over in (False, True):
         made = plan(STORAGE, str(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
@@ -375,13 +375,13 @@ def test_a_folder_that_all_see_has_no_such_note(tmp_path):
 
 def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brought_together(tmp_path):
     for rank, part in ((0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))):
-        write_rank(tmp_path, 10, rank, 4, part=part)
+        write_rank(tmp_path, 10, rank, 4, local_ranks=part)
     Committer(place_of(tmp_path, 0, 4)).saved(10)
     for rank in (0, 1):
-        write_rank(tmp_path, 20, rank, 4, part=(0, 1))
+        write_rank(tmp_path, 20, rank, 4, local_ranks=(0, 1))
     assert Committer(place_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).adopt() == []
     Committer(place_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                          # it had done that before
     found = scan(STORAGE, str(tmp_path)).candidates
-    assert [(c.step, c.committed, c.part) for c in found] == [(20, True, (0, 1)), (10, True, ())]
+    assert [(c.step, c.committed, c.local_ranks) for c in found] == [(20, True, (0, 1)), (10, True, ())]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), {}, ended=lambda run: True)
     assert made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"

@@ -64,7 +64,8 @@ def test_candidates_have_paths_from_the_root_and_say_whether_they_are_committed(
     assert [(c.step, c.committed, c.maybe_completed, c.problem, c.format) for c in found] == [
         (20, False, True, None, "safetensors"), (10, True, True, None, "safetensors")]
     assert notes == [] and len(known) == 8 and all((tmp_path / path).exists() for path in known)
-    assert [file.path for file in found[1].small] == ["iteration_00000010/common.json", "iteration_00000010/metadata.json"]
+    assert [file.path for file in found[1].metadata_files] == ["iteration_00000010/common.json",
+                                                               "iteration_00000010/metadata.json"]
     assert found[1].commit_dir == str(folder_of(tmp_path, 10)) and found[1].name == attempt_name(10, RUN)
     assert [file.path for file in found[1].files[1]] == [
         f"iteration_00000010/net-{kind}-0000001-0000002.safetensors" for kind in ("model", "opt")]
@@ -148,5 +149,5 @@ def test_a_manifest_is_read_back_with_every_file(tmp_path):
     save(tmp_path, 10)
     with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
         manifest = Manifest.read(file)
-    assert [len(files) for files in manifest.files] == [2, 2] and [file.path for file in manifest.small] == [
+    assert [len(files) for files in manifest.files] == [2, 2] and [file.path for file in manifest.metadata_files] == [
         "common.json", "metadata.json"]

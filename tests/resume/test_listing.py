@@ -41,7 +41,7 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
         shutil.rmtree(root / f"rank_{rank}")
     next_job(root, folder, plan)
     _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
-    assert (seen.state, seen.candidate.absent) == (COMPLETE, lost)
+    assert (seen.state, seen.candidate.missing_ranks) == (COMPLETE, lost)
     choice = select(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
                     strategy_of=strategy_lookup(STORAGE))
     assert choice.chosen == seen.candidate and choice.refused == ()

@@ -61,9 +61,9 @@ def save(root, step, iterations=False):
     Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
 
 
-def last_save(root, step, ranks, iterations=False, mark=True, part=()):
+def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):
     for rank in ranks:
-        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, part)
+        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, local_ranks)
         if mark:
             mark_emergency(place, step)
         write_shard(place, shard_of(rank, step, place if iterations else None))
@@ -84,7 +84,7 @@ def test_a_covering_part_is_a_checkpoint(tmp_path, iterations):
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, COVERING, iterations)
     choice = choose(tmp_path)
-    assert (choice.chosen.step, choice.chosen.absent, choice.refused) == (7, (1, 4, 6, 7), ())
+    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.refused) == (7, (1, 4, 6, 7), ())
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
         for name, array in held(rank, 7).items():
@@ -108,10 +108,11 @@ def test_a_part_that_lacks_something_is_not(tmp_path, iterations):
     (LACKING, LACKING, (LACKING, ())),                              # all of this node have saved
     ((0, 1, 2, 3), (0, 2, 3), None)])
 def test_what_one_of_several_nodes_that_share_no_disk_has_of_it(tmp_path, part, saved, found):
-    last_save(tmp_path, 7, saved, part=part)
+    last_save(tmp_path, 7, saved, local_ranks=part)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
     if found is not None:
-        assert (candidate.part, candidate.absent, candidate.problem, candidate.maybe_completed) == (*found, None, True)
+        assert (candidate.local_ranks, candidate.missing_ranks, candidate.problem, candidate.maybe_completed) == (*found, None,
+            True)
     else:
         assert "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of" in candidate.problem.reason
         assert not candidate.maybe_completed
@@ -133,7 +134,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
     choice = select(STORAGE, str(tmp_path), SingleProcess(),
-                    SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.absent else [0]))
+                    SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.missing_ranks else [0]))
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
 
@@ -205,7 +206,7 @@ def test_of_mindformers_with_its_strategy(tmp_path, fmt, world):
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
     choice = choose(tmp_path, world, strategy_of=lambda root, candidate: STRATEGY)
-    assert (choice.chosen.step, choice.chosen.absent, choice.chosen.world_size) == (7, (1, 4, 6, 7), WORLD)
+    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.chosen.world_size) == (7, (1, 4, 6, 7), WORLD)
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
         assert choice.shards[rank].scalars["step_num"] == 7
@@ -245,7 +246,7 @@ def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
     foreign(tmp_path / "checkpoint", 7, COVERING)
     write_strategy(STRATEGY, str(tmp_path / "strategy"))
     choice = choose(tmp_path / "checkpoint", strategy_of=strategy_lookup(STORAGE))
-    assert choice.chosen.absent == (1, 4, 6, 7)
+    assert choice.chosen.missing_ranks == (1, 4, 6, 7)
 
 
 # ---- the proof itself --------------------------------------------------------------------------------------------------

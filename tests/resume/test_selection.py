@@ -118,7 +118,7 @@ def test_a_preview_names_the_newest_step_of_which_this_nodes_files_are_whole(tmp
         save_part(tmp_path, step, (0, 1))
     flip_bit(path_of(tmp_path, 10, 1))
     found = preview(tmp_path)
-    assert found.choice.chosen is None and found.error and (found.node_local.step, found.node_local.part) == (5, (0, 1))
+    assert found.choice.chosen is None and found.error and (found.node_local.step, found.node_local.local_ranks) == (5, (0, 1))
     assert preview(tmp_path, verify=QUICK).node_local.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
 

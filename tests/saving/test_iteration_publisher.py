@@ -137,7 +137,7 @@ def test_one_rank_needs_no_metadata_and_health_is_said_when_it_is_known(tmp_path
 def test_the_manifest_names_the_small_files_with_their_checksums(tmp_path):
     save(tmp_path, 10)
     with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
-        small = Manifest.read(file).small
+        small = Manifest.read(file).metadata_files
     assert {file.path: file.size for file in small} == {name: (folder_of(tmp_path, 10) / name).stat().st_size
                                                         for name in (COMMON, METADATA)}
     assert all(len(file.checksum) == 32 for file in small)

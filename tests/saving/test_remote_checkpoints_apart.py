@@ -49,7 +49,7 @@ def save(tmp_path, *steps, late=()):
         for other in uploaders[1:]:
             if other.place.rank not in late:
                 other.work()
-    places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]]) for rank in range(4)]
+    places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]) for rank in range(4)]
     uploaders = [Uploader(remote(), place, None, 60.0, clock=lambda: now[0],
                           sleep=sleep if place.rank == 0 else lambda seconds: None) for place in places]
     for step in steps:
@@ -76,7 +76,7 @@ def resume(tmp_path, storage=lambda: STORAGE):
 def test_the_store_holds_the_parts_of_all_nodes_as_one(tmp_path):
     save(tmp_path, 5)
     manifest, _ = remote().manifest(remote().scan().committed()[0])
-    assert (manifest.step, manifest.world_size, manifest.part, len(manifest.files)) == (5, 4, (), 4)
+    assert (manifest.step, manifest.world_size, manifest.local_ranks, len(manifest.files)) == (5, 4, (), 4)
 
 
 def test_without_the_part_of_one_rank_nothing_is_committed_there(tmp_path):
@@ -138,7 +138,7 @@ class Training:
 
     def __init__(self, tmp_path, slow=5):
         self.iteration_dir, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
-        self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, part=PARTS[NODES[rank]])
+        self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]])
                        for rank in range(4)]
         self.uploaders = [Uploader(remote(), place, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
                                wait=self.wait) for place in self.places]
