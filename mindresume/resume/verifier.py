@@ -76,9 +76,9 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
     elif candidate.local_ranks:
         problem = _wrong_files(storage, root, candidate) if files else None
         return problem or candidate.refuse(
-            f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes saved it that share "
-            f"no disk. A job on these nodes takes the newest step that all of them have; for any other job bring their folders "
-            f"together")
+            f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes that share no "
+            f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job bring their "
+            f"folders together")
     elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
