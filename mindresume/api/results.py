@@ -132,7 +132,7 @@ class DirectoryUser(Result):
     """A process that saves into the folder, or reads a checkpoint of it.
 
     Attributes:
-        owner: Who it is: ``purpose`` ("saving", "loading"), ``run``, ``host``, ``pid``, ``world_size``, ``since`` (seconds since
+        holder: Who it is: ``purpose`` ("saving", "loading"), ``run``, ``host``, ``pid``, ``world_size``, ``since`` (seconds since
             1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between heartbeats).
         alive: Whether the process lives; None if it runs on another machine, where only its heartbeat tells.
     """

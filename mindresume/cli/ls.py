@@ -30,7 +30,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
         say(note)
     for user in listing.in_use_by:
         state = {True: "alive", False: "dead, the next job takes over", None: "on another machine: its heartbeat tells"}
-        say(f"{user.owner.purpose}: {user.owner}; {state[user.alive]}")
+        say(f"{user.holder.purpose}: {user.holder}; {state[user.alive]}")
 
 
 def _print(listing: Listing) -> None:

@@ -341,7 +341,7 @@ def tracker_before_the_rename(patch: Patch) -> None:
 
 def rename_before_the_manifest(patch: Patch) -> None:
     """It has its name first, and is completed there."""
-    class There(shard_writer.Place):
+    class There(shard_writer.SaveTarget):
         def data_dir(self, step):
             return os.path.join(self.root, iteration_name(step))
 
