@@ -9,7 +9,7 @@ import pytest
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import WARNING, ignore
-from mindresume.formats import rank_folders, records
+from mindresume.formats import rank_folders, records, weight_files
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, label, meta_json
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, MANIFEST, Record, attempt_name, record_name, run_name
@@ -220,7 +220,7 @@ def counted_together(monkeypatch, *modules):
 
 def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
     """Nothing loops over the ranks with operations of the disk, one after the other."""
-    together = counted_together(monkeypatch, commit, garbage_collector, filesystem, rank_folders, records)
+    together = counted_together(monkeypatch, commit, garbage_collector, filesystem, rank_folders, records, weight_files)
     for step in (5, 6, 7):
         write_all(disk, step, 64)
     committer = committer_of(disk, 64, keep=1, emit=ignore)
@@ -236,7 +236,7 @@ def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
 
 
 def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_side(disk, monkeypatch):
-    together = counted_together(monkeypatch, rank_folders, records)
+    together = counted_together(monkeypatch, rank_folders, records, weight_files)
     state = {"step_num": np.array(5, np.int64), "epoch_num": np.array(1, np.int64)}
     data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))
     for rank in range(64):
