@@ -685,8 +685,8 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         (tmp_path / "new").replace(path)
         return pick()
     monkeypatch.setattr(selection, "select_with_remote", restore)
-    monkeypatch.setattr(job_selection, "islands_of", lambda *arguments: SimpleNamespace(is_split=True,
-        is_leader=lambda rank: True))
+    together = SimpleNamespace(is_split=True, is_leader=lambda rank: True)
+    monkeypatch.setattr(job_selection, "islands_of", lambda *arguments: together)
     current.resources.remote = object()
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 15
