@@ -114,7 +114,7 @@ def test_a_view_is_no_copy_and_has_the_shape_of_the_region(case):
     array = numbered(shape)
     found = view(array, region)
     assert isinstance(found, np.ndarray) and found.shape == shape_of(region) and found.size == elements(region)
-    assert found.iteration_dir is not None and np.shares_memory(found, array) == bool(found.size)
+    assert found.base is not None and np.shares_memory(found, array) == bool(found.size)
 
 
 def test_regions_of_nothing_and_of_all():
