@@ -96,7 +96,7 @@ class Job:
     The folder's parent is ``base``; the trace is relative to it."""
 
     def __init__(self, base: Path, setup: Setup, steps: list[int], width: int = 1, inject: str = "", paths: Sequence[str] = ()):
-        self.iteration_dir, self.said, self._trace = base, [], base / "trace"
+        self.base, self.said, self._trace = base, [], base / "trace"
         # Without a filter in the kernel for kills: strace 6.1 loses a signal that it injects at a stop of that filter.
         fast = ["--seccomp-bpf"] if "signal" not in inject else []
         filters = [word for path in paths for word in ("-P", str(base / path))]
@@ -133,7 +133,7 @@ class Job:
         return self._process.returncode, err
 
     def calls(self) -> list[Call]:
-        return read_trace(self._trace.read_text(), str(self.iteration_dir))
+        return read_trace(self._trace.read_text(), str(self.base))
 
 
 @pytest.fixture(scope="module")

@@ -94,15 +94,15 @@ class Run:
 class Training(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.iteration_dir = tempfile.mkdtemp(prefix="mindresume-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-        self.root = os.path.join(self.iteration_dir, "checkpoint-0")
+        self.base = tempfile.mkdtemp(prefix="mindresume-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+        self.root = os.path.join(self.base, "checkpoint-0")
         self.entries: list[Entry] = []
         self.run: Run | None = None
         self.world, self.lives, self.copies, self.ticks = 2, 0, 0, 0
         self.now = 0.0
 
     def teardown(self):
-        shutil.rmtree(self.iteration_dir)
+        shutil.rmtree(self.base)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -430,7 +430,7 @@ class Training(RuleBasedStateMachine):
 
     def _go_to_copy(self, copy) -> None:
         self.copies += 1
-        new = os.path.join(self.iteration_dir, f"checkpoint-{self.copies}")
+        new = os.path.join(self.base, f"checkpoint-{self.copies}")
         if os.path.isdir(self.root):
             copy(new)
             shutil.rmtree(self.root)

@@ -58,14 +58,14 @@ class World:
     """An object store, and jobs of two ranks on disks that come and go. Time passes when somebody sleeps."""
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
-        self.iteration_dir, self.fmt, self.size, self.now = base, fmt, size, 0.0
+        self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
         self.events = []                                    # of all ranks
         self.disk, self.others = base / "disk", []
         self.remote = RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
 
     def empty_disk(self) -> None:
         shutil.rmtree(self.disk, ignore_errors=True)
-        self.disk = self.iteration_dir / "disk2" if self.disk.name == "disk" else self.iteration_dir / "disk"
+        self.disk = self.base / "disk2" if self.disk.name == "disk" else self.base / "disk"
 
     def place(self, rank=0, run=RUN):
         make = FORMATS[self.fmt].place_of

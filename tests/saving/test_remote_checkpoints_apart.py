@@ -137,7 +137,7 @@ class Training:
     and then the training goes on: ``slow`` saves until the other ranks have uploaded something."""
 
     def __init__(self, tmp_path, slow=5):
-        self.iteration_dir, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
+        self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
         self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]])
                        for rank in range(4)]
         self.uploaders = [Uploader(remote(), place, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
@@ -151,7 +151,7 @@ class Training:
     def save(self, *nodes):
         self.step += 5
         for node in nodes or PARTS:
-            save_part(self.iteration_dir / node, self.step, PARTS[node], policy=KeepLast(1))
+            save_part(self.base / node, self.step, PARTS[node], policy=KeepLast(1))
             for rank in PARTS[node]:
                 self.uploaders[rank].enqueue(self.step)
 
@@ -186,7 +186,7 @@ class Training:
                 self.uploaders[rank].run_once()
 
     def on_disk(self, node):
-        return steps_of(committed(STORAGE, str(self.iteration_dir / node)))
+        return steps_of(committed(STORAGE, str(self.base / node)))
 
     def finish(self):
         """By all ranks. What went wrong."""
