@@ -150,7 +150,7 @@ def strace() -> str:
 
 
 @pytest.fixture()
-def data_dir(tmp_path) -> Path:
+def base(tmp_path) -> Path:
     return tmp_path.resolve()
 
 
