@@ -29,7 +29,7 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, rank_shard
 from mindresume.saving.sync_saver import Save
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 KINDS = ("thread", "process")
 PATIENCE = 600.0

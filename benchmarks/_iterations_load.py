@@ -42,7 +42,7 @@ class Ours:
         from mindresume.reshard.direct_engine import Traffic
         from mindresume.reshard.iteration_view import view_of_iteration
         from mindresume.reshard.region_load import read_regions, wanted_regions
-        from mindresume.storage.filesystem import PosixStorage
+        from mindresume.storage.posix import PosixStorage
         storage, traffic = PosixStorage(), Traffic()
         weights = view_of_iteration(storage, root, scan(storage, root).candidates[0])
         wanted = adapter.wanted_of(self.optimizer)
@@ -76,7 +76,7 @@ class Ours:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
         from mindresume.resume.verifier import VerifiedShard, verify_rank
-        from mindresume.storage.filesystem import PosixStorage
+        from mindresume.storage.posix import PosixStorage
         storage = PosixStorage()
         candidate = scan(storage, root).candidates[0]
         for source in range(self.rank, candidate.world_size, RANKS):

@@ -35,7 +35,7 @@ from mindresume.saving.async_saver import AsyncSaver, save_job_for
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard
 from mindresume.saving.sync_saver import Save, Saver, SyncSaver
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 RANKS, DATA, TENSOR = 4, 2, 2
 PAUSE = 0.01                    # seconds of a step of the training in which its thread only waits

@@ -18,8 +18,8 @@ from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage import filesystem as storage_module
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage import posix
+from mindresume.storage.posix import PosixStorage
 
 STEP = 0.005                    # seconds between two looks at the memory
 COPY = 4 << 20
@@ -64,7 +64,7 @@ def direct(task: dict[str, Any]) -> dict[str, Any]:
     storage, traffic = PosixStorage(), Traffic()
     if not task["flush"]:
         os.fsync = lambda handle: None
-        storage_module._begin_flush = lambda *rest: None
+        posix._begin_flush = lambda *rest: None
     source = open_checkpoint(storage, task["source"], strategy=task["from"])
     job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_complete(source, "mindspore")
     conversion = Conversion(storage, job, task["target"])

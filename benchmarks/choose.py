@@ -37,7 +37,8 @@ from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.selector import _CandidateQueue, select
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.storage.filesystem import PosixStorage, parallel
+from mindresume.storage.operations import parallel
+from mindresume.storage.posix import PosixStorage
 
 RUN = run_name(1, "00000000")
 PER_EPOCH, EVERY = 1000, 10

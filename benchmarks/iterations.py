@@ -38,7 +38,7 @@ from mindresume.saving.async_saver import save_job_for
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard
 from mindresume.saving.sync_saver import Save
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 STALL, SLOWER, FASTER, OVER, MEMORY = 0.5, 1.0, 3.0, 1.02, 256
 HERE = Path(__file__).resolve().parent

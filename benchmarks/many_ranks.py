@@ -36,7 +36,8 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.storage.filesystem import UNKNOWN_ROOM, PosixStorage, Status
+from mindresume.storage.interface import UNKNOWN_ROOM, Status
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 
 ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000

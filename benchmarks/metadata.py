@@ -41,7 +41,7 @@ from mindresume.reshard import iteration_view
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 TARGET = 10.0
 STEP = 20

@@ -30,7 +30,7 @@ from mindresume.model.file_record import FORMATS
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.verifier import VerifiedShard, verify_rank
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 TARGET = 1.15
 CHUNK = 4 << 20

@@ -1,6 +1,6 @@
 """JSON that comes from a disk, and is believed nothing: every reader of ours parses it here.
 
-Bytes are limited by who reads them (``mindresume.storage.filesystem.read_bytes``). Here the number of values is, since two bytes
+Bytes are limited by who reads them (``mindresume.storage.operations.read_bytes``). Here the number of values is, since two bytes
 of text can become a hundred of memory, and the depth, since whoever prints or compares a nested value goes down into it.
 """
 from __future__ import annotations

@@ -76,7 +76,7 @@ from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_i
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.model.manifest import FOLDER, read_details, record_name  # noqa: E402
 from mindresume.model.record_details import TensorRecord  # noqa: E402
-from mindresume.storage.filesystem import PosixStorage  # noqa: E402
+from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header, read_tensor  # noqa: E402
 from st.jobs import Run  # noqa: E402
 from st.test_reshard import TELL, merged  # noqa: E402

@@ -28,7 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindresume.storage.filesystem import TEMPORARY  # noqa: E402
+from mindresume.storage.atomic_publish import TEMPORARY  # noqa: E402
 from st.cpu_cluster.launch import free_port  # noqa: E402
 
 PAUSE = 0.0005                       # seconds between looks at the folder while waiting for a half-written file

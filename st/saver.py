@@ -19,7 +19,7 @@ from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, rank_shard, write_shard
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 PREFIX, PER_EPOCH, KEPT = "net", 10, 2
 

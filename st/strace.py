@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from mindresume.fault_injection.scenarios import PER_EPOCH
 from mindresume.formats.rank_folder_naming import META, parse_name
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, untrashed
-from mindresume.storage.filesystem import TEMPORARY
+from mindresume.storage.atomic_publish import TEMPORARY
 
 # kind -> system calls; "?" before a name: not on every machine
 KINDS: dict[str, tuple[str, ...]] = {

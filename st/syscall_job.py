@@ -25,7 +25,7 @@ from mindresume.saving.async_saver import AsyncSaver, save_job_for  # noqa: E402
 from mindresume.saving.retention import KeepLast  # noqa: E402
 from mindresume.saving.shard_writer import SaveTarget, Shard  # noqa: E402
 from mindresume.saving.sync_saver import Save, Saver, SyncSaver  # noqa: E402
-from mindresume.storage.filesystem import PosixStorage  # noqa: E402
+from mindresume.storage.posix import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved
 _WAIT = 60.0                    # seconds

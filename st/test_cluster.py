@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.model.manifest import FOLDER, MANIFEST, attempts
-from mindresume.storage.filesystem import TEMPORARY
+from mindresume.storage.atomic_publish import TEMPORARY
 from st.jobs import differences
 from st.lives import ALL_RANKS_END, Life, copied, ended, flip_in_tensor, not_identical
 

@@ -26,7 +26,7 @@ from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import read_model, view_of_folder
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from st.jobs import ROOT
 
 pytestmark = pytest.mark.soak            # most of its three minutes is the installation of torch

@@ -27,7 +27,7 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER
 from mindresume.model.record_details import TensorRecord
 from mindresume.model.training_state import is_transient
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from st.copies import lines, said, steps_of
 from st.iterations import (
     NEW,

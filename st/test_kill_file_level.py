@@ -26,7 +26,8 @@ from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.selector import Choice, select
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
-from mindresume.storage.filesystem import TEMPORARY, PosixStorage
+from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import file_checksum
 from st.jobs import ROOT

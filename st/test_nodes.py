@@ -9,7 +9,7 @@ import pytest
 
 from mindresume.coordination.common_checkpoint import committed
 from mindresume.model.manifest import FOLDER
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from st.copies import LIMIT, beside, said, steps_of
 from st.jobs import differences
 

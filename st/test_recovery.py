@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
 import pytest  # noqa: E402
 
-from mindresume.storage.filesystem import TEMPORARY  # noqa: E402
+from mindresume.storage.atomic_publish import TEMPORARY  # noqa: E402
 from st.copies import LIMIT, beside, lines, said, steps_of  # noqa: E402
 from st.jobs import Run, differences  # noqa: E402
 from st.lives import assert_nothing_left  # noqa: E402

@@ -81,7 +81,7 @@ def test_a_job_that_was_taken_over_stops_saving(whole_single, tmp_path):
     """A later run appears in the folder, as after a network that was cut: the older one ends and says who it is."""
     from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
     from mindresume.model.manifest import FOLDER, run_name
-    from mindresume.storage.filesystem import PosixStorage
+    from mindresume.storage.posix import PosixStorage
     run = beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 2")
     run.until(4)

@@ -16,7 +16,8 @@ import pytest
 
 from mindresume.reshard.compare import compare
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage.filesystem import TEMPORARY, PosixStorage
+from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.posix import PosixStorage
 from st.jobs import ROOT, Run
 from st.lives import ended
 

@@ -30,7 +30,7 @@ from mindresume.fault_injection.oracle import PASS, judge
 from mindresume.fault_injection.ranks import Turns
 from mindresume.fault_injection.scenarios import RUNS, World, save_quietly
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role

@@ -23,7 +23,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode, read_header, read_tensor
 from st.jobs import ROOT
 from st.versions import VERSIONS, builtin, device_axes, differences, expect_readable, fixture, is_optimizer, parts, python_of

@@ -20,7 +20,7 @@ from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.group import Communicator
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.standins import running, standing_in
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 
 STORAGE = PosixStorage()

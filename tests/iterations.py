@@ -16,7 +16,7 @@ from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
 FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15

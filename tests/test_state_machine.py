@@ -39,7 +39,7 @@ from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
 from mindresume.saving.shard_writer import SaveTarget, Shard, clean_own_folder, rank_shard
 from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
 STORAGE = PosixStorage()

@@ -51,7 +51,8 @@ from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, eve
 from mindresume.resume.selector import candidates_for, describe, world_size_notes
 from mindresume.resume.verifier import read_size
 from mindresume.settings import Settings
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_complete, state_of
 from mindresume.resume.verifier import verify_rank
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,7 +22,7 @@ from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.scalar_tensors import with_counters
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 __all__ = ["DTYPE", "ONLY_A", "ONLY_B", "SHAPE", "VALUES", "ComparedCheckpoint", "Comparison", "TensorDifference", "TensorForm",
            "compare"]

@@ -35,7 +35,7 @@ from mindresume.reshard.output_plan import PART_BYTES
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)

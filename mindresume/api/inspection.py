@@ -19,7 +19,8 @@ from mindresume.errors import ConfigError
 from mindresume.formats.strategy import read_strategy
 from mindresume.formatting import ranks_count
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.storage.filesystem import PosixStorage, parallel
+from mindresume.storage.operations import parallel
+from mindresume.storage.posix import PosixStorage
 
 CHECKPOINT, COMPLETE_WEIGHTS, STRATEGY = "checkpoint", "complete weights", "strategy"
 

@@ -25,7 +25,8 @@ from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, untrashed
 from mindresume.saving.garbage_collector import carry_out, holds_weights, plan, weights_of
 from mindresume.saving.lineage import newest_lineage
 from mindresume.saving.retention import Policy
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 
 @dataclass(frozen=True)

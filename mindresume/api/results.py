@@ -15,7 +15,7 @@ from typing import Any
 from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.listing import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 VERIFIED, UNVERIFIABLE, DAMAGED = "verified", "unverifiable", "damaged"
 

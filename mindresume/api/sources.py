@@ -13,7 +13,8 @@ from mindresume.events.log_lines import texts_into
 from mindresume.formats.location import locate
 from mindresume.formats.scan import is_root
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold, open_checkpoint
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
 

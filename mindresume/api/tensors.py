@@ -12,7 +12,8 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.geometry import Region, held, shape_of, whole
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 from mindresume.tensor_files.header import DTYPES
 
 ELEMENTS, PIECES = "elements", "pieces"

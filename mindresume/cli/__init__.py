@@ -41,7 +41,7 @@ def main() -> None:
     )
     from mindresume.cli.common import Stopped, say
     from mindresume.errors import MindResumeError
-    from mindresume.storage.filesystem import error_text
+    from mindresume.storage.atomic_publish import error_text
     try:
         app()
     except Stopped as stopped:

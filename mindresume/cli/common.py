@@ -36,7 +36,7 @@ def locate(folder: str) -> str:
     """Returns ``folder``, or the one folder of checkpoints below it. FileNotFoundError if there is nothing;
     MissingCheckpointError if there are several."""
     from mindresume.formats import location
-    from mindresume.storage.filesystem import PosixStorage
+    from mindresume.storage.posix import PosixStorage
     if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist")
     return location.locate(PosixStorage(), folder)

@@ -10,7 +10,8 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, locate, print_json, say
 from mindresume.errors import ConfigError
-from mindresume.storage.filesystem import PosixStorage, publish
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from mindresume.report.builder import Report

@@ -14,7 +14,9 @@ from typing import Any
 
 from mindresume.model.file_record import MAX_NAME
 from mindresume.model.manifest import FOLDER, MANIFEST, attempts, run_sequence
-from mindresume.storage.filesystem import Storage, publish, read_bytes
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import read_bytes
 
 COMMON = "common"
 _NEWEST = 8                     # checkpoints of an island that the others are told of

@@ -27,7 +27,8 @@ from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, untrashed
 from mindresume.model.record_codec import field_errors, seal, unseal
 from mindresume.model.training_state import is_count, is_number
-from mindresume.storage.filesystem import TEMPORARY, Storage, publish
+from mindresume.storage.atomic_publish import TEMPORARY, publish
+from mindresume.storage.interface import Storage
 
 BEAT = 15.0                     # seconds between two beats
 SAVING, LOADING, REMOVING = "saving", "loading", "removing"

@@ -39,7 +39,7 @@ from mindresume.coordination.lease import (
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.model.manifest import FOLDER, run_sequence
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.storage.stale_files import remove_stale
 
 PATIENCE = 3                    # heartbeats that a holder on another machine is watched before it counts as dead

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mindresume.coordination.common_checkpoint import committed, newest_common, record
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 class Uploads(Protocol):

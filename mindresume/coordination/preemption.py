@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mindresume.bounded_json import parse_json
 from mindresume.coordination.collectives import Group, report
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 STATUS = 128 + signal.SIGTERM           # of a process that left because of the signal
 BY_SIGNAL, BY_FILE = "SIGTERM", "graceful exit"

@@ -30,7 +30,7 @@ from mindresume.coordination.lease import (
     read_leases,
 )
 from mindresume.model.manifest import FOLDER, attempts, run_name, untrashed
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
 _LOOKS, _PAUSE = 20, 0.5        # of a reader while somebody is about to remove what it wants to hold: how often, seconds between

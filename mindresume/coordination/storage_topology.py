@@ -20,7 +20,8 @@ from mindresume.coordination.collectives import Group, decide, report
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
 from mindresume.errors import LeaseHeldError
 from mindresume.model.manifest import FOLDER, PROBE, is_probe, run_name, run_sequence
-from mindresume.storage.filesystem import Storage, publish
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import is_local
 from mindresume.storage.stale_files import remove_stale
 

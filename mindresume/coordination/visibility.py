@@ -22,7 +22,8 @@ from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, itera
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import folder_name, folder_rank, parse_name
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempts, record_name
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 
 PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
 _NEWEST = 3                     # saves of each kind that are checked

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from mindresume.fault_injection.ranks import Turns
-from mindresume.storage.filesystem import Status, Storage
+from mindresume.storage.interface import Status, Storage
 
 LAG = 30.0                          # seconds an NFS client may believe its listing of a folder (acdirmax is 60, acdirmin 30)
 _TICK = 0.1                         # seconds of simulated time per operation

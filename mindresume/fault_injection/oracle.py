@@ -24,7 +24,8 @@ from mindresume.resume.verifier import check_files
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
 VERDICTS = PASS, LOST_WORK, HARD_FAIL, SILENT_DIVERGENCE = "PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE"

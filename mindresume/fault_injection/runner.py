@@ -17,7 +17,8 @@ from mindresume.fault_injection.ranks import Hang, Turns
 from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, STORIES, Saved, Story, World
 from mindresume.fault_injection.workers import Workers
 from mindresume.model.manifest import TRASH, untrashed
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 QUICK = 3000                    # cells of a drill that is not asked for all
 

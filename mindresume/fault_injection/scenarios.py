@@ -24,7 +24,9 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast, Policy
 from mindresume.saving.shard_writer import SaveTarget, Shard, clean_own_folder, iteration_shard, rank_shard, write_shard
 from mindresume.saving.sync_saver import Outcome, Save, SaveJob, SyncSaver
-from mindresume.storage.filesystem import PosixStorage, Storage, temporary_name
+from mindresume.storage.atomic_publish import temporary_name
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 ITERATION = "iteration"                     # Checkpoint 2.0; the others are formats of a file in rank folders
 LAYOUTS = (*FORMATS, ITERATION)

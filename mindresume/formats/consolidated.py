@@ -26,7 +26,8 @@ from mindresume.formats.scan import is_root
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.file_record import FORMATS, FileRecord
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header
 from mindresume.tensor_files.header import MAX_HEADER, parse_object
 

@@ -41,7 +41,7 @@ from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, attempts
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 _TRACKER_LIMIT = 1 << 10            # bytes
 _INTENT = re.compile(r"tracker-([0-9]{10,18})")

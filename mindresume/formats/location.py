@@ -24,7 +24,8 @@ from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
 from mindresume.model.file_record import FORMATS
 from mindresume.model.manifest import FOLDER, is_probe
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 
 CHECKPOINT = "checkpoint"                                   # where a job saves, in its output folder
 _FIRST = (CHECKPOINT, os.path.join("output", CHECKPOINT))   # of several these count: a job that saved goes on there

@@ -24,7 +24,8 @@ from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
 from mindresume.model.training_state import is_count
-from mindresume.storage.filesystem import Storage, parallel, read_json
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel, read_json
 
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")

@@ -36,7 +36,8 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.model.record_details import Details
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 
 
 class Attempt(NamedTuple):

@@ -9,7 +9,7 @@ from mindresume.errors import CorruptFileError
 from mindresume.formats import Candidate, Refusal
 from mindresume.model.file_record import FileRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header, read_scalar
 from mindresume.tensor_files.header import name_of
 

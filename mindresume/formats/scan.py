@@ -8,7 +8,7 @@ from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import attempts_within, read_attempts, scan_records
 from mindresume.model.manifest import FOLDER
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 def is_root(storage: Storage, path: str) -> bool:

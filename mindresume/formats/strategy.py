@@ -20,7 +20,10 @@ from mindresume.formats.strategy_codec import Layouts, decode_strategy, encode_s
 from mindresume.formatting import listed
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 from mindresume.model.training_state import is_count
-from mindresume.storage.filesystem import PosixStorage, Storage, parallel, publish, read_bytes
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel, read_bytes
+from mindresume.storage.posix import PosixStorage
 
 MAX_BYTES = 256 << 20                   # of a file; 2,000 parameters take 200 kB
 _RANK = re.compile(r"(?!merged|\.).*rank_(\d{1,9})(.*)\.(?:ckpt|json)", re.ASCII)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from mindresume.errors import CorruptFileError
 from mindresume.model.file_record import FileRecord
-from mindresume.storage.filesystem import Status, Storage, parallel
+from mindresume.storage.interface import Status, Storage
+from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header, read_header
 
 

@@ -41,7 +41,7 @@ from mindresume.reshard.region_load import bytes_of, read_regions, wanted_region
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.selector import Choice, select
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
 OPENING = Waiting("opening the checkpoint")

@@ -37,7 +37,8 @@ from mindresume.saving.save_session import SaveSession
 from mindresume.saving.shard_writer import Shard
 from mindresume.saving.sync_saver import Save
 from mindresume.settings import Settings
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 _RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
 

@@ -14,7 +14,8 @@ from typing import Any
 from mindresume.errors import ProgressError
 from mindresume.model.data_position import SKIPPED
 from mindresume.resume.progress import ResumeProgress
-from mindresume.storage.filesystem import MOST_READ, PosixStorage, read_json
+from mindresume.storage.operations import MOST_READ, read_json
+from mindresume.storage.posix import PosixStorage
 
 _DEPTH = 20                     # of datasets around the one that reads
 

@@ -13,7 +13,7 @@ from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.mindformers.training_context import TRAIN, LoadRequest, TrainingContext
 from mindresume.resume.dataset_fingerprint import dataset_identity
 from mindresume.resume.job_selection import caching_storage
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:

@@ -40,7 +40,8 @@ from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
 

@@ -37,8 +37,8 @@ from mindresume.mindformers import (
 )
 from mindresume.mindformers.monitor_arguments import check_section
 from mindresume.resume.data_skip import DATA_KEYS, lift_data_skip
-from mindresume.storage.filesystem import PosixStorage
 from mindresume.storage.mounts import is_shared
+from mindresume.storage.posix import PosixStorage
 
 
 def _binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:

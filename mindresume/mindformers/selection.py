@@ -12,7 +12,7 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.selector import Choice
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 def select(config: Any, path: str, named: str | None, context: TrainingContext, storage: Storage, converts: bool,

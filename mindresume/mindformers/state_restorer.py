@@ -23,7 +23,7 @@ from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, 
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
 from mindresume.resume.selector import Choice
 from mindresume.resume.verifier import VerifiedShard
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum
 

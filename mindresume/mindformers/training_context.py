@@ -43,7 +43,8 @@ from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache
 
 TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"

@@ -36,7 +36,8 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
 from mindresume.resume.job_selection import islands_of, locate_checkpoints
 from mindresume.resume.verifier import ShardSource
-from mindresume.storage.filesystem import PosixStorage, Storage
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
 _FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")

@@ -15,7 +15,7 @@ from mindresume.report.event_log import failures_in, find_event_logs, foreign_ut
 from mindresume.report.log_discovery import LogFile, find_logs
 from mindresume.report.log_parser import merged
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.listing import COMPLETE, list_checkpoints, size_of
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mindresume.bounded_json import parse_json
 from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
 from mindresume.report.lines import pieces_of
-from mindresume.storage.filesystem import open_regular
+from mindresume.storage.posix import open_regular
 
 LINE_LIMIT = 1 << 18            # bytes; a line that is longer is left out
 FILE_LIMIT = 4 * LIMIT          # bytes of one file: mindresume writes at most half as many

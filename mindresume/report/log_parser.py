@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mindresume.report.lines import pieces_of
 from mindresume.report.log_discovery import LogFile
-from mindresume.storage.filesystem import open_regular
+from mindresume.storage.posix import open_regular
 
 LINE_LIMIT = 1 << 16            # bytes: what is longer is no line of a log, and is not kept in memory
 

@@ -28,7 +28,8 @@ from mindresume.model.training_state import is_transient
 from mindresume.reshard.geometry import Cut, Region, cuts, held, shape_of
 from mindresume.reshard.parameter_families import missing_parameters
 from mindresume.resume.verifier import record_of
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header, TensorEntry, read_header
 from mindresume.tensor_files.header import DTYPES
 

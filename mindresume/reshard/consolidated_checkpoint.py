@@ -22,7 +22,7 @@ from mindresume.reshard.region_load import check_tensors
 from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.selector import Choice
 from mindresume.resume.verifier import OnBytesRead
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.checksum import damaged_tensors, file_checksum
 

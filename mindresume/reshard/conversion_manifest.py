@@ -11,7 +11,7 @@ from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.record_codec import expect_checksum, unseal
 from mindresume.model.training_state import is_count
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 CONVERSION = "conversion.json"
 LIMIT = 256 << 20                   # bytes of it: checksums of all tensors

@@ -34,7 +34,9 @@ from mindresume.reshard.geometry import shape_of
 from mindresume.saving.committer import Committer
 from mindresume.saving.lineage import continued
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import TEMPORARY, Storage, publish, publish_json, remove_tree
+from mindresume.storage.atomic_publish import TEMPORARY, publish, publish_json
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import remove_tree
 from mindresume.tensor_files.checksum import Checksums
 
 LOCK = ".lock"                      # suffix of the name of the work folder

@@ -22,7 +22,7 @@ from mindresume.errors import CorruptFileError, SaveError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, whole, within
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
-from mindresume.storage.filesystem import NewFile, Storage
+from mindresume.storage.interface import NewFile, Storage
 from mindresume.tensor_files import Blueprint, Spec, blueprint
 from mindresume.tensor_files.checksum import Checksums
 from mindresume.tensor_files.header import DTYPES

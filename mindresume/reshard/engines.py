@@ -15,7 +15,8 @@ from mindresume.events import Emit, Notice, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.converter import Conversion, Writer
 from mindresume.reshard.direct_engine import BUFFERS, TILE, TargetFile, Traffic, transform
-from mindresume.storage.filesystem import Storage, remove_tree
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import remove_tree
 from mindresume.tensor_files.checksum import Checksums
 
 ENGINES = ("auto", "direct", "mindspore")

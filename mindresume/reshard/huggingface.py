@@ -42,7 +42,8 @@ from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import Cut, Region, shape_of
 from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, castable, gather
 from mindresume.reshard.region_load import WORKERS, read_regions, wanted_regions
-from mindresume.storage.filesystem import Storage, read_bytes
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import read_bytes
 from mindresume.tensor_files.header import DTYPES as FILE_DTYPES
 from mindresume.tensor_files.header import parse_object
 

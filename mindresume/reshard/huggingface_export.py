@@ -24,7 +24,7 @@ from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import is_no_weight, problems_text, translated
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import check_tensors
-from mindresume.storage.filesystem import publish_json
+from mindresume.storage.atomic_publish import publish_json
 
 KEEP = "keep"                                       # the dtype that is there
 DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write

@@ -24,7 +24,7 @@ from mindresume.model.record_details import Details
 from mindresume.model.training_state import is_transient
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.resume.verifier import record_of
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 
 

@@ -28,7 +28,8 @@ from mindresume.reshard.direct_engine import TargetFile, transform, whole_tensor
 from mindresume.reshard.geometry import Region, shape_of
 from mindresume.reshard.output_plan import METADATA, holdings
 from mindresume.reshard.transform_processes import COMMAND, failure, run
-from mindresume.storage.filesystem import PosixStorage, parallel
+from mindresume.storage.operations import parallel
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import Header, format_of, read_header, read_tensor
 
 UNMERGED = "accu_grads"     # prefix of what unified_safetensors leaves cut

@@ -40,7 +40,8 @@ from mindresume.reshard.strategy_store import file_identity, identity_of, strate
 from mindresume.resume.iteration_checks import IterationMetadata
 from mindresume.resume.selector import candidates_for
 from mindresume.resume.verifier import verify_rank
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 
 _TRIES = 10                     # of opening, in a folder in which a job completes and removes checkpoints meanwhile
 

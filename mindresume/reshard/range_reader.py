@@ -20,7 +20,7 @@ import numpy as np
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry
 from mindresume.tensor_files.header import DTYPES
 

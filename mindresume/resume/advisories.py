@@ -20,7 +20,7 @@ from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.records import details_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import MANIFEST
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files.checksum import file_checksum
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from mindresume.model.data_position import MAX_IDENTITY, MAX_TEXT
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 # Folders that loaders write (mindformers dataset/, Hugging Face datasets).
 _WRITTEN = {"path_to_cache", "s3_cache_path", "cache_dir", "dataset_state_dir", "save_indices_npz_path", "filepath_prefix"}

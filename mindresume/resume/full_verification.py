@@ -15,7 +15,7 @@ from mindresume.resume.advisories import damaged_metadata_files, replica_text
 from mindresume.resume.iteration_checks import IterationMetadata
 from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.verifier import OnBytesRead, verify_rank
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 _MAX_LISTINGS = 20                      # each follows a change of the folder
 Verdict = tuple[Candidate, list[Refusal]]

@@ -21,7 +21,7 @@ from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import is_scalar
 from mindresume.model.training_state import is_transient
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 
 

@@ -45,7 +45,7 @@ from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache, uncached
 
 

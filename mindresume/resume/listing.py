@@ -9,7 +9,8 @@ from mindresume.resume.advisories import manifest_text, replica_text
 from mindresume.resume.missing_ranks import StrategyOf, complete_missing_ranks
 from mindresume.resume.selector import candidates_for
 from mindresume.resume.verifier import check_files
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 
 COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable", "of this node"
 

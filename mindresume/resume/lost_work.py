@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mindresume.coordination.lease import SAVING, is_alive, lease_holders
 from mindresume.formats import Candidate
 from mindresume.model.manifest import FOLDER, attempts
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 @dataclass(frozen=True)

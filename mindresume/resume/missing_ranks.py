@@ -19,7 +19,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.record_details import Details, TensorRecord
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files.checksum import tensor_checksum
 from mindresume.tensor_files.header import TensorEntry
 

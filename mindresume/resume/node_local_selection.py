@@ -19,7 +19,7 @@ from mindresume.formatting import listed
 from mindresume.resume.health import is_unhealthy
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.selector import Choice, advisories_of, candidates_for, forget_kept, verify_on_all_ranks
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 _NEWEST = 64                    # names of checkpoints that one rank sends to the others
 

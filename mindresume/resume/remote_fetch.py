@@ -47,7 +47,9 @@ from mindresume.saving.crash_loop import failed_loads_by_key, suspicion
 from mindresume.saving.garbage_collector import free_names
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import Storage, parallel, publish, read_bytes, temporary_name
+from mindresume.storage.atomic_publish import publish, temporary_name
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel, read_bytes
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files.checksum import file_checksum
 

@@ -28,7 +28,7 @@ from mindresume.resume.remote_fetch import RemoteSource, select_with_remote
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.selector import Choice, ProgressMeter, candidates_for, forget_kept, select
 from mindresume.resume.verifier import verify_rank
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import uncached
 
 

@@ -34,7 +34,7 @@ from mindresume.resume.missing_ranks import StrategyOf, complete_missing_ranks, 
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.verifier import OnBytesRead, VerifiedShard, check_files, read_size, verify_rank
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, suspicion, warning
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import format_of
 

@@ -25,7 +25,8 @@ from mindresume.model.record_details import Details, TensorRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.iteration_checks import IterationMetadata, needs_metadata
 from mindresume.resume.missing_ranks import details_by_strategy, differing_replica, replica_sources
-from mindresume.storage.filesystem import Storage, error_text
+from mindresume.storage.atomic_publish import error_text
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 from mindresume.tensor_files.checksum import damaged_tensors, file_checksum, tensor_checksum
 

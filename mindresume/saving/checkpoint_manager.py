@@ -55,7 +55,7 @@ from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, mark_em
 from mindresume.saving.sync_saver import Outcome, Saver, SyncSaver
 from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 _OTHERS = 10.0                          # seconds for the records of other ranks after an error
 

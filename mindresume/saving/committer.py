@@ -31,7 +31,8 @@ from mindresume.saving import iteration_publisher
 from mindresume.saving.garbage_collector import Plan, carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import SaveTarget, is_committed
-from mindresume.storage.filesystem import parallel, publish, publish_json
+from mindresume.storage.atomic_publish import publish, publish_json
+from mindresume.storage.operations import parallel
 
 
 class Committer:

@@ -29,7 +29,8 @@ from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate
 from mindresume.model.manifest import FOLDER, record_name, run_sequence
 from mindresume.model.training_state import is_count
-from mindresume.storage.filesystem import Storage, publish_json
+from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.interface import Storage
 
 _TRIAL, _DEATH, _SIGNALS = "trial-", "death-", "signals"
 _LIMIT = 1 << 20                # bytes of a note that we read

@@ -44,7 +44,9 @@ from mindresume.model.manifest import (
 )
 from mindresume.saving.protection import NEWEST_WHOLE, not_counted, protected
 from mindresume.saving.retention import KEEP_ALL, KeepAny, Policy, surplus
-from mindresume.storage.filesystem import TEMPORARY, Storage, parallel, remove_tree, temporary_name
+from mindresume.storage.atomic_publish import TEMPORARY, temporary_name
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel, remove_tree
 
 FindReadLocks = Callable[[], Mapping[str, str]]        # name of an attempt folder -> who holds it, asked anew each time
 

@@ -30,7 +30,8 @@ from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import Storage, publish, temporary_name
+from mindresume.storage.atomic_publish import publish, temporary_name
+from mindresume.storage.interface import Storage
 
 
 def write_metadata_files(place: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:

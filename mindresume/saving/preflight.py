@@ -9,7 +9,8 @@ from typing import Any
 
 from mindresume.errors import SaveError
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
-from mindresume.storage.filesystem import Storage, read_bytes
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import read_bytes
 from mindresume.storage.stale_files import remove_stale
 
 

@@ -21,7 +21,8 @@ from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.weight_files import sizes_match
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.lineage import others
-from mindresume.storage.filesystem import Storage, read_json
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import read_json
 
 Reasons = Mapping[str, list[str]]
 Rule = Callable[[Storage, str, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]

@@ -42,8 +42,8 @@ from mindresume.model.manifest import (
 from mindresume.model.training_state import is_count
 from mindresume.saving.retention import Policy, surplus
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import parallel, read_bytes
 from mindresume.storage.object_store import ObjectStore
+from mindresume.storage.operations import parallel, read_bytes
 
 _STATUS, _SUFFIX = "run-", ".json"
 _LOST = "lost-"                  # prefix of the name of a record that will never come

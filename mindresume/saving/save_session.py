@@ -28,7 +28,7 @@ from mindresume.formatting import listed
 from mindresume.saving.lineage import continued, others
 from mindresume.saving.preflight import check_directory
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 _LEASES: dict[str, Lease] = {}          # of this process, by folder: it trains one thing at a time
 

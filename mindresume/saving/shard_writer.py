@@ -25,7 +25,8 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, Record, attempt_name, read_record, record_name, run_sequence
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.filesystem import TEMPORARY, Storage, UnsettledError, publish
+from mindresume.storage.atomic_publish import TEMPORARY, UnsettledError, publish
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import encode, encoded_size
 from mindresume.tensor_files.checksum import Checksums, checksummed, file_checksum
 

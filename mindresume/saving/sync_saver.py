@@ -21,7 +21,8 @@ from mindresume.events.progress import ProgressReporter
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, Shard, write_shard
-from mindresume.storage.filesystem import Storage, publish
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files import encode
 
 

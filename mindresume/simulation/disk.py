@@ -4,7 +4,7 @@
     disk.create("/c/.a.tmp", b"bytes"); disk.rename("/c/.a.tmp", "/c/a"); disk.sync("/c")
     disk.lose_power(lambda: False)              # every change of a name that was not flushed is undone
 
-What survives follows the contract of ``mindresume.storage.filesystem.Storage``, which is that of POSIX and NFS: bytes of a file
+What survives follows the contract of ``mindresume.storage.interface.Storage``, which is that of POSIX and NFS: bytes of a file
 once its flush returned, a name once its folder was flushed after the change. Until then each change of a name is there or not,
 independently of the others; but what happens to one and the same file or name keeps its order, as journals and servers see to.
 A rename changes two names together.

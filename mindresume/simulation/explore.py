@@ -27,7 +27,7 @@ from mindresume.simulation.scenarios import FORMATS, WAYS, Play, Scenario
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.scheduler import Task
 from mindresume.simulation.standins import replaced
-from mindresume.storage.filesystem import TEMPORARY
+from mindresume.storage.atomic_publish import TEMPORARY
 
 SHARE = 4                       # the same command is started again on one of so many different disks
 

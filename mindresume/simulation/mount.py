@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from mindresume.simulation.cluster import Cluster, Process
 from mindresume.simulation.disk import UNLIMITED, Disk, File, Folder, fail
-from mindresume.storage.filesystem import UNKNOWN_ROOM, NewFile, Status
+from mindresume.storage.interface import UNKNOWN_ROOM, NewFile, Status
 
 
 class Mount:

@@ -40,7 +40,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Stuck, TooLong
 from mindresume.simulation.standins import standing_in
-from mindresume.storage.filesystem import read_json
+from mindresume.storage.operations import read_json
 
 UNKNOWN = "?"
 WRONG, LOST, STUCK, UNTIDY, TOLD, UNEQUAL = "wrong", "lost", "stuck", "untidy", "told", "unequal"

@@ -21,7 +21,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from mindresume.storage.filesystem import Storage
+from mindresume.storage.interface import Storage
 
 
 class ReadCache:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from mindresume.storage.filesystem import Storage, parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 
 STALE = 3600.0                  # seconds after which nobody works with a file any more that is there for a moment
 

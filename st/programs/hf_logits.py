@@ -16,7 +16,7 @@ from mindformers.checkpoint.checkpoint import load_hf_checkpoint
 from mindformers.models.build_model import build_network
 
 from mindresume.reshard.huggingface import is_huggingface, read_network
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
 

@@ -35,7 +35,8 @@ from mindresume.reshard.conversion_plan import to_ranks
 from mindresume.reshard.converter import LOCK, Conversion
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage.filesystem import TEMPORARY, PosixStorage
+from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.header import DTYPES
 
@@ -414,9 +415,9 @@ def test_the_disk_fails(little, refused, monkeypatch, operation):
 CHILD = """
 import os, signal, sys
 from mindresume import cli
-from mindresume.storage import filesystem as storage
+from mindresume.storage import posix
 os.fsync = lambda handle: None
-write, count, at = storage._PosixFile.write_at, [], int(sys.argv[1])
+write, count, at = posix._PosixFile.write_at, [], int(sys.argv[1])
 def write_at(self, position, data):
     count.append(1)
     if len(count) == at:
@@ -424,7 +425,7 @@ def write_at(self, position, data):
         while True:
             signal.pause()
     write(self, position, data)
-storage._PosixFile.write_at = write_at
+posix._PosixFile.write_at = write_at
 sys.argv = ["mindresume", "convert", *sys.argv[2:]]
 cli.main()
 """

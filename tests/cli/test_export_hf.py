@@ -10,7 +10,7 @@ from reshard.test_huggingface import complete, document, everything, put
 
 from mindresume.formats.huggingface import rules, shapes
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 COMMAND = "export-hf"
 FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"

@@ -11,7 +11,7 @@ from mindresume.formats.consolidated import HYPER, MAP, read_complete
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard.conversion_manifest import CONVERSION
-from mindresume.storage import filesystem
+from mindresume.storage import posix
 from mindresume.tensor_files import read_header, read_tensor
 
 SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}         # without the empty one
@@ -222,20 +222,20 @@ def test_other_sources(tmp_path, refused):
 
 
 def test_too_little_room(source, refused, monkeypatch):
-    monkeypatch.setattr(filesystem.PosixStorage, "room", lambda self, folder: 1 << 20)
+    monkeypatch.setattr(posix.PosixStorage, "room", lambda self, folder: 1 << 20)
     assert re.search(r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written", refused(source))
 
 
 @pytest.mark.parametrize("operation, at", [("write_at", 1), ("write_at", 7), ("finish", 3), ("finish", 5)])
 def test_ctrl_c_and_errors_while_writing(source, tmp_path, call, monkeypatch, operation, at):
-    real, count, before = getattr(filesystem._PosixFile, operation), [], snapshot(tmp_path)
+    real, count, before = getattr(posix._PosixFile, operation), [], snapshot(tmp_path)
 
     def strike(file, *arguments):
         count.append(1)
         if len(count) == at:
             raise KeyboardInterrupt if at % 4 == 1 else OSError(5, "Input/output error", file.path)
         return real(file, *arguments)
-    monkeypatch.setattr(filesystem._PosixFile, operation, strike)
+    monkeypatch.setattr(posix._PosixFile, operation, strike)
     status, _, err = call(source, tmp_path / "new", "--part-size", "700", "--workers", 1)
     assert status != 0 and (at % 4 == 1 or "Input/output error" in err)
     assert snapshot(tmp_path) == before

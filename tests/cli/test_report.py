@@ -101,7 +101,7 @@ def test_other_commands_do_not_import_it(output):
 def test_a_page_that_cannot_be_written(call, output, tmp_path, monkeypatch):
     status, _, err = call(output, "-o", tmp_path / "missing" / "folder" / "x.html")
     assert status == 2 and f"there is no folder {tmp_path / 'missing' / 'folder'}" in err and len(err.splitlines()) == 1
-    monkeypatch.setattr("mindresume.storage.filesystem.PosixStorage.write", full)
+    monkeypatch.setattr("mindresume.storage.posix.PosixStorage.write", full)
     status, _, err = call(output, "-o", tmp_path / "x.html")
     assert (status, err) == (2, f"mindresume: {tmp_path / 'x.html'}: No space left on device\n")
 

@@ -14,7 +14,7 @@ from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.model.manifest import FOLDER, attempt_name, run_name, run_sequence
 from mindresume.model.record_codec import seal, unseal
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):

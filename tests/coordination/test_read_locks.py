@@ -9,7 +9,7 @@ from owners import ELSEWHERE, Time, dead_process, left_by, start
 from mindresume.coordination.lease import BEAT, fence, lease_holders
 from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):

@@ -39,7 +39,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 

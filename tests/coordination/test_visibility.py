@@ -12,7 +12,7 @@ from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.coordination.visibility import PATIENCE, Visibility, wait_until_visible
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def attempt(step, run=1):

@@ -9,7 +9,8 @@ import pytest
 
 from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, Killed, Machine
 from mindresume.fault_injection.ranks import Turns
-from mindresume.storage.filesystem import PosixStorage, publish
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.posix import PosixStorage
 
 
 def machine_of(kind=None, at=1, ranks=1, seed=0):

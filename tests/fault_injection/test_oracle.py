@@ -22,7 +22,7 @@ from mindresume.resume.selector import Choice
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import write_shard
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
 RANKS = 2

@@ -10,7 +10,7 @@ from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Operation
 from mindresume.fault_injection.ranks import Hang, Turns
 from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, cells, count, prepare, quick, sampled
 from mindresume.fault_injection.scenarios import STORIES, Story
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 @pytest.fixture

@@ -32,8 +32,9 @@ from mindresume.saving import committer, garbage_collector, iteration_publisher,
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer
 from mindresume.saving.sync_saver import Outcome, SaveJob
-from mindresume.storage import filesystem
-from mindresume.storage.filesystem import PosixStorage, temporary_name
+from mindresume.storage import atomic_publish, operations
+from mindresume.storage.atomic_publish import temporary_name
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
 CONTROL, LEFT = "CONTROL", "LEFT"       # found although nothing is struck; by what nobody removes
@@ -57,7 +58,7 @@ class Mutant:
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """In every module that has imported it."""
-    for module in (filesystem, shard_writer, committer, iteration_publisher, lease, lease_acquisition, sync_saver,
+    for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition, sync_saver,
                    garbage_collector, scenarios, judging, rank_folders, verifier, selector):
         if hasattr(module, name):
             patch.setattr(module, name, value)
@@ -75,7 +76,7 @@ def publish_without_sync(patch: Patch) -> None:
 
 
 def weights_published_without_sync(patch: Patch) -> None:
-    right = filesystem.publish
+    right = atomic_publish.publish
 
     class NoSync:
         def __init__(self, disk):
@@ -98,7 +99,7 @@ def publish_without_rename(patch: Patch) -> None:
 
 
 def pointers_written_in_place(patch: Patch) -> None:
-    right = filesystem.publish
+    right = atomic_publish.publish
 
     def publish(disk, path, pieces, tag, size=0):
         return disk.write(path, pieces, size) if path.endswith(META) else right(disk, path, pieces, tag, size)
@@ -106,7 +107,7 @@ def pointers_written_in_place(patch: Patch) -> None:
 
 
 def record_before_weights(patch: Patch) -> None:
-    right, waiting = filesystem.publish, threading.local()
+    right, waiting = atomic_publish.publish, threading.local()
 
     def publish(disk, path, pieces, tag, size=0):
         if os.path.basename(path).startswith("drill_rank"):
@@ -121,7 +122,7 @@ def record_before_weights(patch: Patch) -> None:
 
 
 def errors_of_writing_swallowed(patch: Patch) -> None:
-    right = filesystem.publish
+    right = atomic_publish.publish
 
     def publish(disk, path, pieces, tag, size=0):
         pieces = list(pieces)
@@ -154,7 +155,7 @@ def pointer_before_the_file(patch: Patch) -> None:
         folder = os.path.join(place.root, folder_name(place.rank))
         place.storage.make_folder(folder)
         name = parse_name(os.path.basename(part.files[0].path))
-        filesystem.publish_json(place.storage, os.path.join(folder, META), meta_json(name), place.run)
+        atomic_publish.publish_json(place.storage, os.path.join(folder, META), meta_json(name), place.run)
         return right(place, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
@@ -241,7 +242,7 @@ def believe_everything(patch: Patch) -> None:
 
 def believe_everything_and_write_in_place(patch: Patch) -> None:
     record_before_weights(patch)
-    publish = filesystem.publish
+    publish = atomic_publish.publish
     patch_all(patch, "publish", lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size))
     believe_everything(patch)
 
@@ -384,7 +385,7 @@ def replaced_folder_removed_first(patch: Patch) -> None:
     def write_shard(place, part, **how):
         target = os.path.join(place.root, iteration_name(part.state.step))
         if place.rank == 0 and place.storage.status(target) is not None:
-            filesystem.remove_tree(place.storage, target)
+            operations.remove_tree(place.storage, target)
         return right(place, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
@@ -401,7 +402,7 @@ def replaced_folder_written_into(patch: Patch) -> None:
             if name != FOLDER:
                 disk.rename(os.path.join(place.data_dir(step), name), os.path.join(target, name))
         disk.rename(place.attempt(step), os.path.join(target, FOLDER, os.path.basename(place.attempt(step))))
-        filesystem.remove_tree(disk, place.data_dir(step))
+        operations.remove_tree(disk, place.data_dir(step))
         return iteration_publisher.set_tracker(disk, place.root, step, place.run)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
@@ -445,7 +446,7 @@ def iteration_removed_without_rename(patch: Patch) -> None:
     def carry_out(disk, root, made, read_locks=dict, emit=print):
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
-            filesystem.remove_tree(disk, candidate.commit_dir)
+            operations.remove_tree(disk, candidate.commit_dir)
         garbage_collector.empty_trash(disk, root, read_locks)
         return to_delete
     patch_all(patch, "carry_out", carry_out)

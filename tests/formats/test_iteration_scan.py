@@ -21,7 +21,7 @@ from mindresume.formats.iteration_scan import (
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, run_name
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")
 

@@ -22,7 +22,7 @@ from mindresume.formats.rank_folder_naming import (
 from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 
 NEXT_RUN = run_name(2, "0000bbbb")

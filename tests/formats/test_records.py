@@ -9,7 +9,7 @@ from iterations import folder_of, making, records_of, save, unname, write_all, w
 
 from mindresume.formats.records import attempts_within, find_attempts, read_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")
 

@@ -12,7 +12,7 @@ from mindresume.formats import strategy_codec
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.formats.strategy_codec import _field, decode_strategy, encode_strategy
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.protobuf import encode_varint
 
 few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

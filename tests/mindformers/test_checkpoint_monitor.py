@@ -38,7 +38,7 @@ from mindresume.resume.lost_work import LostWork  # noqa: E402
 from mindresume.resume.selector import Choice  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
-from mindresume.storage.filesystem import PosixStorage  # noqa: E402
+from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
 
 PER_EPOCH = 10

@@ -20,7 +20,7 @@ from mindresume.model.manifest import FOLDER, read_details  # noqa: E402
 from mindresume.resume.selector import select  # noqa: E402
 from mindresume.saving import save_session  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
-from mindresume.storage.filesystem import PosixStorage  # noqa: E402
+from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
 from tests.mindformers.test_checkpoint_monitor import Job, resume, settle_all  # noqa: E402
 from tests.mindformers.test_checkpoint_monitor import build as build_any  # noqa: E402

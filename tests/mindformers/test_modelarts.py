@@ -15,8 +15,8 @@ from mindresume.mindformers import adapter, modelarts  # noqa: E402
 from mindresume.resume import remote_fetch  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints  # noqa: E402
-from mindresume.storage.filesystem import PosixStorage  # noqa: E402
 from mindresume.storage.object_store import FsspecStore  # noqa: E402
+from mindresume.storage.posix import PosixStorage  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_tensor
 from mindresume.tensor_files.checksum import array_checksum
 

@@ -186,7 +186,7 @@ import sys, tracemalloc
 from mindresume.formats.consolidated import read_complete
 from mindresume.reshard import compare
 from mindresume.reshard.checkpoint_view import view_of_complete
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 compare.PORTION = 4096
 a, b = (view_of_complete(PosixStorage(), read_complete(PosixStorage(), path)) for path in sys.argv[1:])
 tracemalloc.start()

@@ -41,7 +41,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_c
 from mindresume.reshard.direct_engine import TargetFile, Traffic, tiles, transform, whole_tensors
 from mindresume.reshard.geometry import elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import ckpt, read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum, file_checksum
 

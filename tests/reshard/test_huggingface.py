@@ -26,7 +26,7 @@ from mindresume.reshard.huggingface_export import Export, to_huggingface, verify
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import cast
 from mindresume.reshard.region_load import read_regions, wanted_regions
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 from mindresume.tensor_files.header import DTYPES
 

@@ -11,7 +11,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_nam
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.selector import _CandidateQueue, select
 from mindresume.resume.verifier import VerifiedShard
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
 NEXT_RUN = run_name(2, "0000bbbb")

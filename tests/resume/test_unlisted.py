@@ -27,7 +27,7 @@ from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash, plan
 from mindresume.saving.retention import KeepLast
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 class Closed(PosixStorage):

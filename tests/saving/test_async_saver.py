@@ -25,7 +25,7 @@ from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule, Strike
 from mindresume.simulation.standins import here, running, standing_in
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
 KINDS = ["thread", "process"]

@@ -25,7 +25,7 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.sync_saver import Save
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, rank_shard
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 class Held(PosixStorage):

@@ -12,7 +12,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, rank_shard, write_shard
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
 

@@ -10,7 +10,7 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import attempt_name, record_name
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):

@@ -16,7 +16,7 @@ from mindresume.saving import crash_loop as module
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
 from mindresume.saving.garbage_collector import plan
 from mindresume.saving.retention import KeepLast
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 NAN = RuntimeError("loss is nan")
 

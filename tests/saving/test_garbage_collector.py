@@ -23,7 +23,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import NOTHING_WHOLE, Plan, carry_out, plan
 from mindresume.saving.protection import NEWEST_HEALTHY, NEWEST_WHOLE
 from mindresume.saving.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
 

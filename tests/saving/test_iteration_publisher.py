@@ -45,7 +45,8 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash, plan
 from mindresume.saving.iteration_publisher import finish_tracker
 from mindresume.saving.retention import KeepEverySteps, KeepLast
-from mindresume.storage.filesystem import PosixStorage, temporary_name
+from mindresume.storage.atomic_publish import temporary_name
+from mindresume.storage.posix import PosixStorage
 
 NEXT, THIRD = run_name(2, "0000bbbb"), run_name(3, "0000cccc")
 VISIBLE = "iteration_00000010"

@@ -23,8 +23,8 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage import filesystem
-from mindresume.storage.filesystem import Status
+from mindresume.storage import operations
+from mindresume.storage.interface import Status
 from mindresume.tensor_files import encode
 
 ROOT, RUN, RANKS = "/c", run_name(1, "0000aaaa"), 8192
@@ -206,7 +206,7 @@ def test_the_clean_up_of_a_save_without_records_reads_the_headers_of_its_own_fil
 
 def counted_together(monkeypatch, *modules):
     """Returns a list that will have, of each call of ``parallel`` in ``modules``, its operations of the disk."""
-    plain, together = filesystem.parallel, []
+    plain, together = operations.parallel, []
 
     def parallel(disk, function, items):
         before = sum(disk.done.values())
@@ -220,7 +220,7 @@ def counted_together(monkeypatch, *modules):
 
 def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
     """Nothing loops over the ranks with operations of the disk, one after the other."""
-    together = counted_together(monkeypatch, commit, garbage_collector, filesystem, rank_folders, records, weight_files)
+    together = counted_together(monkeypatch, commit, garbage_collector, operations, rank_folders, records, weight_files)
     for step in (5, 6, 7):
         write_all(disk, step, 64)
     committer = committer_of(disk, 64, keep=1, emit=ignore)

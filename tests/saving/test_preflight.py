@@ -7,7 +7,7 @@ import pytest
 from mindresume.errors import SaveError
 from mindresume.model.manifest import FOLDER
 from mindresume.saving.preflight import check_directory
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def test_a_good_folder_is_left_as_it_was(tmp_path):

@@ -11,7 +11,7 @@ from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.events import ignore
 from mindresume.model.manifest import run_sequence
 from mindresume.saving.save_session import SaveSession, open_save_session
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 class Stuck(PosixStorage):

@@ -19,7 +19,8 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
-from mindresume.storage.filesystem import PosixStorage, UnsettledError, publish
+from mindresume.storage.atomic_publish import UnsettledError, publish
+from mindresume.storage.posix import PosixStorage
 
 WORLD = 2
 BOTH = pytest.mark.parametrize("made", ["1.0", "2.0"])

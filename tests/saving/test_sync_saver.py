@@ -11,7 +11,7 @@ from mindresume.model.manifest import record_name, run_name
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.saving.sync_saver import Extra, Save, SaveJob, SyncSaver, write_extra
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
 

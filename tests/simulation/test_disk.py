@@ -11,7 +11,7 @@ from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.standins import standing_in
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 
 
 def names(disk):

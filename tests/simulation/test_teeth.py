@@ -43,7 +43,7 @@ from mindresume.simulation.explore import SCENARIOS, Counts, Failure, Known, ope
 from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNTIDY, WRONG
 from mindresume.simulation.schedule import Schedule, Strike, draw
 from mindresume.simulation.standins import replaced
-from mindresume.storage import filesystem
+from mindresume.storage import atomic_publish
 
 Patch = pytest.MonkeyPatch
 
@@ -201,7 +201,7 @@ MUTANTS = [
         Edit(committer.Committer, "_manifest", "zip(place.ranks, records, strict=True)", "zip(place.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
-        Edit(filesystem, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
+        Edit(atomic_publish, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
     mutant("saved is said before it is written", [
         Edit(async_saver, "serve", "outcome = work.write(", "send((\"outcome\", Outcome(step, True))); outcome = work.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mindresume.storage import read_cache
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files.checksum import file_checksum
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from folders import STORAGE
 
-from mindresume.storage.filesystem import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from mindresume.storage.stale_files import STALE, remove_stale
 
 NOW = 2_000_000_000.0           # no clock of this host

@@ -1,49 +1,16 @@
 import errno
 import os
-import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from mindresume.storage import filesystem
-from mindresume.storage.filesystem import TEMPORARY, PosixStorage, error_text, parallel, publish, publish_json, read_bytes
+from mindresume.storage import posix
+from mindresume.storage.interface import UNKNOWN_ROOM
+from mindresume.storage.operations import read_bytes
+from mindresume.storage.posix import PosixStorage
 
 STORAGE = PosixStorage()
-
-
-def test_publish_appears_complete(tmp_path):
-    path = str(tmp_path / "a.bin")
-    assert publish(STORAGE, path, [b"ab", memoryview(b"cd")], "run") == 4
-    assert read_bytes(STORAGE, path) == b"abcd"
-    assert STORAGE.list(str(tmp_path)) == ["a.bin"]
-    assert STORAGE.status(path).size == 4
-
-
-def test_a_failing_source_leaves_nothing(tmp_path):
-    def pieces():
-        yield b"half"
-        raise RuntimeError("the source broke")
-    with pytest.raises(RuntimeError, match="the source broke"):
-        publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "run")
-    assert STORAGE.list(str(tmp_path)) == []
-
-
-def test_a_failing_rename_leaves_no_temporary_file(tmp_path):
-    (tmp_path / "a.bin" / "in the way").mkdir(parents=True)
-    with pytest.raises(OSError):
-        publish(STORAGE, str(tmp_path / "a.bin"), [b"x"], "run")
-    assert STORAGE.list(str(tmp_path)) == ["a.bin"]
-
-
-def test_temporary_names_say_whose_they_are(tmp_path):
-    seen = []
-
-    def pieces():
-        seen.extend(os.listdir(tmp_path))
-        yield b"x"
-    publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "0001-deadbeef")
-    assert seen == [".a.bin.0001-deadbeef" + TEMPORARY]
 
 
 def test_absent_things(tmp_path):
@@ -65,44 +32,6 @@ def test_folders(tmp_path):
     assert STORAGE.list(str(tmp_path / "a" / "b")) == []
 
 
-def test_json(tmp_path):
-    publish_json(STORAGE, str(tmp_path / "m.json"), {"last_epoch": 1}, "run")
-    assert read_bytes(STORAGE, str(tmp_path / "m.json")) == b'{"last_epoch":1}'
-
-
-def test_parallel_keeps_the_order_and_raises_the_first_error():
-    storage = PosixStorage()
-    assert parallel(storage, lambda item: item * 2, range(20)) == list(range(0, 40, 2))
-    storage.width = 1
-    assert parallel(storage, lambda item: item * 2, range(3)) == [0, 2, 4]
-    with pytest.raises(ZeroDivisionError):
-        parallel(PosixStorage(), lambda item: 1 // item, [1, 0])
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """No other thread can be had: the interpreter is ending, or the limit of processes is reached."""
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-    monkeypatch.setattr(threading.Thread, "start", start)
-
-
-def test_parallel_without_another_thread(alone):
-    assert parallel(PosixStorage(), lambda item: item * 2, range(20)) == list(range(0, 40, 2))
-
-
-def test_parallel_begins_nothing_after_an_error(alone):
-    done = []
-
-    def work(item):
-        if item == 3:
-            raise KeyboardInterrupt
-        done.append(item)
-    with pytest.raises(KeyboardInterrupt):
-        parallel(PosixStorage(), work, range(100))
-    assert done == [0, 1, 2]
-
-
 def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
     found = os.statvfs(tmp_path)
     room = PosixStorage().room(str(tmp_path / "not" / "yet"))
@@ -113,7 +42,7 @@ def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
 def test_a_file_system_that_tells_no_size_has_room(tmp_path, monkeypatch, told):
     """FUSE without statfs: zeros. Unknown is not full."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **told}))
-    assert PosixStorage().room(str(tmp_path)) == filesystem.UNKNOWN_ROOM
+    assert PosixStorage().room(str(tmp_path)) == UNKNOWN_ROOM
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO])
@@ -121,7 +50,7 @@ def test_a_file_system_that_does_not_answer_has_room(tmp_path, monkeypatch, code
     def fail(path):
         raise OSError(code, os.strerror(code), path)
     monkeypatch.setattr(os, "statvfs", fail)
-    assert PosixStorage().room(str(tmp_path)) == filesystem.UNKNOWN_ROOM
+    assert PosixStorage().room(str(tmp_path)) == UNKNOWN_ROOM
 
 
 def test_a_full_disk_is_full(tmp_path, monkeypatch):
@@ -133,7 +62,7 @@ def test_a_full_disk_is_full(tmp_path, monkeypatch):
                                   errno.ENODEV, errno.EACCES, errno.EREMOTEIO, errno.ESTALE, errno.EINTR, 0, 524])
 def test_a_file_system_that_cannot_reserve_is_written_to(tmp_path, monkeypatch, code):
     """524: an error of the kernel's own (ENOTSUPP) that some file systems let out."""
-    monkeypatch.setattr(filesystem, "_fallocate", lambda handle, size: code)
+    monkeypatch.setattr(posix, "_fallocate", lambda handle, size: code)
     assert PosixStorage().write(str(tmp_path / "file"), [b"abc"], 3) == 3
     made = PosixStorage().create(str(tmp_path / "other"), 3)
     made.write_at(0, memoryview(b"abc"))
@@ -143,7 +72,7 @@ def test_a_file_system_that_cannot_reserve_is_written_to(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
 def test_no_room_and_a_broken_device_are_errors_before_the_first_byte(tmp_path, monkeypatch, code):
-    monkeypatch.setattr(filesystem, "_fallocate", lambda handle, size: code)
+    monkeypatch.setattr(posix, "_fallocate", lambda handle, size: code)
     for begin in (lambda path: PosixStorage().write(path, [b"abc"], 3), lambda path: PosixStorage().create(path, 3)):
         with pytest.raises(OSError) as caught:
             begin(str(tmp_path / "file"))
@@ -187,24 +116,16 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
 def test_the_device_begins_early_and_is_asked_for_every_byte_once(tmp_path, monkeypatch):
     """All but less than a step of it; the flush at the end is for the rest. A device that refuses the hint changes nothing."""
     step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
-    monkeypatch.setattr(filesystem, "_AHEAD", step)
-    begin = filesystem._begin_flush
+    monkeypatch.setattr(posix, "_AHEAD", step)
+    begin = posix._begin_flush
 
     def asking(handle, start, end):
         asked.append((start, end))
         begin(handle, start, end)
-    monkeypatch.setattr(filesystem, "_begin_flush", asking)
+    monkeypatch.setattr(posix, "_begin_flush", asking)
     path = str(tmp_path / "file")
     assert PosixStorage().write(path, pieces) == sum(map(len, pieces))
     assert read_bytes(PosixStorage(), path) == b"".join(pieces)
     starts, ends = zip(*asked, strict=True)
     assert starts == (0, *ends[:-1]) and sum(map(len, pieces)) - ends[-1] < step
     begin(-1, 0, step)
-
-
-def test_the_text_of_an_error_names_the_file_that_was_meant():
-    full = OSError(errno.ENOSPC, "No space left on device", "/a/.report.html.5410" + TEMPORARY)
-    assert error_text(full) == "/a/report.html: No space left on device"
-    assert error_text(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")) == "a: No such file or directory"
-    assert error_text(OSError(errno.EIO, "Input/output error")) == "Input/output error"
-    assert error_text(FileNotFoundError("here is nothing")) == "here is nothing" and error_text(ValueError()) == "ValueError"

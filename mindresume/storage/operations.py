@@ -1,0 +1,81 @@
+"""Operations on any ``Storage``: many at once, small files, whole folders."""
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from mindresume.bounded_json import parse_json
+from mindresume.storage.interface import Storage
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Returns ``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised, and
+    then what nobody has begun is left out. The calling thread takes part: where no other thread can be had (the interpreter is
+    ending, the limit of processes is reached) it does everything. A pool would take no work at the end of the interpreter."""
+    rows = list(items)
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    lock, left = threading.Lock(), iter(range(len(rows)))
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = None if errors else next(left, None)
+            if number is None:
+                return
+            try:
+                results[number] = function(rows[number])
+            except BaseException as error:      # also ^C in the calling thread: the others end with what they have begun
+                errors[number] = error
+    helpers = []
+    with suppress(RuntimeError):
+        for _ in range(min(storage.width, len(rows)) - 1):
+            helper = threading.Thread(target=work, daemon=True)
+            helper.start()
+            helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        try:
+            raise errors[min(errors)]
+        finally:
+            errors.clear()                      # no cycle of error, traceback and frame, which would keep files open
+    return [results[number] for number in range(len(rows))]
+
+
+MOST_READ = 256 << 20           # bytes at once of any file that is no weights; a record has at most half of that
+
+
+def read_bytes(storage: Storage, path: str, limit: int = MOST_READ) -> bytes:
+    """Returns the whole of a small file. Raises OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs
+    nothing."""
+    with storage.open(path) as file:
+        found = file.read(limit + 1)
+    if len(found) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", path)
+    return found
+
+
+def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
+    """Returns the JSON document in a small file. Raises OSError as ``read_bytes``, ValueError as ``parse_json``."""
+    return parse_json(read_bytes(storage, path, limit))
+
+
+def remove_tree(storage: Storage, folder: str) -> None:
+    """Removes a folder and everything in it, folders in it first; links are removed, not followed."""
+    paths = [os.path.join(folder, name) for name in storage.list(folder)]
+    files = []
+    for path, found in zip(paths, parallel(storage, storage.status, paths), strict=True):
+        if found is not None and found.is_folder and not found.is_link:
+            remove_tree(storage, path)
+        else:
+            files.append(path)
+    parallel(storage, storage.remove, files)
+    storage.remove(folder)

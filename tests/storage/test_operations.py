@@ -1,0 +1,39 @@
+import threading
+
+import pytest
+
+from mindresume.storage.operations import parallel
+from mindresume.storage.posix import PosixStorage
+
+
+def test_parallel_keeps_the_order_and_raises_the_first_error():
+    storage = PosixStorage()
+    assert parallel(storage, lambda item: item * 2, range(20)) == list(range(0, 40, 2))
+    storage.width = 1
+    assert parallel(storage, lambda item: item * 2, range(3)) == [0, 2, 4]
+    with pytest.raises(ZeroDivisionError):
+        parallel(PosixStorage(), lambda item: 1 // item, [1, 0])
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No other thread can be had: the interpreter is ending, or the limit of processes is reached."""
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_parallel_without_another_thread(alone):
+    assert parallel(PosixStorage(), lambda item: item * 2, range(20)) == list(range(0, 40, 2))
+
+
+def test_parallel_begins_nothing_after_an_error(alone):
+    done = []
+
+    def work(item):
+        if item == 3:
+            raise KeyboardInterrupt
+        done.append(item)
+    with pytest.raises(KeyboardInterrupt):
+        parallel(PosixStorage(), work, range(100))
+    assert done == [0, 1, 2]
