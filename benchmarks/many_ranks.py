@@ -36,7 +36,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.storage.interface import UNKNOWN_ROOM, Status
+from mindresume.storage.interface import UNKNOWN_SPACE, Status
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 
@@ -107,8 +107,8 @@ class Slow:
                 self.disk.make_folder(at)
         self._do("make_folder", act)
 
-    def room(self, folder: str) -> int:
-        return UNKNOWN_ROOM
+    def free_space(self, folder: str) -> int:
+        return UNKNOWN_SPACE
 
 
 class First:

@@ -111,7 +111,7 @@ class Bench:
                                   lambda: iteration_view._described(place.storage, place.root, candidate, records))
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
-        self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.attempt, MANIFEST))
+        self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.records_dir, MANIFEST))
         self.sizes[f"metadata {kind}"] = sum(file.size for file in candidate.small)
         os.rename(candidate.commit_dir, place.data_dir(STEP))               # for the next round
         os.remove(os.path.join(place.attempt(STEP), MANIFEST))

@@ -24,7 +24,7 @@ from typing import Any
 import _measure as measure
 import numpy as np
 
-from mindresume.formats.parallel_plan import ParallelPlan, strategy_of
+from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.formats.strategy_codec import encode_strategy
 from mindresume.model.layout import TensorLayout
@@ -95,7 +95,8 @@ class Child:
 def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[str]]:
     tensors = model(options.size)
     before, after = (text.strip() for text in case.split(">"))
-    source, target = (None if text == "merged" else strategy_of(ParallelPlan.parse(text), tensors) for text in (before, after))
+    source, target = (None if text == "merged" else strategy_from_plan(ParallelPlan.parse(text), tensors)
+                      for text in (before, after))
     home = base / "case"
     shutil.rmtree(home, ignore_errors=True)
     write_source(home / "source", source, tensors)

@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mindresume.formats.iteration_naming import (
-    Common,
+    CommonInfo,
     WeightFile,
     encode_common,
     iteration_name,
+    parse_common,
     parse_weight_file,
-    read_common,
     slice_key,
 )
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
-from mindresume.formats.slices import folded, ordinals, region_of
+from mindresume.formats.slices import fold_optimizer_shards, ordinals, region_of
 from mindresume.model.layout import TensorLayout
 from mindresume.saving.shard_assignment import shares
 from st.jobs import ROOT
@@ -102,7 +102,7 @@ def test_an_optimizer_shard_is_folded_as_mindspore_does(case, data):
                                tensor_type="float32", tensor_shape=shape, rank_list=list(range(layout.stage_size)))
     info = object.__new__(_NetStrategyInfo)
     try:
-        found = folded(layout)
+        found = fold_optimizer_shards(layout)
     except ValueError:
         assert not right(info, compiled, layout)            # it says something else, or fails
         return
@@ -173,7 +173,7 @@ def test_what_a_real_run_wrote(path):
                 assert parse_weight_file(copy.file).index == copy.rank
     assert read_metadata(b"".join(encode_metadata(found.values())), "ours") == found
     common = (path.parent / "common.json").read_bytes()
-    assert encode_common(read_common(common, "c"), with_status=b"ckpt_status" in common) == common
+    assert encode_common(parse_common(common, "c"), with_status=b"ckpt_status" in common) == common
 
 
 # ---- what we write ---------------------------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ def test_a_parameter_without_layout_is_loaded_from_the_rank_that_stored_it(tmp_p
 
 @pytest.mark.parametrize("with_status", [True, False])
 def test_mindformers_reads_our_common_json(tmp_path, with_status):
-    from mindformers.checkpoint.checkpoint import CommonInfo
-    common = Common(2, 20, 19, 1.0, 8, 1 if with_status else None)
+    from mindformers.checkpoint import checkpoint
+    common = CommonInfo(2, 20, 19, 1.0, 8, 1 if with_status else None)
     path = tmp_path / "common.json"
     path.write_bytes(encode_common(common, with_status=with_status))
-    found = CommonInfo.load_common(str(path))
+    found = checkpoint.CommonInfo.load_common(str(path))
     assert vars(found) == vars(common)
     found.save_common(str(path))
-    assert path.read_bytes() == encode_common(common) and read_common(path.read_bytes(), "c") == common
+    assert path.read_bytes() == encode_common(common) and parse_common(path.read_bytes(), "c") == common
 
 
 def test_names_are_those_of_mindformers():

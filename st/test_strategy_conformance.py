@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.formats.parallel_plan import ParallelPlan, strategy_of
+from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.formats.strategy_codec import encode_strategy
 from mindresume.model.layout import TensorLayout
@@ -98,7 +98,7 @@ def test_what_mindspore_compiled_is_read_as_it_says(name):
         assert (list(layout.device_matrix), list(layout.tensor_map)) == (row["device_matrix"], row["tensor_map"])
         assert (layout.optimizer_stride, layout.optimizer_shards) == (row["opt_weight_shard_step"], row["opt_weight_shard_size"])
         layout.pieces(known[parameter]["global_shape"])
-    assert strategy.fitted({parameter: len(row["global_shape"]) for parameter, row in known.items()}) == strategy
+    assert strategy.fit_dimensions({parameter: len(row["global_shape"]) for parameter, row in known.items()}) == strategy
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parts[-4]}-{path.stem[-1]}")
@@ -115,7 +115,8 @@ def test_a_plan_cuts_as_mindspore_compiles(name, text):
     of = read_strategy(str(FIXTURES / "strategy_dp2mp4" / "output" / "strategy"))
     known = json.loads((FIXTURES / name / "parameters.json").read_text(encoding="utf-8"))
     tensors = {parameter: (tuple(known[parameter]["global_shape"]), layout, (0,)) for parameter, layout in of.stages[0].items()}
-    found, compiled = strategy_of(ParallelPlan.parse(text), tensors), read_strategy(str(FIXTURES / name / "output" / "strategy"))
+    found, compiled = strategy_from_plan(ParallelPlan.parse(text),
+                                         tensors), read_strategy(str(FIXTURES / name / "output" / "strategy"))
     assert found.world_size == compiled.world_size
     for rank in range(found.world_size):
         local = rank % found.stage_size

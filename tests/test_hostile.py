@@ -813,7 +813,7 @@ def test_whatever_is_altered_a_checkpoint_is_chosen(good, change, also, part, wo
         except UnusableCheckpointError as error:
             pytest.fail(f"the older one is good: {error}")
         assert chosen is not None and chosen.step in (OLD, NEW)
-        assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.every_file)
+        assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.all_files)
     finally:
         for path, content in kept.items():
             path.write_bytes(content)

@@ -38,7 +38,7 @@ from mindresume.api.results import (
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError, UnusableCheckpointError
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, absent_text, steps_text
+from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text, steps_text
 from mindresume.formats.consolidated import is_complete
 from mindresume.formats.location import locate
 from mindresume.reshard import consolidated_checkpoint
@@ -286,8 +286,8 @@ class Catalog:
         if place.is_complete:
             return consolidated_checkpoint.survey(self._storage, place.path)
         found, rows = surveys.list_checkpoints(self._storage, place.path, strategy_lookup(self._storage), self.world_size)
-        if found.strange:
-            raise MissingCheckpointError(found.strange)
+        if found.fresh_start_refusal:
+            raise MissingCheckpointError(found.fresh_start_refusal)
         return found, rows
 
     def _rows(self, place: _Place, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
@@ -297,8 +297,8 @@ class Catalog:
             yield from ((found, row) for row in rows if step is None or row.candidate.step == step)
             return
         found, _ = candidates_for(self._storage, place.path)
-        if found.strange:
-            raise MissingCheckpointError(found.strange)
+        if found.fresh_start_refusal:
+            raise MissingCheckpointError(found.fresh_start_refusal)
         strategy_of = strategy_lookup(self._storage)
         for candidate in found.candidates:
             if step is None or candidate.step == step:
@@ -325,5 +325,5 @@ def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> Checkp
     return CheckpointVerification(candidate.step, candidate.run, candidate.origin, state, candidate.world_size,
                                   candidate.missing_ranks,
                                   candidate.local_ranks, tuple(problem_of(root, refusal) for refusal in bad),
-                                  tuple(filter(None, [absent_text(candidate)])))
+                                  tuple(filter(None, [missing_ranks_text(candidate)])))
 

@@ -20,8 +20,8 @@ from mindresume.api.sources import CheckpointLike, opened
 from mindresume.errors import ConfigError, EngineError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
-from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_of
-from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_of
+from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_from_config
+from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.file_record import FORMATS
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_iteration, to_ranks
@@ -201,7 +201,8 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
     """
     storage = PosixStorage()
     document, path = read_config(storage, os.fspath(config))
-    model = model_of(document, path, *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
+    model = model_from_config(document, path,
+                              *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
     limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + COMPOSED_MEMORY)
     tile = tile_for(limit, workers)
     with opened(src, step, strategy, hold=not dry_run) as source:
@@ -232,7 +233,7 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
     tensors = {name: (tensor.shape, tensor.layout, tensor.stages) for name, tensor in source.weights.tensors.items()
                if not tensor.is_counter}
     sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
-    return strategy_of(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))
+    return strategy_from_plan(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))
 
 
 def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None,
@@ -293,7 +294,7 @@ def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, d
 
 def _bytes_to_write(job: ConversionPlan) -> int:
     tensors = job.source.weights.tensors
-    return sum(sum(count for rows in file.blueprint(tensors).tensors.values() for _, _, count in rows) for file in job.files)
+    return sum(sum(count for rows in file.plan_file(tensors).tensors.values() for _, _, count in rows) for file in job.files)
 
 
 def _done(planned: ConversionResult, traffic: Traffic, seconds: float, notes: Sequence[str]) -> ConversionResult:

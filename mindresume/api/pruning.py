@@ -21,7 +21,7 @@ from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes
 from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, untrashed
+from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, strip_trash
 from mindresume.saving.garbage_collector import carry_out, holds_weights, plan, weights_of
 from mindresume.saving.lineage import newest_lineage
 from mindresume.saving.retention import Policy
@@ -102,7 +102,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     held, records = read_locks(storage, root), os.path.join(root, FOLDER)
     lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
     made = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
-    begun = [name for name in storage.list(records) if name.startswith(TRASH) and untrashed(name) not in held]
+    begun = [name for name in storage.list(records) if name.startswith(TRASH) and strip_trash(name) not in held]
     going = [*made.to_delete, *made.orphans]
     sized = {c.commit_dir: _size(storage, root, c.commit_dir) for c in (*made.kept, *made.unfinished, *made.read_locked, *going)}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
@@ -146,5 +146,5 @@ def _size(storage: Storage, root: str, commit_dir: str) -> int:
 
 
 def _removal_text(trash: str) -> str:
-    found = parse_attempt(untrashed(trash))
+    found = parse_attempt(strip_trash(trash))
     return f"step {found[0]}" if found else trash

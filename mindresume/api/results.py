@@ -124,7 +124,7 @@ def info_of(storage: Storage, root: str, seen: CheckpointStatus) -> CheckpointIn
         found.step, found.epoch, seen.state, problem_of(root, seen.problem) if seen.problem else None, seen.remarks, found.format,
         found.iteration_dir or None, found.origin, found.run, found.committed, found.world_size,
         found.missing_ranks, found.local_ranks, found.saved_at,
-        size_of(storage, root, found), tuple(os.path.join(root, file.path) for file in found.every_file))
+        size_of(storage, root, found), tuple(os.path.join(root, file.path) for file in found.all_files))
 
 
 @dataclass(frozen=True)

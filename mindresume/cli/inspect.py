@@ -49,7 +49,7 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
         say(line)
     say()
     if found.slices is None:
-        _print_tensors([(row.name, [row]) for row in found.tensors] if everything else folded(found.tensors))
+        _print_tensors([(row.name, [row]) for row in found.tensors] if everything else fold_optimizer_shards(found.tensors))
     elif not found.slices:
         say(f"rank {rank} holds none of {len(found.tensors)} tensors")
     else:
@@ -83,7 +83,7 @@ def slice_text(part: TensorSlice) -> str:
                            for (start, stop), size in zip(part.region, part.of, strict=True)) + "]"
 
 
-def folded(rows: Iterable[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
+def fold_optimizer_shards(rows: Iterable[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
     """Rows that differ only in numbers between the dots of their names, and in the stage, as one: 'layers.*.weight'."""
     groups: dict[Any, list[TensorInfo]] = {}
     for row in rows:

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
-from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, untrashed
-from mindresume.model.record_codec import field_errors, seal, unseal
+from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
+from mindresume.model.record_codec import encode_head, field_errors, read_head
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
@@ -66,14 +66,14 @@ class LeaseHolder:
         return f"run {self.run} on host {self.host} (process {self.pid}, {self.world_size} rank(s), since {since})"
 
     def encode(self) -> bytes:
-        return seal({"version": 1, "kind": "claim", **asdict(self)})
+        return encode_head({"version": 1, "kind": "claim", **asdict(self)})
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> LeaseHolder:
         """Reads a lease. Raises RecordError if it is torn, altered, of another kind or of a later version; FileNotFoundError if
         it is gone, OSError if it cannot be read."""
         with storage.open(path) as file:
-            head, _ = unseal(file, "claim")
+            head, _ = read_head(file, "claim")
         with field_errors("claim"):
             run_sequence(head["run"])
             texts = [head[name] for name in ("purpose", "run", "host", "machine")]
@@ -195,7 +195,7 @@ def next_run(names: Iterable[str]) -> str:
 
 def past_runs(names: list[str]) -> list[str]:
     """Returns the runs that have a folder of records among ``names``, and those that left only their number."""
-    return [run for _, _, run in attempts(list(map(untrashed, names)))] + leased_runs(names, ENDED)
+    return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(names, ENDED)
 
 
 def iteration_record_names(storage: Storage, root: str) -> list[str]:

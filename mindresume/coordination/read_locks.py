@@ -29,7 +29,7 @@ from mindresume.coordination.lease import (
     lease_path,
     read_leases,
 )
-from mindresume.model.manifest import FOLDER, attempts, run_name, untrashed
+from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 from mindresume.storage.interface import Storage
 
 GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
@@ -124,7 +124,7 @@ class ReadLocks:
 
     def _all_attempts(self) -> set[str]:
         names = [*self.storage.list(os.path.join(self.root, FOLDER)), *iteration_record_names(self.storage, self.root)]
-        return {name for name, _, _ in attempts(list(map(untrashed, names)))}
+        return {name for name, _, _ in attempts(list(map(strip_trash, names)))}
 
 
 def read_locks(storage: Storage, root: str) -> Mapping[str, str]:

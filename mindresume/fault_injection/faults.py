@@ -291,8 +291,8 @@ class View:
             return self.machine.inner.open(path)
         return self._do("open", path, act)
 
-    def room(self, folder: str) -> int:
-        return self._do("room", folder, lambda: self.machine.inner.room(folder))
+    def free_space(self, folder: str) -> int:
+        return self._do("free_space", folder, lambda: self.machine.inner.free_space(folder))
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         folder, name = os.path.split(path)

@@ -12,7 +12,7 @@ from mindresume.coordination.lease import PREFIX, READER, LeaseHolder
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import CorruptFileError, MindResumeError, UnusableCheckpointError
 from mindresume.fault_injection.scenarios import ITERATION, RUNS, Saved, World, save_quietly, tensors
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, read_common, read_tracker
+from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_common, parse_tracker
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
@@ -143,12 +143,12 @@ def _follow_meta(folder: str) -> None:
 def _follow_tracker(world: World) -> None:
     """All that mindformers alone reads of the iteration that the tracker names; and it is what was saved."""
     with open(os.path.join(world.root, TRACKER), "rb") as file:
-        step = read_tracker(file.read())
+        step = parse_tracker(file.read())
     if isinstance(step, str):
         raise ValueError(step)
     folder = os.path.join(world.root, iteration_name(step))
     with open(os.path.join(folder, COMMON), "rb") as file:
-        found = read_common(file.read(), COMMON).step_num
+        found = parse_common(file.read(), COMMON).step_num
     if found != step:
         raise ValueError(f"{COMMON} in {iteration_name(step)} is of step {found}")
     if world.ranks > 1:

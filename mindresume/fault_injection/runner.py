@@ -16,7 +16,7 @@ from mindresume.fault_injection.oracle import Verdict, judge
 from mindresume.fault_injection.ranks import Hang, Turns
 from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, STORIES, Saved, Story, World
 from mindresume.fault_injection.workers import Workers
-from mindresume.model.manifest import TRASH, untrashed
+from mindresume.model.manifest import TRASH, strip_trash
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
@@ -121,7 +121,7 @@ def _relative(machine: Machine, folder: str) -> Machine:
 
 
 def _plain(path: str) -> str:
-    names = [TRASH + untrashed(name) if name.startswith(TRASH) else name for name in path.split(os.sep)]
+    names = [TRASH + strip_trash(name) if name.startswith(TRASH) else name for name in path.split(os.sep)]
     return os.sep.join(names)
 
 

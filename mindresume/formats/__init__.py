@@ -48,7 +48,7 @@ class Candidate:
         world_size: ranks that saved it; of MINDFORMERS in rank folders, the ranks that have its file.
         order: larger is newer; comparable within one scan.
         run: None unless OURS.
-        attempt: path of the folder of records.
+        records_dir: path of the folder of records.
         maybe_completed: False only if the save provably never completed; a fresh start loses nothing then.
         problem: what the scan already found wrong.
         iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
@@ -57,7 +57,8 @@ class Candidate:
         missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all that they held.
         local_ranks: where nodes share no disk, the ranks of the node whose files these are; else empty.
         manifest_problem: why the manifest cannot be used; the records, which are the commit, decide then.
-        unseen: why it cannot be listed; ``problem`` says so too. Its content is unknown, so it is never removed, and no fresh
+        listing_error: why it cannot be listed; ``problem`` says so too. Its content is unknown, so it is never removed, and no
+        fresh
             start happens beside it.
         lineage: the run that began its training; empty if its records do not say.
     """
@@ -69,7 +70,7 @@ class Candidate:
     order: tuple[float, ...]
     state: TrainingState | None = None
     run: str | None = None
-    attempt: str | None = None
+    records_dir: str | None = None
     committed: bool = False
     maybe_completed: bool = True
     problem: Refusal | None = None
@@ -82,30 +83,30 @@ class Candidate:
     missing_ranks: tuple[int, ...] = ()
     local_ranks: tuple[int, ...] = ()
     manifest_problem: str = ""
-    unseen: str = ""
+    listing_error: str = ""
     lineage: str = ""
 
     @property
     def name(self) -> str:
         """Name of its folder of records: the identity of a save of ours, wherever that folder lies."""
-        return os.path.basename(self.attempt or "")
+        return os.path.basename(self.records_dir or "")
 
     @property
     def commit_dir(self) -> str:
         """The folder whose rename un-commits it: the iteration folder, else the folder of records. Empty without records."""
-        if self.attempt is None:
+        if self.records_dir is None:
             return ""
-        return os.path.dirname(os.path.dirname(self.attempt)) if self.iteration_dir else self.attempt
+        return os.path.dirname(os.path.dirname(self.records_dir)) if self.iteration_dir else self.records_dir
 
     @property
-    def every_file(self) -> list[FileRecord]:
+    def all_files(self) -> list[FileRecord]:
         """Files of weights of all ranks, in order of rank."""
         return [file for files in self.files.values() for file in files]
 
     @property
     def first(self) -> FileRecord | None:
         """One of its files, for messages; None if it has none."""
-        return next(iter(self.every_file), None)
+        return next(iter(self.all_files), None)
 
     @property
     def health(self) -> int | None:
@@ -121,28 +122,29 @@ class Candidate:
         return Refusal(self.step, reason, file, rank, tuple(tensors))
 
 
-def unseen(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
+def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
     """Returns a candidate for ``place``, relative to the root, which cannot be listed. ``known``: its other fields."""
     reason = f"{place} cannot be listed: {error.strerror or error}"
     step = known.setdefault("step", None)
     return Candidate(**{"origin": MINDFORMERS, "format": "", "files": {}, "world_size": 0, "order": FIRST, **known},
-                     unseen=reason, problem=Refusal(step, reason, place, rank))
+                     listing_error=reason, problem=Refusal(step, reason, place, rank))
 
 
 @dataclass(frozen=True)
 class Scan:
-    """Holds the ``candidates`` of a folder, newest first, and ``notes`` for the log about what was ignored. ``strange``: where no
-    candidate was ever complete, why no training may begin in this folder all the same; empty if one may."""
+    """Holds the ``candidates`` of a folder, newest first, and ``notes`` for the log about what was ignored.
+    ``fresh_start_refusal``: where no candidate was ever complete, why no training may begin in this folder all the same; empty if
+    one may."""
     root: str
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     exists: bool = True
     expected_ranks: int | None = None            # by the strategy folder beside, or the rank folders: an estimate
     expected_source: str = ""
-    strange: str = ""
+    fresh_start_refusal: str = ""
 
 
-def absent_text(candidate: Candidate) -> str:
+def missing_ranks_text(candidate: Candidate) -> str:
     """Says which ranks wrote nothing in the last save of a dying job, and why the rest suffices; empty if all wrote."""
     if not candidate.missing_ranks:
         return ""

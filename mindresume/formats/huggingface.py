@@ -15,7 +15,8 @@ experts     ``weight1``: for every expert the transposed gate_proj and, to the r
             ``weight2``: for every expert the transposed down_proj (``moe/ffn.py``, FFNGroupedGEMM), in every setting
 
 Interleaved orders do not depend on the parallel layout. Contiguous ones do: tensor parallelism splits what each rank holds into
-[q, k, v] and [gate, up] (``skip_redistribution``), so there the whole tensor is not in the order above; see ``in_one_order``.
+[q, k, v] and [gate, up] (``skip_redistribution``), so there the whole tensor is not in the order above; see
+``check_contiguous_order``.
 """
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class Rule:
 
 # ---- the model -----------------------------------------------------------------------------------------------------
 
-def model_of(document: Mapping[str, Any], source: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
+def model_from_config(document: Mapping[str, Any], source: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
     """From a Hugging Face ``config.json``; ``source``: its path, for messages. ConfigError for a model that no rule is known for,
     a feature of it that none covers, and dimensions that are missing or do not fit each other."""
     kind, architectures = document.get("model_type"), document.get("architectures")
@@ -123,7 +124,7 @@ def model_of(document: Mapping[str, Any], source: str, attention: str = INTERLEA
                  attention, mlp, source)
 
 
-def in_one_order(model: Model, layouts: Mapping[str, TensorLayout]) -> None:
+def check_contiguous_order(model: Model, layouts: Mapping[str, TensorLayout]) -> None:
     """ConfigError if a tensor of ``layouts`` is cut by tensor parallelism and in a contiguous order: then its whole is in an
     order of its own for every number of pieces. An optimizer shard cuts too, but nothing is computed with its pieces alone."""
     for name, layout in layouts.items():
@@ -222,7 +223,7 @@ def shapes(known: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def backwards(known: Mapping[str, Rule]) -> dict[str, Rule]:
+def inverse_rules(known: Mapping[str, Rule]) -> dict[str, Rule]:
     """Rules for the tensors that ``known`` takes its parts from. Where two take the same one (tied weights), only the first rule
     counts."""
     blocks: dict[str, list[Block]] = {}
@@ -236,7 +237,7 @@ def backwards(known: Mapping[str, Rule]) -> dict[str, Rule]:
 
 # ---- mindformers' own template -------------------------------------------------------------------------------------
 
-def disagreements(converters: Iterable[Any], model: Model) -> list[str]:
+def compare_with_template(converters: Iterable[Any], model: Model) -> list[str]:
     """Where the ``weight_converters`` of a network of mindformers (``checkpoint/converter/template.py``) name other tensors than
     ``rules``: sentences, empty if they agree. Only names and kinds of operations are compared; the order within a tensor is that
     of the model's settings, which these operations do not look at."""

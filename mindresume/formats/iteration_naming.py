@@ -98,7 +98,7 @@ def parse_slice_key(key: str) -> tuple[str, int] | None:
 
 
 @dataclass(frozen=True)
-class Common:
+class CommonInfo:
     """Content of ``common.json``, in the order of mindformers (checkpoint/checkpoint.py:CommonInfo); None = not known.
 
     ``step_num``: the absolute step. ``global_step``: the optimizer's own counter. ``ckpt_status``: 0 healthy, 1 not.
@@ -112,7 +112,7 @@ class Common:
     ckpt_status: int | None = None
 
 
-def read_common(data: bytes, path: str) -> Common:
+def parse_common(data: bytes, path: str) -> CommonInfo:
     """Unknown keys are ignored (2.1.0 has more), absent ones are None (1.8.0 has no ckpt_status), but ``step_num`` is needed.
     CorruptFileError if it is empty, torn, no object, or a value is not of its kind."""
     if not data:
@@ -122,7 +122,7 @@ def read_common(data: bytes, path: str) -> Common:
     found = parse_object(data, path, COMMON)
     if found.get("step_num") is None:
         raise CorruptFileError(path, "step_num is missing, expected the number of the step: it cannot be resumed from")
-    return Common(**{name: _checked(path, name, found.get(name)) for name in Common.__dataclass_fields__})
+    return CommonInfo(**{name: _checked(path, name, found.get(name)) for name in CommonInfo.__dataclass_fields__})
 
 
 def _checked(path: str, name: str, value: Any) -> Any:
@@ -136,7 +136,7 @@ def _checked(path: str, name: str, value: Any) -> Any:
     return value
 
 
-def encode_common(common: Common, *, with_status: bool = True) -> bytes:
+def encode_common(common: CommonInfo, *, with_status: bool = True) -> bytes:
     """As mindformers 1.9.0 writes it: these six keys and no other, as its reader takes no key it does not know.
     ``with_status`` False leaves ``ckpt_status`` away: 1.8.0 does not know it, and later ones read an absent one as null.
     ValueError if that would lose a status, or for values that could not be read back."""
@@ -145,13 +145,13 @@ def encode_common(common: Common, *, with_status: bool = True) -> bytes:
         raise ValueError(f"{_STATUS} is {common.ckpt_status}, and would not be written")
     data = json.dumps(row, ensure_ascii=False, indent=4).encode()
     try:
-        read_common(data, COMMON)
+        parse_common(data, COMMON)
     except CorruptFileError as error:
         raise ValueError(f"these values are no {COMMON}: {error.reason}") from error
     return data
 
 
-def read_tracker(data: bytes) -> int | str:
+def parse_tracker(data: bytes) -> int | str:
     """The step in the tracker, white space around it allowed as the file may be edited by hand; or a sentence why there is
     none."""
     try:

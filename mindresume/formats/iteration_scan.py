@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats import FIRST, MINDFORMERS, Candidate, unseen
+from mindresume.formats import FIRST, MINDFORMERS, Candidate, unlisted_candidate
 from mindresume.formats.iteration_naming import (
     COMMON,
     MAX_COMMON,
@@ -27,12 +27,12 @@ from mindresume.formats.iteration_naming import (
     MODEL,
     OPTIMIZER,
     TRACKER,
-    Common,
+    CommonInfo,
     WeightFile,
+    parse_common,
     parse_iteration,
+    parse_tracker,
     parse_weight_file,
-    read_common,
-    read_tracker,
 )
 from mindresume.formats.metadata import MAX_METADATA, TensorMetadata, read_metadata
 from mindresume.formats.scalar_state import state_from_scalars
@@ -62,21 +62,21 @@ def is_iteration(storage: Storage, path: str) -> bool:
 
 # ---- scanning ------------------------------------------------------------------------------------------------------
 
-def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate]
-                  ) -> tuple[list[Candidate], list[str]]:
+def scan_iterations(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate]
+                    ) -> tuple[list[Candidate], list[str]]:
     """Every iteration folder, in the order in which a resume tries them, and notes. ``top``: what lies in ``root``;
     ``attempted``: what lies in its folder of records; ``ours``: candidates with records. Of a folder without records its names
     and its ``common.json`` are read."""
     known = {candidate.iteration_dir for candidate in ours}
     folders = [name for name in top if parse_iteration(name) is not None and name not in known]
     tracked = TRACKER in top
-    foreign = [candidate for name in folders if (candidate := foreign_candidate(storage, root, name, tracked))]
+    foreign = [candidate for name in folders if (candidate := candidate_without_records(storage, root, name, tracked))]
     candidates = [_place(storage, root, candidate, ours) for candidate in foreign] + ours
     by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
     if not tracked:
         return by_age, [f"{TRACKER} is not there; the newest one that is whole is taken"] if any(c.maybe_completed
                                                                                                  for c in ours) else []
-    named = read_tracker(_head(storage, os.path.join(root, TRACKER)))
+    named = parse_tracker(_head(storage, os.path.join(root, TRACKER)))
     if isinstance(named, str):
         return by_age, [f"{TRACKER}: {named}; the newest one that is whole is taken"]
     return _from_tracker(by_age, named, intents(attempted))
@@ -86,7 +86,8 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     """``named``: the step in the tracker. First it, then older steps, then the others."""
     notes = []
     visible = [c for c in by_age if parse_iteration(c.iteration_dir) is not None]
-    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.unseen)), None)
+    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.listing_error)),
+                  None)
     # A save comes to the tracker only behind its intent: what was committed since, and has neither intent nor name, says nothing
     # of why the tracker names another step.
     last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.iteration_dir) is not None)), None)
@@ -116,7 +117,7 @@ def intents(attempted: list[str]) -> set[int]:
 
 def tracked(storage: Storage, root: str) -> int | None:
     """The step that the tracker names; None without one, or where it says none."""
-    found = read_tracker(_head(storage, os.path.join(root, TRACKER)))
+    found = parse_tracker(_head(storage, os.path.join(root, TRACKER)))
     return None if isinstance(found, str) else found
 
 
@@ -131,9 +132,9 @@ def _head(storage: Storage, path: str) -> bytes:
 def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candidate]) -> Candidate:
     """In one line of steps with the last of our runs that had come as far: mindformers gives its runs no number, and times get
     lost. Where that is wrong, the tracker knows better."""
-    if candidate.unseen:
+    if candidate.listing_error:
         return replace(candidate, order=(*FIRST, candidate.step or 0))
-    status = status_of(storage, root, candidate.every_file[0]) if candidate.every_file else None
+    status = status_of(storage, root, candidate.all_files[0]) if candidate.all_files else None
     step = candidate.step or 0
     number = max((c.order[0] for c in ours if c.maybe_completed and (c.step or 0) <= step), default=0.0)
     return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
@@ -141,7 +142,7 @@ def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candida
 
 # ---- folders without records ---------------------------------------------------------------------------------------
 
-def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = True) -> Candidate | None:
+def candidate_without_records(storage: Storage, root: str, name: str, tracked: bool = True) -> Candidate | None:
     """What mindformers wrote into ``name``, a folder in ``root``; None if that is no folder. ``tracked``: whether there is a
     tracker, without which no save of mindformers has ever completed."""
     step, place = parse_iteration(name), name
@@ -153,7 +154,7 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
             if any(attempts(storage.list(os.path.join(root, place)))):
                 raise OSError(errno.EAGAIN, "it holds records, and a moment ago it could not be")
     except OSError as error:
-        return unseen(error, place, step=step, iteration_dir=name)
+        return unlisted_candidate(error, place, step=step, iteration_dir=name)
     if status is None or not status.is_folder:
         return None
     found = sorted(filter(None, map(parse_weight_file, names)), key=lambda file: (file.index, file.kind != MODEL))
@@ -166,14 +167,14 @@ def foreign_candidate(storage: Storage, root: str, name: str, tracked: bool = Tr
     if missing:
         return replace(candidate, maybe_completed=tracked, problem=candidate.refuse(*missing))
     try:
-        common = common_of(storage, root, name)
+        common = load_common(storage, root, name)
     except CorruptFileError as error:
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
     if step not in (None, common.step_num):
         return replace(candidate, problem=candidate.refuse(
             f"{COMMON} is of step {common.step_num}, the folder of step {step}: one of them is from elsewhere",
             f"{name}/{COMMON}"))
-    return replace(candidate, step=common.step_num, state=state_of(common), epoch=common.epoch_num)
+    return replace(candidate, step=common.step_num, state=state_from_common(common), epoch=common.epoch_num)
 
 
 def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str, str] | None:
@@ -200,22 +201,22 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
     return (f"{COMMON} is missing", f"{name}/{COMMON}") if COMMON not in names else None
 
 
-def common_of(storage: Storage, root: str, name: str) -> Common:
+def load_common(storage: Storage, root: str, name: str) -> CommonInfo:
     """CorruptFileError if it is missing, or not as mindformers writes it."""
     path = os.path.join(root, name, COMMON)
     try:
         with storage.open(path) as file:
-            return read_common(file.read(MAX_COMMON + 1), path)
+            return parse_common(file.read(MAX_COMMON + 1), path)
     except OSError as error:
         raise CorruptFileError(path, f"it cannot be read: {error.strerror or error}") from error
 
 
-def metadata_of(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
+def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
     """CorruptFileError if there is none, or it is damaged."""
-    return read_metadata(metadata_bytes(storage, folder), os.path.join(folder, METADATA))
+    return read_metadata(load_metadata_bytes(storage, folder), os.path.join(folder, METADATA))
 
 
-def metadata_bytes(storage: Storage, folder: str) -> bytes:
+def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
     """CorruptFileError if it cannot be read. No more than can be right are read."""
     path = os.path.join(folder, METADATA)
     try:
@@ -225,12 +226,12 @@ def metadata_bytes(storage: Storage, folder: str) -> bytes:
         raise CorruptFileError(path, f"it cannot be read: {error.strerror or error}") from error
 
 
-def state_of(common: Common) -> TrainingState:
+def state_from_common(common: CommonInfo) -> TrainingState:
     state = state_from_scalars(common.step_num or 0, common.epoch_num, common.global_step, common.global_batch_size,
                               common.loss_scale)
     return replace(state, health=common.ckpt_status)
 
 
-def common_from(state: TrainingState) -> Common:
+def common_from_state(state: TrainingState) -> CommonInfo:
     """What mindformers resumes from."""
-    return Common(state.epoch, state.step, state.global_step, state.loss_scale, state.global_batch_size, state.health)
+    return CommonInfo(state.epoch, state.step, state.global_step, state.loss_scale, state.global_batch_size, state.health)

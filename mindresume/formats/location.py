@@ -5,8 +5,8 @@
       transformed_checkpoint/name/     as the documents of auto_trans_ckpt say, one level too high
       log/ strategy/ ...
 
-The command line and the job ask the same functions. A fresh start is right only where no checkpoint ever was: ``strange`` says of
-a folder without any whether it is one of these.
+The command line and the job ask the same functions. A fresh start is right only where no checkpoint ever was:
+``fresh_start_refusal`` says of a folder without any whether it is one of these.
 """
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def below(storage: Storage, path: str) -> str:
             return os.path.join(path, inner)
     found = []
     for folder in _folders(storage, path, []):
-        with suppress(OSError):                 # one that cannot be listed counts only if there is nothing else: see ``strange``
+        with suppress(OSError):  # one that cannot be listed counts only if there is nothing else: see ``fresh_start_refusal``
             if _holds(storage, folder):
                 found.append(folder)
     if len(found) > 1:
@@ -71,20 +71,21 @@ def below(storage: Storage, path: str) -> str:
     return found[0] if found else ""
 
 
-def strange(storage: Storage, path: str, debris: bool) -> str:
+def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool) -> str:
     """Of a folder in which neither a scan nor ``below`` found a checkpoint: why it is not one where no checkpoint ever was, in
-    sentences. Empty if it is: empty, or only with what first starts and saves that never completed leave. ``debris``: a
-    scan found such saves, so it is a folder of checkpoints. OSError if something in it cannot be listed."""
+    sentences. Empty if it is: empty, or only with what first starts and saves that never completed leave.
+    ``has_incomplete_saves``: a scan found such saves, so it is a folder of checkpoints. OSError if something in it cannot be
+    listed."""
     if (step := tracked(storage, path) or 0) > 0:
         return (f"{os.path.join(path, TRACKER)} names step {step}, and there is no iteration folder beside it: the checkpoints "
                 f"were moved or removed. Bring them back, or to start afresh remove that file")
-    if debris:
+    if has_incomplete_saves:
         return ""
-    unseen: list[str] = []
-    weights = [folder for folder in (path, *_folders(storage, path, unseen))
-               if any(map(_is_tensor_file, _names(storage, folder, unseen)))]
-    if unseen:
-        return (f"{path} holds no checkpoint that can be seen, and {listed(unseen, 3)}, so whether there is one is not known. "
+    unlisted: list[str] = []
+    weights = [folder for folder in (path, *_folders(storage, path, unlisted))
+               if any(map(_is_tensor_file, _names(storage, folder, unlisted)))]
+    if unlisted:
+        return (f"{path} holds no checkpoint that can be seen, and {listed(unlisted, 3)}, so whether there is one is not known. "
                 f"Make it readable, or give another folder")
     if weights == [path]:
         return (f"{path} holds weights alone, no checkpoint that a training could be resumed from; to start afresh give a folder "
@@ -138,13 +139,13 @@ def _holds(storage: Storage, path: str) -> bool:
     names = storage.list(path)
     ranks = [name for name in names if folder_rank(name) is not None]
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
-        unseen: list[str] = []                              # what cannot be seen may be one, too; no record denies it
-        return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unseen))) or unseen for name in ranks)
+        unlisted: list[str] = []                              # what cannot be seen may be one, too; no record denies it
+        return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unlisted))) or unlisted for name in ranks)
     return any(candidate.maybe_completed for candidate in scan(storage, path).candidates)
 
 
-def _folders(storage: Storage, path: str, unseen: list[str]) -> Iterator[str]:
-    """Folders below in which checkpoints may lie, those of a level before those below them; of a large tree a part. ``unseen``
+def _folders(storage: Storage, path: str, unlisted: list[str]) -> Iterator[str]:
+    """Folders below in which checkpoints may lie, those of a level before those below them; of a large tree a part. ``unlisted``
     gets a phrase on each that cannot be listed."""
     level, left = [path], _MOST
     for _ in range(_DEPTH):
@@ -158,7 +159,7 @@ def _folders(storage: Storage, path: str, unseen: list[str]) -> Iterator[str]:
                 trouble: list[str] = []
                 _names(storage, inner, trouble)
                 if trouble:
-                    unseen += trouble
+                    unlisted += trouble
                 elif _is_folder(storage, inner):
                     found.append(inner)
         yield from found
@@ -173,11 +174,11 @@ def _goes_on(storage: Storage, folder: str) -> bool:
         return False
 
 
-def _names(storage: Storage, folder: str, unseen: list[str]) -> list[str]:
+def _names(storage: Storage, folder: str, unlisted: list[str]) -> list[str]:
     try:
         return storage.list(folder)
     except OSError as error:
-        unseen.append(f"{folder} cannot be listed: {error.strerror or error}")
+        unlisted.append(f"{folder} cannot be listed: {error.strerror or error}")
         return []
 
 

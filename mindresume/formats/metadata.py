@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import is_file_name, parse_slice_key, slice_key
-from mindresume.formats.slices import Slices, folded
+from mindresume.formats.slices import Slices, fold_optimizer_shards
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import is_count
 from mindresume.tensor_files.header import DTYPES, is_size, parse_object
@@ -247,7 +247,7 @@ class _Writer:
         """Returns the slices, and the first rank within the stage that holds each."""
         key = tensor.layout, tensor.shape
         if key not in self.cuts:
-            layout = tensor.layout and folded(tensor.layout)
+            layout = tensor.layout and fold_optimizer_shards(tensor.layout)
             cut = Slices(layout, tensor.shape)
             self.cuts[key] = cut, tuple(map(cut.ordinals.index, range(cut.slices if layout else 0)))
         return self.cuts[key]

@@ -17,7 +17,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 
 # Global shape; layout in the source, None if not known; the pipeline stages that hold it there, ascending, none if not known.
-TensorSpec = tuple[tuple[int, ...], TensorLayout | None, tuple[int, ...]]
+SourceTensor = tuple[tuple[int, ...], TensorLayout | None, tuple[int, ...]]
 
 _KEYS = {"dp": "dp", "tp": "tp", "mp": "tp", "pp": "pp", "opt": "opt"}
 _PLAN = re.compile(rf"\s*(?:{'|'.join(_KEYS)})\s*=[^/\\]*|\w+=-?\d+(?:,\w+=-?\d+)*")
@@ -77,7 +77,7 @@ class ParallelPlan:
         return self.dp * self.tp * self.pp
 
 
-def strategy_of(plan: ParallelPlan, tensors: Mapping[str, TensorSpec], stages: int = 1) -> Strategy:
+def strategy_from_plan(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int = 1) -> Strategy:
     """The layouts and stages of these tensors under a plan. ``stages``: how many the source has. ConfigError where the plan does
     not fit, or the source says too little.
 
@@ -128,7 +128,7 @@ def _layout(plan: ParallelPlan, name: str, shape: tuple[int, ...], cut: int | No
     return TensorLayout(plain.device_matrix, plain.tensor_map, plan.opt)
 
 
-def _stages(plan: ParallelPlan, tensors: Mapping[str, TensorSpec], stages: int) -> dict[str, tuple[int, ...]]:
+def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int) -> dict[str, tuple[int, ...]]:
     """{tensor: pipeline stages}. Outside the layers: where the source has it, the first or the last stage; else by its name, and
     what is not known to come before the first layer comes behind the last. ``stages``: of the source."""
     if plan.pp == 1:

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unseen
+from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unlisted_candidate
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, read_attempts
 from mindresume.formats.scalar_state import no_step, scalars_of
 from mindresume.formats.weight_files import header_of, status_of
 from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.model.layout import MAX_RANKS
-from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, untrashed
+from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, strip_trash
 from mindresume.model.training_state import is_count
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_json
@@ -31,8 +31,8 @@ _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
 
-def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[str] | None, ours: list[Candidate],
-                  known: set[str]) -> tuple[list[Candidate], list[str]]:
+def scan_rank_folders(storage: Storage, root: str, top: list[str], attempted: list[str] | None, ours: list[Candidate],
+                      known: set[str]) -> tuple[list[Candidate], list[str]]:
     """Everything in the rank folders that looks like a saved step, newest first, and notes. ``top``: what lies in ``root``;
     ``attempted``: what lies in its folder of records, None if that cannot be listed; ``ours``, ``known``: candidates with
     records, and the files they name.
@@ -48,7 +48,7 @@ def candidates_of(storage: Storage, root: str, top: list[str], attempted: list[s
         try:
             return storage.list(os.path.join(root, folder_name(rank)))
         except OSError as error:
-            hidden[rank] = unseen(error, folder_name(rank), rank)
+            hidden[rank] = unlisted_candidate(error, folder_name(rank), rank)
             return []
 
     def look(ranks: list[int]) -> tuple[list[Candidate], list[str]]:
@@ -89,7 +89,7 @@ def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | N
 def _attempted(names: list[str]) -> set[tuple[str, int]]:
     """(run, step) of every attempt there is a folder of, those that are being removed included. ``names``: what lies in the
     folder of records."""
-    return {(run, step) for _, step, run in attempts(list(map(untrashed, names)))}
+    return {(run, step) for _, step, run in attempts(list(map(strip_trash, names)))}
 
 
 # ---- files without records -----------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
     prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours; within a run it goes by samples seen.
     Only prefixes that nothing else compares go by the times of their files, which copies lose; then a note says so."""
     def mtime(candidate: Candidate) -> float:
-        found = parallel(storage, lambda file: status_of(storage, root, file), candidate.every_file)
+        found = parallel(storage, lambda file: status_of(storage, root, file), candidate.all_files)
         return max((status.mtime for status in found if status), default=0.0)
 
     there = [candidate for candidate in ours if candidate.maybe_completed]

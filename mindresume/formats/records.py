@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mindresume.errors import RecordError
-from mindresume.formats import OURS, Candidate, Refusal, unseen
+from mindresume.formats import OURS, Candidate, Refusal, unlisted_candidate
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formatting import listed
@@ -104,8 +104,9 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
     for attempt in found:
         path, candidate, damage = attempt.path(root), None, ""
         if attempt.error is not None:
-            candidates.append(unseen(attempt.error, os.path.relpath(path, root), step=attempt.step, origin=OURS, run=attempt.run,
-                                     attempt=path, iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run),
+            candidates.append(unlisted_candidate(attempt.error, os.path.relpath(path, root), step=attempt.step, origin=OURS,
+                                                 run=attempt.run,
+                                     records_dir=path, iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run),
                                          attempt.step, 0.0)))
             continue
         if MANIFEST in attempt.content:
@@ -122,13 +123,13 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                 notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; judged by the records of the ranks instead")
         if candidate is None:
             candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage)
-        stray = next((file.path for file in candidate.every_file if ("/" in file.path) is bool(attempt.iteration_dir)), None)
+        stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
         if stray is not None:
             candidate = replace(candidate, problem=candidate.refuse(
                 f"its records name {stray}, which is none of its files", stray))
         candidate = _placed(candidate, attempt)
         candidates.append(candidate)
-        known.update(file.path for file in candidate.every_file)
+        known.update(file.path for file in candidate.all_files)
     return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
 
 

@@ -11,7 +11,7 @@ from mindresume.model.file_record import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header, read_scalar
-from mindresume.tensor_files.header import name_of
+from mindresume.tensor_files.header import file_name
 
 SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
 
@@ -27,7 +27,7 @@ def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | st
     """Returns the value of a counter. CorruptFileError as of ``read_scalar``, and for NaN or infinity."""
     value = read_scalar(file, header, name)
     if isinstance(value, float) and not math.isfinite(value):
-        raise CorruptFileError(name_of(file), f"{name} is {value}, expected a finite number", tensor=name)
+        raise CorruptFileError(file_name(file), f"{name} is {value}, expected a finite number", tensor=name)
     return value
 
 
@@ -42,7 +42,7 @@ def state_from_scalars(step: int, epoch: int | None, global_step: int | None, ba
 
 def is_without_step(candidate: Candidate) -> bool:
     """Returns whether its only problem is that it names no step: its weights can be loaded, no training resumes from it."""
-    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.every_file)
+    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.all_files)
 
 
 def no_step(path: str) -> Refusal:

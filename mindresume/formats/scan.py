@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 
-from mindresume.formats import Candidate, Scan, iteration_scan, rank_folders, unseen
+from mindresume.formats import Candidate, Scan, iteration_scan, rank_folders, unlisted_candidate
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import attempts_within, read_attempts, scan_records
@@ -30,10 +30,11 @@ def scan(storage: Storage, root: str) -> Scan:
     try:
         attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in top else []
     except OSError as error:
-        attempted, hidden = None, [unseen(error, FOLDER)]
+        attempted, hidden = None, [unlisted_candidate(error, FOLDER)]
     ours, known, notes = scan_records(storage, root, attempted or [], brief=True, top=top)
-    in_ranks, first = rank_folders.candidates_of(storage, root, top, attempted, [c for c in ours if not c.iteration_dir], known)
-    in_iterations, second = iteration_scan.candidates_of(storage, root, top, attempted or [],
+    in_ranks, first = rank_folders.scan_rank_folders(storage, root, top, attempted, [c for c in ours if not c.iteration_dir],
+                                                     known)
+    in_iterations, second = iteration_scan.scan_iterations(storage, root, top, attempted or [],
                                                          [c for c in ours if c.iteration_dir])
     expected, source = rank_folders.expected_ranks(storage, root, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
@@ -50,5 +51,5 @@ def scan_one(storage: Storage, path: str) -> Scan:
     """One iteration folder, under whatever name, alone."""
     root, name = os.path.split(os.path.abspath(path))
     ours, _, notes = read_attempts(storage, root, attempts_within(storage, root, name))
-    found = ours or [iteration_scan.foreign_candidate(storage, root, name)]
+    found = ours or [iteration_scan.candidate_without_records(storage, root, name)]
     return Scan(root, tuple(candidate for candidate in found if candidate), tuple(notes))

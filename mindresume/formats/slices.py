@@ -2,7 +2,7 @@
 
 The *ordinal* of a slice is its position among the pieces of all dimensions, row-major (mindformers
 checkpoint/sharded_tensor.py, _get_global_offset_and_replica_id_from_layout). The optimizer shard is part of the layout there:
-``folded``.
+``fold_optimizer_shards``.
 """
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
     return found
 
 
-def folded(layout: TensorLayout) -> TensorLayout:
+def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
     """Returns a layout with the same slices and no optimizer shard: the axes of the shard cut dimension 0 too, and the axis where
     it begins is split if necessary (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that
     no axes can express."""

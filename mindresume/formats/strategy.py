@@ -78,7 +78,7 @@ class Strategy:
         """The first stage that holds the parameter, None if no stage does."""
         return next((number for number, stage in enumerate(self.stages) if name in stage), None)
 
-    def fitted(self, dimensions: Mapping[str, int]) -> Strategy:
+    def fit_dimensions(self, dimensions: Mapping[str, int]) -> Strategy:
         """The same with the layouts of these parameters read for so many dimensions. A file says ``[1, 0]`` both for a matrix
         and for a vector cut by two axes, and nothing about dimensions where a stage is one rank. StrategyError if a layout
         does not fit."""

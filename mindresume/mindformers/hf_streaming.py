@@ -12,9 +12,9 @@ import os
 from typing import Any
 
 from mindresume.errors import ProgressError
-from mindresume.model.data_position import SKIPPED
+from mindresume.model.data_position import SKIP_KEY
 from mindresume.resume.progress import ResumeProgress
-from mindresume.storage.operations import MOST_READ, read_json
+from mindresume.storage.operations import MAX_SMALL_FILE, read_json
 from mindresume.storage.posix import PosixStorage
 
 _DEPTH = 20                     # of datasets around the one that reads
@@ -37,7 +37,7 @@ def resume_data(dataset: Any, progress: ResumeProgress) -> None:
     do = ("Resume from a checkpoint at whose step a state was saved, with the batch size it was saved with; or begin the data "
           "anew (ignore_data_skip: True)")
     try:
-        state = read_json(PosixStorage(), path, MOST_READ)["_train_state"]
+        state = read_json(PosixStorage(), path, MAX_SMALL_FILE)["_train_state"]
         found = {name: state[name] for name in expected}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgressError(f"{path}: the state of the streaming data set behind {progress.data_skip} steps cannot be read "
@@ -52,8 +52,8 @@ def refuse_skip(dataset: Any, skip: int) -> None:
     """Raises ProgressError if steps of streaming data would have to be left out: mindformers would begin with its first
     samples."""
     if skip and _source(dataset) is not None:
-        raise ProgressError(f"{SKIPPED}: {skip} steps of a streaming data set (HFDataLoader, streaming: True) cannot be skipped: "
-                            f"it is read from its beginning. Remove the key, or set streaming: False")
+        raise ProgressError(f"{SKIP_KEY}: {skip} steps of a streaming data set (HFDataLoader, streaming: True) cannot be skipped"
+                            f": it is read from its beginning. Remove the key, or set streaming: False")
 
 
 def _source(dataset: Any) -> Any:

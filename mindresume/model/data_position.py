@@ -13,8 +13,8 @@ from mindresume.errors import RecordError
 
 MAX_IDENTITY = 64               # keys of an identity
 MAX_TEXT = 256                  # characters of one value: every rank records them
-IGNORED = "ignore_data_skip"
-SKIPPED = "data_skip_steps"
+IGNORE_KEY = "ignore_data_skip"
+SKIP_KEY = "data_skip_steps"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DataRequest:
     skip: int | None = None
 
     def __str__(self) -> str:
-        return f"{IGNORED}: True" if self.ignore else f"{SKIPPED}: {self.skip}" if self.skip else ""
+        return f"{IGNORE_KEY}: True" if self.ignore else f"{SKIP_KEY}: {self.skip}" if self.skip else ""
 
 
 @dataclass(frozen=True)

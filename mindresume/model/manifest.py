@@ -83,7 +83,7 @@ def trash_name(attempt: str) -> str:
     return f"{TRASH}{attempt}.{secrets.token_hex(4)}"
 
 
-def untrashed(name: str) -> str:
+def strip_trash(name: str) -> str:
     """Returns the attempt name within a name of ``trash_name``; any other name unchanged."""
     return name.removeprefix(TRASH).partition(".")[0] if name.startswith(TRASH) else name
 
@@ -130,7 +130,7 @@ class Record:
                 "deduplicated": self.deduplicated, **codec.set_fields(lineage=self.lineage,
                     part=codec.rank_ranges(self.local_ranks)),
                 "details": xxhash.xxh3_128_hexdigest(tail)}
-        return codec.seal(head) + tail + b"\n"
+        return codec.encode_head(head) + tail + b"\n"
 
     @classmethod
     def decode(cls, head: Mapping[str, Any]) -> Record:
@@ -146,13 +146,13 @@ class Record:
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
     """Returns the head of a record and the checksum of its head line. RecordError if it is torn, altered or of another kind."""
-    head, line = codec.unseal(file, "record")
+    head, line = codec.read_head(file, "record")
     return Record.decode(head), xxhash.xxh3_128_hexdigest(line)
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
     """Returns a record and its details. RecordError if either is torn, altered or of another kind."""
-    head, _ = codec.unseal(file, "record")
+    head, _ = codec.read_head(file, "record")
     tail = codec.read_line(file, codec.DETAILS_LIMIT, "record")
     if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
         raise RecordError("the list of tensors is cut short or altered")
@@ -206,16 +206,16 @@ class Manifest:
         return self.state.step
 
     def encode(self) -> bytes:
-        return codec.seal({"version": codec.VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
-                     "state": self.state.to_json(), "saved_at": self.saved_at,
-                     "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
-                     "small": [file.to_json() for file in self.metadata_files], "deduplicated": self.deduplicated,
-                     **codec.set_fields(lineage=self.lineage, part=list(self.local_ranks))}, codec.MANIFEST_LIMIT)
+        return codec.encode_head({"version": codec.VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
+                            "state": self.state.to_json(), "saved_at": self.saved_at,
+                            "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
+                            "small": [file.to_json() for file in self.metadata_files], "deduplicated": self.deduplicated,
+                            **codec.set_fields(lineage=self.lineage, part=list(self.local_ranks))}, codec.MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
         """Reads a manifest. RecordError if it is torn, altered or of another kind."""
-        head, _ = codec.unseal(file, "manifest", codec.MANIFEST_LIMIT)
+        head, _ = codec.read_head(file, "manifest", codec.MANIFEST_LIMIT)
         with codec.field_errors("manifest"):
             run_sequence(head["run"])
             world_size = codec.expect_count(head, "world_size", 1, MAX_RANKS)

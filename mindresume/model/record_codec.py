@@ -29,13 +29,13 @@ MAX_TIME = 10**11                      # seconds since 1970, in the year 5138: l
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
-def seal(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
+def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
     """Returns checksum line and head line. ValueError if the head has more than ``limit`` bytes: it could not be read back."""
     line = dump_line(head, limit)
     return xxhash.xxh3_128_hexdigest(line).encode() + b"\n" + line + b"\n"
 
 
-def unseal(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], bytes]:
+def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], bytes]:
     """Reads checksum line and head line, and leaves ``file`` behind them. Returns the head and its line. RecordError unless they
     are whole, of this kind and of a known version."""
     checksum = file.readline(64).rstrip(b"\n")

@@ -198,7 +198,7 @@ class _RankFolders:
 
     def details(self, rank: int) -> Details | None:
         """Returns the details in the record of a rank; None if mindformers wrote it, without records."""
-        if self.candidate.attempt is None or rank not in self.candidate.files:
+        if self.candidate.records_dir is None or rank not in self.candidate.files:
             return None
         with self._lock:
             if rank not in self._details:
@@ -216,7 +216,7 @@ class _RankFolders:
         stages = range(0, self.candidate.world_size, size)
         held_by = [self._held(first, size, strategy.stages[stage] if strategy else ()) for stage, first in enumerate(stages)]
         if strategy:
-            strategy = strategy.fitted({name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()})
+            strategy = strategy.fit_dimensions({name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()})
         found: dict[str, Tensor] = {}
         lost: list[str] = []
         for stage, first in enumerate(stages):

@@ -9,7 +9,7 @@ from typing import Any
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
-from mindresume.model.record_codec import expect_checksum, unseal
+from mindresume.model.record_codec import expect_checksum, read_head
 from mindresume.model.training_state import is_count
 from mindresume.storage.interface import Storage
 
@@ -55,7 +55,7 @@ def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifes
     path = os.path.join(folder, CONVERSION)
     try:
         with storage.open(path) as file:
-            return ConversionManifest.from_json(unseal(file, "conversion", LIMIT)[0])
+            return ConversionManifest.from_json(read_head(file, "conversion", LIMIT)[0])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, RecordError) as error:

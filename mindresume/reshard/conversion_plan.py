@@ -58,7 +58,7 @@ class ConversionPlan:
     def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the files of these groups, by default of all."""
         tensors = self.source.weights.tensors
-        return sum(self.files[i].blueprint(tensors).size for group in (self.groups if groups is None else groups) for i in group)
+        return sum(self.files[i].plan_file(tensors).size for group in (self.groups if groups is None else groups) for i in group)
 
 
 def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share: int | None = None) -> ConversionPlan:
@@ -70,7 +70,7 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share:
     if source.state is not None:
         metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
     if strategy is not None:
-        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+        strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
 
     def path(rank: int) -> str:
         return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
@@ -90,7 +90,7 @@ def to_iteration(source: OpenCheckpoint, strategy: Strategy | None) -> Conversio
     run = run_name(1, fingerprint[:8])
     base = f"{RECORDS}/{attempt_name(source.state.step, run)}"
     if strategy is not None:
-        strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+        strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
     metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
     files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{base}/" + str(
         WeightFile(prefix_of(source), kind, rank, count)), metadata)

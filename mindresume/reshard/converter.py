@@ -24,7 +24,7 @@ from mindresume.formats.iteration_naming import iteration_name
 from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import Record, record_name
-from mindresume.model.record_codec import seal, unseal
+from mindresume.model.record_codec import encode_head, read_head
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
@@ -122,7 +122,7 @@ class Conversion:
         self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
-        room = self.storage.room(self.work)
+        room = self.storage.free_space(self.work)
         if room < needed:
             if len(missing) == len(self.plan.groups):
                 self.abandon()
@@ -163,7 +163,7 @@ class Conversion:
         """Returns the checksums of a finished group; None if it has to be written."""
         try:
             with self.storage.open(self._mark(number)) as file:
-                rows = unseal(file, "group", LIMIT)[0]["files"]
+                rows = read_head(file, "group", LIMIT)[0]["files"]
         except (FileNotFoundError, RecordError):
             return None
         if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
@@ -192,7 +192,7 @@ class Conversion:
             for folder in folders:
                 self.storage.sync(folder)
             self.storage.make_folder(os.path.dirname(self._mark(number)))
-            publish(self.storage, self._mark(number), [seal(
+            publish(self.storage, self._mark(number), [encode_head(
                 {"version": 1, "kind": "group", "files": [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in
                                                           zip(self.plan.groups[number], found, strict=True)]}, LIMIT)],
                     self.plan.run)
@@ -219,7 +219,7 @@ class Conversion:
                  "files": rows}
         if not self.plan.shards:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
-        publish(self.storage, os.path.join(self.work, CONVERSION), [seal(value, LIMIT)], self.plan.run)
+        publish(self.storage, os.path.join(self.work, CONVERSION), [encode_head(value, LIMIT)], self.plan.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
         if self.storage.status(self.scratch) is not None:
             remove_tree(self.storage, self.scratch)

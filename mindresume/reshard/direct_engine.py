@@ -23,7 +23,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Te
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, whole, within
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.storage.interface import NewFile, Storage
-from mindresume.tensor_files import Blueprint, Spec, blueprint
+from mindresume.tensor_files import FilePlan, TensorSpec, plan_file
 from mindresume.tensor_files.checksum import Checksums
 from mindresume.tensor_files.header import DTYPES
 
@@ -40,13 +40,13 @@ class TargetFile:
     holds: Mapping[str, Region]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
-    def blueprint(self, tensors: Mapping[str, Tensor]) -> Blueprint:
+    def plan_file(self, tensors: Mapping[str, Tensor]) -> FilePlan:
         """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
         specs = {}
         for name in in_order(self.holds, tensors):
             shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
-            specs[name] = Spec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
-        return blueprint(self.format, specs, self.metadata)
+            specs[name] = TensorSpec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
+        return plan_file(self.format, specs, self.metadata)
 
 
 def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -93,7 +93,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
     files = OpenFiles(weights.storage)
     try:
         for target in targets:
-            outs.append(_OutputFile(storage, target, target.blueprint(weights.tensors)))
+            outs.append(_OutputFile(storage, target, target.plan_file(weights.tensors)))
             outs[-1].begin()
         takers: dict[str, dict[Region, list[_OutputFile]]] = {}
         for out in outs:
@@ -120,7 +120,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
 class _OutputFile:
     """Writes one target file; hashes its bytes, which pass in order."""
 
-    def __init__(self, storage: Storage, target: TargetFile, plan: Blueprint):
+    def __init__(self, storage: Storage, target: TargetFile, plan: FilePlan):
         self.target, self.plan = target, plan
         self.where = plan.tensors
         self.sums = Checksums(size=plan.size)

@@ -28,9 +28,9 @@ from mindresume.formats.huggingface import (
     INTERLEAVED,
     Model,
     Rule,
-    disagreements,
-    in_one_order,
-    model_of,
+    check_contiguous_order,
+    compare_with_template,
+    model_from_config,
     rules,
     shapes,
 )
@@ -162,8 +162,9 @@ def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
 
 
 def read_model(storage: Storage, path: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
-    """Reads the model of a Hugging Face folder or of its ``config.json``. Errors as of ``read_config`` and ``model_of``."""
-    return model_of(*read_config(storage, path), attention, mlp)
+    """Reads the model of a Hugging Face folder or of its ``config.json``. Errors as of ``read_config`` and
+    ``model_from_config``."""
+    return model_from_config(*read_config(storage, path), attention, mlp)
 
 
 def is_huggingface(storage: Storage, path: str) -> bool:
@@ -183,8 +184,8 @@ def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, 
         attention, mlp: orders of ``formats/huggingface.py``.
         wanted: {name: (shape, dtype)} of parameters; values are converted to the dtype while they are read.
 
-    Raises: ConfigError: see ``model_of``. LoadError that names every tensor that is missing, has another shape or a dtype that
-    cannot be converted, or has no rule. CorruptFileError: see ``read_complete``.
+    Raises: ConfigError: see ``model_from_config``. LoadError that names every tensor that is missing, has another shape or a
+    dtype that cannot be converted, or has no rule. CorruptFileError: see ``read_complete``.
     """
     return _of_folder(storage, folder, read_model(storage, folder, attention, mlp), wanted or {})
 
@@ -227,9 +228,9 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
         raise ConfigError(f"{model.source}: tie_word_embeddings is false, but the network shares embedding and output layer, so "
                           f"{HF_HEAD} would be lost; set tie_word_embeddings: False in the model configuration")
     converters = list(converters)
-    if converters and (problems := disagreements(converters, model)):
+    if converters and (problems := compare_with_template(converters, model)):
         raise LoadError(f"the network's own template does not fit the rules for {model.kind}: {problems_text(problems)}")
-    in_one_order(model, {name: layout for name, (layout, _) in layouts.items()})
+    check_contiguous_order(model, {name: layout for name, (layout, _) in layouts.items()})
     weights = _of_folder(storage, folder, model, wanted)
     regions, traffic = wanted_regions(weights, wanted, layouts, rank, is_no_weight), traffic or Traffic()
     turned = {name: region for name, region in regions.items() if any(b.transposed for b in weights.tensors[name].rule.blocks)}

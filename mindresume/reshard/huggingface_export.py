@@ -15,7 +15,7 @@ import xxhash
 
 from mindresume.errors import ConfigError, LoadError
 from mindresume.formats.consolidated import HUGGINGFACE
-from mindresume.formats.huggingface import CONFIG, HEAD, Model, Rule, backwards, in_one_order, rules
+from mindresume.formats.huggingface import CONFIG, HEAD, Model, Rule, check_contiguous_order, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_complete
 from mindresume.reshard.converter import Conversion
@@ -48,8 +48,8 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     if model.tied:
         del known[HEAD]
     _check(inner, known, model)
-    in_one_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
-    back = backwards(known)
+    check_contiguous_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
+    back = inverse_rules(known)
     view = translated(inner, back, {} if dtype == KEEP else dict.fromkeys(back, dtype))
     plan = to_complete(replace(source, weights=view), HUGGINGFACE, part_bytes)
     wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)

@@ -14,7 +14,7 @@ import xxhash
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import METADATA
-from mindresume.formats.iteration_scan import metadata_bytes, metadata_of
+from mindresume.formats.iteration_scan import load_metadata, load_metadata_bytes
 from mindresume.formats.metadata import TensorMetadata, read_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.weight_files import header_of
@@ -44,7 +44,7 @@ def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> Chec
     paths = {rank: tuple(os.path.join(root, file.path) for file in files) for rank, files in candidate.files.items()}
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
     return CheckpointView(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
-                   world_size=candidate.world_size if candidate.attempt else size, headers=headers,
+                   world_size=candidate.world_size if candidate.records_dir else size, headers=headers,
                    paths=lambda rank: paths.get(rank, ()))
 
 
@@ -71,7 +71,7 @@ class _Records:
             return self._details[rank]
 
     def checksum(self, rank: int, name: str) -> str | None:
-        if self.candidate.attempt is None or rank not in self.candidate.files:
+        if self.candidate.records_dir is None or rank not in self.candidate.files:
             return None
         row = self.details(rank).tensors.get(name)
         return row.checksum if row else None
@@ -86,14 +86,14 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
     """Returns {tensor: description}, from the records, which say the same as ``metadata.json``. With redundancy removal the
     records of all ranks would be needed, so that file is read instead, if its checksum is the recorded one."""
     folder = os.path.join(root, candidate.iteration_dir)
-    if candidate.attempt is None:
-        return metadata_of(storage, folder) if METADATA in storage.list(folder) else {}
+    if candidate.records_dir is None:
+        return load_metadata(storage, folder) if METADATA in storage.list(folder) else {}
     if candidate.world_size == 1:
         return {}
     written = next((file for file in candidate.metadata_files if os.path.basename(file.path) == METADATA), None)
     if candidate.deduplicated and written is not None:
         with suppress(CorruptFileError):                        # the records decide then
-            data = metadata_bytes(storage, folder)
+            data = load_metadata_bytes(storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA))
     return records.tensor_metadata()

@@ -92,7 +92,7 @@ def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers
     source = source_strategy(weights)
     held = holdings(weights, target)
     if target is not None:
-        target = target.fitted({name: len(tensor.shape) for name, tensor in weights.tensors.items()})
+        target = target.fit_dimensions({name: len(tensor.shape) for name, tensor in weights.tensors.items()})
     if source is None and target is None:
         return None
     _check_strategies(weights, source, target)

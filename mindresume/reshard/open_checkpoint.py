@@ -145,8 +145,8 @@ def open_checkpoint(storage: Storage, path: str, step: int | None = None, strate
 def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> OpenCheckpoint:
     """Opens the newest candidate that can be used. _Gone if the folder changes meanwhile."""
     found, insists = candidates_for(storage, path)
-    if found.strange:
-        raise MissingCheckpointError(found.strange)
+    if found.fresh_start_refusal:
+        raise MissingCheckpointError(found.fresh_start_refusal)
     wanted = [c for c in found.candidates if step is None or c.step == step]
     if not wanted:
         raise MissingCheckpointError(f"{path} has no checkpoint" if step is None else

@@ -33,7 +33,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     if strategy is None:
         return [{name: whole(tensor.shape) for name, tensor in tensors.items()}]
-    strategy = strategy.fitted({name: len(tensor.shape) for name, tensor in tensors.items()})
+    strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in tensors.items()})
     check_names(weights, strategy)
     found: list[dict[str, Region]] = []
     for rank in range(strategy.world_size):
@@ -72,7 +72,7 @@ def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callabl
     files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
     for file in {tuple(file.holds): file for file in files}.values():
         try:
-            file.blueprint(weights.tensors)
+            file.plan_file(weights.tensors)
         except ValueError as error:
             raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
     return files

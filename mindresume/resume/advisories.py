@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.iteration_naming import COMMON, METADATA
-from mindresume.formats.iteration_scan import common_from, common_of, metadata_of
+from mindresume.formats.iteration_scan import common_from_state, load_common, load_metadata
 from mindresume.formats.metadata import encode_metadata, read_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.records import details_of
@@ -43,7 +43,7 @@ def manifest_text(candidate: Candidate) -> list[str]:
 def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
     """Returns refusals for files besides the weights that differ from what was written: the manifest, ``common.json`` and
     ``metadata.json``. A resume by mindresume does not need them; mindformers alone needs the last two."""
-    path = os.path.relpath(os.path.join(candidate.attempt or "", MANIFEST), root)
+    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), root)
     found = [candidate.refuse(text, path) for text in manifest_text(candidate)]
     if not found:
         damaged = _by_checksums(storage, root, candidate)
@@ -74,14 +74,14 @@ def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple
     version may have encoded them differently."""
     common, metadata, found = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}", []
     try:
-        there, expected = common_of(storage, root, candidate.iteration_dir), common_from(candidate.state)
+        there, expected = load_common(storage, root, candidate.iteration_dir), common_from_state(candidate.state)
         if there != expected:
             found.append((f"{common} is not what was written: {there}, by the records {expected}", common))
     except CorruptFileError as error:
         found.append((f"{common}: {error.reason}", common))
     try:
-        if candidate.world_size > 1 and metadata_of(storage, os.path.join(root, candidate.iteration_dir)) != _recorded(storage,
-            candidate):
+        if candidate.world_size > 1 and load_metadata(storage, os.path.join(root, candidate.iteration_dir)) != _recorded(storage,
+              candidate):
             found.append((f"{metadata} is not what was written: the records say something else", metadata))
     except CorruptFileError as error:
         found.append((f"{metadata}: {error.reason}", metadata))
@@ -94,5 +94,5 @@ def _recorded(storage: Storage, candidate: Candidate) -> object:
     """Returns the parsed ``metadata.json`` that the records imply."""
     files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
     pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated,
-                                       lambda rank: details_of(storage, candidate.attempt or "", rank)))
+                                       lambda rank: details_of(storage, candidate.records_dir or "", rank)))
     return read_metadata(b"".join(pieces), METADATA)

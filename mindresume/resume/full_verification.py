@@ -47,7 +47,7 @@ def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointSta
 
 def _identity(candidate: Candidate) -> Any:
     return candidate.commit_dir, candidate.run, candidate.step, tuple(file.path
-                                                                      for file in candidate.every_file), candidate.committed
+                                                                      for file in candidate.all_files), candidate.committed
 
 
 def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:

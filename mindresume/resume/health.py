@@ -57,4 +57,4 @@ def is_unhealthy(candidate: Candidate, names: Collection[str]) -> bool:
     """Returns whether its own state or the list (``names`` of unhealthy files) says that it was unhealthy when it was saved."""
     if candidate.state is not None and candidate.state.health:
         return True
-    return not candidate.iteration_dir and any(os.path.basename(file.path) in names for file in candidate.every_file)
+    return not candidate.iteration_dir and any(os.path.basename(file.path) in names for file in candidate.all_files)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_naming import METADATA
-from mindresume.formats.iteration_scan import metadata_of
+from mindresume.formats.iteration_scan import load_metadata
 from mindresume.formats.metadata import TensorMetadata
 from mindresume.formats.slices import region_of
 from mindresume.formats.weight_files import header_of
@@ -53,12 +53,12 @@ class IterationMetadata:
         try:
             if self.storage.status(os.path.join(folder, METADATA)) is None:
                 return None                                             # optional for one rank; else the scan refuses it
-            self._rows = metadata_of(self.storage, folder)
+            self._rows = load_metadata(self.storage, folder)
         except CorruptFileError as error:
             return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
         except OSError as error:
             return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path)
-        there = {os.path.basename(file.path) for file in self.candidate.every_file}
+        there = {os.path.basename(file.path) for file in self.candidate.all_files}
         for row in self._rows.values():
             for number, copies in row.stored.items():
                 files = {copy.file for copy in copies}

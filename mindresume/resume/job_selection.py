@@ -280,7 +280,7 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
         LoadError: on all ranks, if the checkpoint was removed since it was selected.
     """
     chosen = choice.chosen
-    if chosen.attempt is None:
+    if chosen.records_dir is None:
         return None
     held: list[Lease] = []
 
@@ -295,7 +295,7 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
     shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
     try:
         if not all(report(group, lambda: work() if shared_groups.is_leader(group.rank) else True)):
-            raise LoadError(f"{chosen.attempt} was removed while it was selected; start the job again")
+            raise LoadError(f"{chosen.records_dir} was removed while it was selected; start the job again")
     except BaseException:
         for lease in held:
             lease.release()

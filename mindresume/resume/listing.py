@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindresume.formats import Candidate, Refusal, Scan, absent_text
+from mindresume.formats import Candidate, Refusal, Scan, missing_ranks_text
 from mindresume.formats.weight_files import file_sizes, status_of
 from mindresume.resume.advisories import manifest_text, replica_text
 from mindresume.resume.missing_ranks import StrategyOf, complete_missing_ranks
@@ -59,13 +59,13 @@ def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, str
 
 def _remarks(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:
     """Returns the remarks that are known without reading contents."""
-    rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.attempt else []
+    rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.records_dir else []
     found = file_sizes(storage, root, [file for _, file in rows])
     lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
-    return (*replica_text(lost), *manifest_text(candidate), *filter(None, [absent_text(candidate)]))
+    return (*replica_text(lost), *manifest_text(candidate), *filter(None, [missing_ranks_text(candidate)]))
 
 
 def size_of(storage: Storage, root: str, candidate: Candidate) -> int:
     """Returns the bytes of its files, as far as they are there."""
-    found = parallel(storage, lambda file: status_of(storage, root, file), candidate.every_file)
+    found = parallel(storage, lambda file: status_of(storage, root, file), candidate.all_files)
     return sum(status.size for status in found if status)

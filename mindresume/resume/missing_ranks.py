@@ -73,7 +73,7 @@ def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strat
     def details_of(rank: int) -> Details:
         headers = [header_of(storage, root, file) for file in candidate.files[rank]]
         entries = {name: entry for header in headers for name, entry in header.tensors.items()}
-        fitted = strategy.fitted({name: len(entry.shape) for name, entry in entries.items()})
+        fitted = strategy.fit_dimensions({name: len(entry.shape) for name, entry in entries.items()})
         layouts = fitted.stages[rank // strategy.stage_size]
         rows = {}
         for name, entry in entries.items():

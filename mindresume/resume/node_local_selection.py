@@ -51,7 +51,7 @@ def select_node_local(storage: Storage, path: str, group: Group, policy: Selecti
         here = _look(storage, path, group, policy)
         local.append(here)
         return {"offers": list(here.offers)[:_NEWEST], "maybe_completed": any(c.maybe_completed for c in here.found.candidates),
-                "is_explicit": here.is_explicit, "strange": here.found.strange}
+                "is_explicit": here.is_explicit, "fresh_start_refusal": here.found.fresh_start_refusal}
     rows = report(group, look, Waiting(f"looking at the checkpoints below {path}"))
     mine, tried = local[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
@@ -73,8 +73,8 @@ def select_node_local(storage: Storage, path: str, group: Group, policy: Selecti
             "\nStart the nodes in the order of the job that saved, bring the folders of all of them together on a shared disk, "
             "or, to start afresh, set resume_training: False", tuple(lacking))
     for rank, row in enumerate(rows):
-        if row["strange"]:
-            raise MissingCheckpointError(f"rank {rank}: {row['strange']}")
+        if row["fresh_start_refusal"]:
+            raise MissingCheckpointError(f"rank {rank}: {row['fresh_start_refusal']}")
     return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, complete)
 
 
@@ -86,7 +86,7 @@ def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) ->
     own = _LocalCheckpoints(found, is_explicit)
     for candidate in found.candidates:
         refusal = candidate.problem or _for_rank(candidate, group)
-        if candidate.attempt is None:                       # the scan counted only the files of this node
+        if candidate.records_dir is None:                       # the scan counted only the files of this node
             candidate = replace(candidate, world_size=group.size)
         if refusal is None and policy.unhealthy is not None and not is_explicit and is_unhealthy(candidate, policy.unhealthy):
             refusal = candidate.refuse("it was unhealthy when it was saved")
@@ -100,10 +100,10 @@ def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) ->
 def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
     if candidate.iteration_dir:
         return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.iteration_dir)
-    if candidate.attempt and candidate.world_size != group.size:
+    if candidate.records_dir and candidate.world_size != group.size:
         return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {group.size}; another number of ranks "
                                 f"needs a disk that all nodes share")
-    if candidate.attempt is None and max(candidate.files) >= group.size:
+    if candidate.records_dir is None and max(candidate.files) >= group.size:
         return candidate.refuse(f"saved by at least {max(candidate.files) + 1} ranks, this job has {group.size}; another number "
                                 f"of ranks needs a disk that all nodes share", rank=max(candidate.files))
     if group.rank not in candidate.files:
@@ -114,7 +114,7 @@ def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
 
 def _name(candidate: Candidate) -> str:
     """Returns a name that is the same on all nodes: that of the folder of records, or of mindformers' files without the rank."""
-    if candidate.attempt:
+    if candidate.records_dir:
         return candidate.name
     name = os.path.basename(candidate.first.path)
     parsed = parse_name(name)

@@ -27,7 +27,7 @@ from math import gcd
 from typing import Any
 
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.model.data_position import IGNORED, SKIPPED, DataPosition, DataRequest
+from mindresume.model.data_position import IGNORE_KEY, SKIP_KEY, DataPosition, DataRequest
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.dataset_fingerprint import dataset_differences
 
@@ -85,9 +85,9 @@ class ResumeProgress:
 def data_wish(ignore: Any, skip: Any) -> DataRequest:
     """Returns what ``ignore_data_skip`` and ``data_skip_steps`` ask for. Raises ConfigError for values of another kind."""
     if ignore not in (None, False, True):
-        raise ConfigError(f"{IGNORED} is {ignore!r}; expected True or False")
+        raise ConfigError(f"{IGNORE_KEY} is {ignore!r}; expected True or False")
     if skip is not None and (isinstance(skip, bool) or not isinstance(skip, int) or skip < 0):
-        raise ConfigError(f"{SKIPPED} is {skip!r}; expected a whole number of steps, at least 0")
+        raise ConfigError(f"{SKIP_KEY} is {skip!r}; expected a whole number of steps, at least 0")
     return DataRequest(bool(ignore), skip)
 
 
@@ -114,7 +114,7 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
         position, repeated = _rescaled(stands, new, old)
     stood, position = position.passes, replace(_at_a_sink(position, new), identity=identity)
     skip = position.steps(new.size, new.batch or 1)
-    _check_sink(skip, SKIPPED if begins else f"the data of step {initial_step}", new)
+    _check_sink(skip, SKIP_KEY if begins else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
     return ResumeProgress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
                           repeated, changed, begins, begins and declared == before.declared, position.passes - stood)
@@ -126,7 +126,7 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
     check_skip(new)
     position = _at_a_sink(_beginning(new, 0), new)
     skip = position.steps(new.size, new.batch or 1)
-    _check_sink(skip, SKIPPED, new)
+    _check_sink(skip, SKIP_KEY, new)
     return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
 
 
@@ -142,11 +142,11 @@ def check_skip(new: RunSettings) -> str:
     """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if no data would be left."""
     skip, size, epochs = 0 if new.wish.ignore else new.wish.skip or 0, new.size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
-        raise ProgressError(f"{SKIPPED} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
+        raise ProgressError(f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
                             f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
                             f"steps of this data set alone, not of the whole training")
     if skip >= size:
-        return (f"{SKIPPED} is {skip}, a pass over the data set has {size} steps: it begins after {skip % size} steps of a pass")
+        return (f"{SKIP_KEY} is {skip}, a pass over the data set has {size} steps: it begins after {skip % size} steps of a pass")
     return ""
 
 

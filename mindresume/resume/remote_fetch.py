@@ -213,7 +213,7 @@ class RemoteFetch:
         several machines share a disk that is too small, the download itself fails."""
         def look() -> list[Any]:
             try:
-                return [socket.gethostname(), share.needed(), self.storage.room(self.root), None]
+                return [socket.gethostname(), share.needed(), self.storage.free_space(self.root), None]
             except OSError as error:
                 return ["", 0, 0, f"{self.root}: {error}"]
         rows = report(self.group, look, Waiting("looking for room"))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mindresume.errors import ProgressError
-from mindresume.model.data_position import IGNORED, SKIPPED
+from mindresume.model.data_position import IGNORE_KEY, SKIP_KEY
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip
 
@@ -66,8 +66,8 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
                      f"later changes are not to do that")
     if progress.changed and not progress.begins:
         what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
-        do = (f"If it is a new one, set {IGNORED}: True to start at its beginning, or {SKIPPED} to the number of its steps that "
-              f"were trained already")
+        do = (f"If it is a new one, set {IGNORE_KEY}: True to start at its beginning, or {SKIP_KEY} to the number of its steps "
+              f"that were trained already")
         if on_change == "error":
             raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
         found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")

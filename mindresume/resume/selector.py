@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from mindresume.coordination.collectives import Group, Waiting, decide, report
 from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan, absent_text
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text
 from mindresume.formats.iteration_naming import parse_iteration, parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
-from mindresume.formats.location import below, strange
+from mindresume.formats.location import below, fresh_start_refusal
 from mindresume.formats.rank_folder_naming import folder_name, folder_rank, name_for_rank
 from mindresume.formats.scalar_state import is_without_step, no_step, scalars_of
 from mindresume.formats.scan import scan, scan_one
@@ -78,7 +78,7 @@ class ProgressMeter(Protocol):
 def describe(candidate: Candidate, complete: bool = True) -> str:
     """Returns a phrase for people: the first file, who wrote it and what was verified (``complete``: every byte)."""
     first = candidate.iteration_dir or (candidate.first.path if candidate.first else "no file")
-    lost = f"; {text}" if (text := absent_text(candidate)) else ""
+    lost = f"; {text}" if (text := missing_ranks_text(candidate)) else ""
     if candidate.origin == MINDFORMERS:
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
     checked = "every byte" if complete else "sizes and headers"
@@ -113,7 +113,7 @@ def candidates_for(storage: Storage, path: str, requested: str | None = None, wo
             found, is_explicit = candidates_for(storage, inner, requested, world_size)
             notes = (f"{path} holds no checkpoints itself; those in {inner} count", *found.notes)
             return replace(found, notes=notes), is_explicit
-        found = replace(found, strange=strange(storage, root, bool(found.candidates)))
+        found = replace(found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates)))
     if requested is None:
         return found, False
     matching = [c for c in found.candidates if _is_requested(c, requested)]
@@ -226,7 +226,7 @@ def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks
 
     def check() -> Any:
         for rank in ranks:
-            strategy = strategy_of(root, candidate) if candidate.missing_ranks and candidate.attempt is None else None
+            strategy = strategy_of(root, candidate) if candidate.missing_ranks and candidate.records_dir is None else None
             result = verify_rank(storage, root, candidate, rank, counted, complete, strategy, layouts)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
@@ -297,7 +297,7 @@ class _CandidateQueue:
                         "refused": [r.to_json() for r in self.refused], "notes": self._all_notes()}
             self.refused.append(refusal)
         fresh = not any(candidate.maybe_completed for candidate in self.found.candidates)
-        end = "missing" if self.is_explicit or self.found.strange else "fresh" if fresh else "none"
+        end = "missing" if self.is_explicit or self.found.fresh_start_refusal else "fresh" if fresh else "none"
         return {"end": end, "root": self.found.root, "refused": [r.to_json() for r in self.refused],
                 "notes": self._all_notes(), "text": self._text(end, self.found.root)}
 
@@ -315,8 +315,8 @@ class _CandidateQueue:
 
     def _text(self, end: str, root: str) -> str:
         table = "\n".join(f"  {refusal}" for refusal in self.refused)
-        if self.found.strange:
-            return self.found.strange
+        if self.found.fresh_start_refusal:
+            return self.found.fresh_start_refusal
         if end == "missing":
             return f"the requested checkpoint cannot be used:\n{table}"
         if end == "none":

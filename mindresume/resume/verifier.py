@@ -95,12 +95,12 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
 def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
     """Returns a refusal for the first file that is missing without replicas, or has another size."""
     try:
-        found = file_sizes(storage, root, candidate.every_file)
+        found = file_sizes(storage, root, candidate.all_files)
     except OSError as error:
         return candidate.refuse(f"its files cannot be checked: {error}")
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
     for (rank, file), size in zip(rows, found, strict=True):
-        if size is None and candidate.attempt:
+        if size is None and candidate.records_dir:
             elsewhere = replica_files(storage, root, candidate, rank)
             if isinstance(elsewhere, Refusal):
                 return elsewhere
@@ -151,7 +151,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
         return candidate.refuse(f"no file of rank {rank}", rank=rank)
     file = files[0]
     try:
-        if candidate.origin == OURS and candidate.attempt:
+        if candidate.origin == OURS and candidate.records_dir:
             return _verify_recorded(storage, root, candidate, rank, progress, full)
         headers = [header_of(storage, root, file) for file in files]
         if candidate.iteration_dir:                                  # the scan has read its counters from common.json
@@ -229,7 +229,7 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
     return verified if isinstance(verified, Refusal) else VerifiedShard(
-        rank, verified, candidate.state, Details(recorded) if candidate.attempt else None, scalars)
+        rank, verified, candidate.state, Details(recorded) if candidate.records_dir else None, scalars)
 
 
 def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
@@ -278,7 +278,7 @@ def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: H
 
 def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:
     """Returns a record, its details and the checksum of its head. Raises RecordError or OSError if it cannot be read."""
-    with storage.open(os.path.join(candidate.attempt or "", record_name(rank))) as file:
+    with storage.open(os.path.join(candidate.records_dir or "", record_name(rank))) as file:
         _, checksum = read_record(file)
         file.seek(0)
         return *read_details(file), checksum

@@ -255,7 +255,7 @@ class Committer:
                 iteration_publisher.publish_iteration(place, step, newest=candidate.name in ahead, emit=self.emit)
             elif candidate.name == newest:
                 self._point(place, manifest)
-            self.emit(SaveCommitted(step, len(candidate.files), sum(file.size or 0 for file in candidate.every_file),
+            self.emit(SaveCommitted(step, len(candidate.files), sum(file.size or 0 for file in candidate.all_files),
                                     candidate.run if candidate.run != self.place.run else None))
             adopted.append(step)
         if any(candidate.iteration_dir for candidate in found):

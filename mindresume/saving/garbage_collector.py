@@ -39,8 +39,8 @@ from mindresume.model.manifest import (
     parse_attempt,
     read_record,
     record_rank,
+    strip_trash,
     trash_name,
-    untrashed,
 )
 from mindresume.saving.protection import NEWEST_WHOLE, not_counted, protected
 from mindresume.saving.retention import KEEP_ALL, KeepAny, Policy, surplus
@@ -266,7 +266,7 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
             emit(_postponed(folder, error))
             others = []
     for name in others:
-        if untrashed(name) not in held:
+        if strip_trash(name) not in held:
             ready.append(name)
         else:
             _bring_back(storage, root, name, emit)
@@ -274,7 +274,7 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
         return
     # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
     found, claimed, _ = scan_records(storage, root)
-    known = None if any(candidate.unseen for candidate in found) else claimed           # nobody knows what that one claims
+    known = None if any(candidate.listing_error for candidate in found) else claimed           # nobody knows what that one claims
     for name in ready:
         try:
             _clear(storage, root, os.path.join(folder, name), known)
@@ -287,7 +287,7 @@ def _bring_back(storage: Storage, root: str, name: str, emit: Emit) -> None:
     try:
         manifest, base = _manifest_of(storage, root, trash)
         if manifest is not None:
-            commit_dir = os.path.join(root, *([iteration_name(manifest.step)] if base != root else [FOLDER, untrashed(name)]))
+            commit_dir = os.path.join(root, *([iteration_name(manifest.step)] if base != root else [FOLDER, strip_trash(name)]))
             if storage.status(commit_dir) is None:
                 _restore(storage, trash, commit_dir)
     except OSError as error:
@@ -348,7 +348,7 @@ def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[
 def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
     """Returns whether another save may have written the weights at ``path``, which the save in ``trash`` may have written; a
     half-written file has its run in its name."""
-    step, run = parse_attempt(untrashed(os.path.basename(trash))) or (0, "")
+    step, run = parse_attempt(strip_trash(os.path.basename(trash))) or (0, "")
     if path.endswith(TEMPORARY) or storage.status(path) is None:
         return False
     try:
@@ -364,7 +364,7 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
     One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record that is of
     this attempt and names a file of its step, the labels inside the files decide.
     """
-    step, run = parse_attempt(untrashed(os.path.basename(folder))) or (0, "")
+    step, run = parse_attempt(strip_trash(os.path.basename(folder))) or (0, "")
 
     def named_by(entry: str) -> list[str]:
         try:

@@ -22,7 +22,7 @@ from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, encode_common, iteration_name, parse_iteration
-from mindresume.formats.iteration_scan import common_from, foreign_candidate, intent_name, intents, tracked
+from mindresume.formats.iteration_scan import candidate_without_records, common_from_state, intent_name, intents, tracked
 from mindresume.formats.metadata import encode_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.records import attempts_within, details_of, read_attempts
@@ -37,7 +37,7 @@ from mindresume.storage.interface import Storage
 def write_metadata_files(place: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
     """Writes ``common.json`` and, for several ranks, ``metadata.json``, from which mindformers resumes. Raises RecordError if the
     records do not fit together."""
-    contents = {COMMON: [encode_common(common_from(state), with_status=state.health is not None)]}
+    contents = {COMMON: [encode_common(common_from_state(state), with_status=state.health is not None)]}
     if place.world_size > 1:
         try:
             contents[METADATA] = encode_metadata(metadata_from_records(
@@ -87,7 +87,7 @@ def _make_way(place: SaveTarget, step: int, emit: Emit) -> None:
     if ours:
         removable, replaced = ours[0].step == step and ours[0].lineage == place.lineage, ours[0].name
     else:
-        foreign = foreign_candidate(storage, root, name)
+        foreign = candidate_without_records(storage, root, name)
         removable = foreign is None or foreign.problem is not None
         replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers gives its runs no name
     free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
@@ -124,7 +124,7 @@ def finish_tracker(storage: Storage, root: str, candidates: Iterable[Candidate],
     newest = next((c for c in candidates if c.committed and parse_iteration(c.iteration_dir) is not None), None)
     if newest is not None and newest.step in pending:
         set_tracker(storage, root, newest.step or 0, tag)
-    seen, there = {c.step for c in candidates if not c.unseen}, storage.list(root)
+    seen, there = {c.step for c in candidates if not c.listing_error}, storage.list(root)
     for step in pending:
         if step in seen or iteration_name(step) not in there:   # else it cannot be listed now, and may be the newest
             storage.remove(os.path.join(root, FOLDER, intent_name(step)))

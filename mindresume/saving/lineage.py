@@ -32,7 +32,8 @@ def lineage_of(found: Sequence[Candidate]) -> Callable[[Candidate], str]:
 def others(found: Sequence[Candidate], lineage: str) -> list[Candidate]:
     """Returns the candidates that were complete once and are of another training."""
     of = lineage_of(found)
-    return [candidate for candidate in found if candidate.maybe_completed and not candidate.unseen and of(candidate) != lineage]
+    return [candidate for candidate in found if candidate.maybe_completed and not candidate.listing_error
+            and of(candidate) != lineage]
 
 
 def newest_lineage(found: Sequence[Candidate]) -> str:

@@ -45,7 +45,7 @@ def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
     """Returns whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
     return candidate.committed and candidate.problem is None and sizes_match(
-        storage, root, [*candidate.every_file, *candidate.metadata_files])
+        storage, root, [*candidate.all_files, *candidate.metadata_files])
 
 
 def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
@@ -112,8 +112,8 @@ def with_failed_loads(storage: Storage, root: str, found: Sequence[Candidate]) -
 def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
     """Yields those that cannot be looked into: each may be whole, and the newest."""
     for candidate in found:
-        if candidate.unseen:
-            yield candidate, candidate.unseen
+        if candidate.listing_error:
+            yield candidate, candidate.listing_error
 
 
 RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named_by_meta, common_to_all_nodes, with_failed_loads,

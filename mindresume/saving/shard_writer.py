@@ -25,7 +25,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, Record, attempt_name, read_record, record_name, run_sequence
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.atomic_publish import TEMPORARY, UnsettledError, publish
+from mindresume.storage.atomic_publish import TEMPORARY, UnknownOutcomeError, publish
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import encode, encoded_size
 from mindresume.tensor_files.checksum import Checksums, checksummed, file_checksum
@@ -156,7 +156,7 @@ def write_shard(place: SaveTarget, shard: Shard, clock: Callable[[], float] = ti
             where = os.path.join(attempt, record_name(place.rank))
             try:
                 publish(place.storage, where, [record.encode(_details(shard, sums))], place.run)
-            except UnsettledError as error:
+            except UnknownOutcomeError as error:
                 return _settled(place, step, error)
         except OSError:                     # no record names them: they are worth nothing, fill the disk and block a retry
             with suppress(OSError):         # the first error is the one to report
@@ -174,7 +174,7 @@ def _kind(error: Exception) -> type[SaveError]:
     return OutOfSpaceError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
 
 
-def _settled(place: SaveTarget, step: int, error: UnsettledError) -> Written:
+def _settled(place: SaveTarget, step: int, error: UnknownOutcomeError) -> Written:
     """Returns what is on disk after an error at the rename of the record, or after it. Raises SaveError if that is not known."""
     try:
         found = _recorded(place, step, place.data_dirs(step))
@@ -249,7 +249,7 @@ _RECORD_ROOM = 64 << 10         # bytes kept free for the small files that follo
 
 
 def _check_room(place: SaveTarget, step: int, needed: int) -> None:
-    room = place.storage.room(place.root)
+    room = place.storage.free_space(place.root)
     if room < needed + _RECORD_ROOM:
         raise OutOfSpaceError(f"step {step} was not saved on rank {place.rank}: its file needs {needed / 2**20:.1f} MiB, "
                           f"{place.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "

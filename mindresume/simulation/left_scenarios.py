@@ -55,7 +55,7 @@ def _damage(play: Play, saved: tuple[str, int]) -> None:
     with standing_in(cluster):
         process = cluster.process(cluster.host("looker"), "looker", lambda: rows.extend(
             file.path for candidate in scan_records(Mount(cluster, running()), play.training.root)[0]
-            if (candidate.run, candidate.step) == saved for file in candidate.every_file))
+            if (candidate.run, candidate.step) == saved for file in candidate.all_files))
         cluster.scheduler.run()
     if process.error is None and rows:
         file = disk.find(f"{play.training.root}/{rows[-1]}")

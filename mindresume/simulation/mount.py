@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from mindresume.simulation.cluster import Cluster, Process
 from mindresume.simulation.disk import UNLIMITED, Disk, File, Folder, fail
-from mindresume.storage.interface import UNKNOWN_ROOM, NewFile, Status
+from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 
 class Mount:
@@ -50,8 +50,9 @@ class Mount:
             return io.BytesIO(node.data)
         return self._do("open", path, act)
 
-    def room(self, folder: str) -> int:
-        return self._do("room", folder, lambda disk: UNKNOWN_ROOM if disk.room > UNLIMITED // 2 else disk.room, fails=False)
+    def free_space(self, folder: str) -> int:
+        return self._do("free_space", folder, lambda disk: UNKNOWN_SPACE if disk.room > UNLIMITED // 2 else disk.room,
+                        fails=False)
 
     def _look(self, disk: Disk, path: str) -> File | Folder | None:
         return self.host.look(disk, path)

@@ -188,7 +188,7 @@ def pointed(disks: Mapping[str, Disk], history: History, training: Training) -> 
                 iteration_name(newest.step or 0))
         else:
             meta = f"{training.root}/{folder_name(0)}/{META}"
-            told, wanted = read_json(storage, meta)["last_ckpt_file"], os.path.basename(newest.every_file[0].path)
+            told, wanted = read_json(storage, meta)["last_ckpt_file"], os.path.basename(newest.all_files[0].path)
         if told != wanted:
             findings.append(Finding(LOST, f"{TRACKER if training.format == ITERATION else META} leads to {told}, not {wanted}, "
                                           f"though nothing was in the way of {newest.name}"))
@@ -205,7 +205,7 @@ def _pointers(storage: Mount, training: Training) -> Iterator[Finding]:
         step = tracked(storage, root)
         if step is not None:
             found = [c for c in scan_records(storage, root)[0] if c.iteration_dir == iteration_name(step)]
-            files = [file.path for c in found for file in (*c.every_file, *c.metadata_files)] or [iteration_name(step)]
+            files = [file.path for c in found for file in (*c.all_files, *c.metadata_files)] or [iteration_name(step)]
     else:
         meta = f"{root}/{folder_name(0)}/{META}"
         if storage.status(meta) is not None:

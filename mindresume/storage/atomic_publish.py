@@ -10,7 +10,7 @@ from typing import Any
 from mindresume.storage.interface import Storage
 
 
-class UnsettledError(OSError):
+class UnknownOutcomeError(OSError):
     """The rename of a file that is being published was attempted: its name may be there, and others may have seen it, whatever
     the error says. On NFS an operation that took effect can be reported as failed."""
 
@@ -43,8 +43,8 @@ def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], t
     return size
 
 
-def _unsettled(error: OSError, path: str) -> UnsettledError:
-    return UnsettledError(error.errno, error.strerror or str(error), error.filename or path)
+def _unsettled(error: OSError, path: str) -> UnknownOutcomeError:
+    return UnknownOutcomeError(error.errno, error.strerror or str(error), error.filename or path)
 
 
 def temporary_name(path: str, tag: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-UNKNOWN_ROOM = sys.maxsize
+UNKNOWN_SPACE = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,6 @@ class Storage(Protocol):
     def make_folder(self, path: str) -> None:
         """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
 
-    def room(self, folder: str) -> int:
-        """Returns the bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_ROOM`` where the
+    def free_space(self, folder: str) -> int:
+        """Returns the bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_SPACE`` where the
         file system does not tell. Raises no error: whether anything can be written shows when it is."""

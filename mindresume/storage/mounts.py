@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 # What many hosts mount at once. A FUSE file system is named fuse.NAME; dpc is the client of OceanStor and SFS Turbo.
-SHARED_KINDS = frozenset((
+SHARED_TYPES = frozenset((
     "nfs", "nfs4", "dpc", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cephfs", "ceph-fuse", "glusterfs", "sshfs", "juicefs",
     "cifs", "smb3", "smbfs", "ocfs2", "gfs2", "orangefs", "pvfs2", "panfs", "wekafs", "quobyte", "mfs", "afs", "curvefs",
     "cubefs", "alluxio-fuse", "obsfs", "s3fs"))
-LOCAL_KINDS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay"))
+LOCAL_TYPES = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay"))
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -48,10 +48,10 @@ def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None
     named = [os.path.realpath(folder.strip()) for folder in shared_paths.split(",") if folder.strip()]
     if any(within(path, folder) for folder in named):
         return True
-    return kind_of(path, mounted) in SHARED_KINDS
+    return filesystem_type(path, mounted) in SHARED_TYPES
 
 
-def kind_of(path: str, mounted: Iterable[Mount] | None = None) -> str:
+def filesystem_type(path: str, mounted: Iterable[Mount] | None = None) -> str:
     """Returns the kind of the file system that holds ``path``, which is absolute and no link: of mounts the deepest decides.
     Empty: not known."""
     holding = [mount for mount in (mounts() if mounted is None else mounted) if os.path.isabs(mount.point) and
@@ -64,4 +64,4 @@ def kind_of(path: str, mounted: Iterable[Mount] | None = None) -> str:
 def is_local(path: str, mounted: Iterable[Mount] | None = None) -> bool:
     """Returns whether ``path`` is certain to lie on a disk or in memory of this host: what is written there is seen at once or
     never."""
-    return kind_of(os.path.realpath(path), mounted) in LOCAL_KINDS
+    return filesystem_type(os.path.realpath(path), mounted) in LOCAL_TYPES

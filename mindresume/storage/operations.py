@@ -50,10 +50,10 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     return [results[number] for number in range(len(rows))]
 
 
-MOST_READ = 256 << 20           # bytes at once of any file that is no weights; a record has at most half of that
+MAX_SMALL_FILE = 256 << 20      # bytes at once of any file that is no weights; a record has at most half of that
 
 
-def read_bytes(storage: Storage, path: str, limit: int = MOST_READ) -> bytes:
+def read_bytes(storage: Storage, path: str, limit: int = MAX_SMALL_FILE) -> bytes:
     """Returns the whole of a small file. Raises OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs
     nothing."""
     with storage.open(path) as file:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import BinaryIO
 
-from mindresume.storage.interface import UNKNOWN_ROOM, NewFile, Status
+from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 
 def open_regular(path: str) -> BinaryIO:
@@ -54,7 +54,7 @@ class PosixStorage:
                     _reserve(file.fileno(), path, size)
                 for piece in pieces:
                     written += file.write(piece)
-                    if written - begun >= _AHEAD:
+                    if written - begun >= _FLUSH_EVERY:
                         _begin_flush(file.fileno(), begun, written)
                         begun = written
                 file.flush()
@@ -76,7 +76,7 @@ class PosixStorage:
         try:
             os.fsync(handle)
         except OSError as error:
-            if error.errno not in _NO_SUCH_OPERATION:
+            if error.errno not in _UNSUPPORTED:
                 raise
         finally:
             os.close(handle)
@@ -108,15 +108,15 @@ class PosixStorage:
                     os.rmdir(folder)
                 raise
 
-    def room(self, folder: str) -> int:
+    def free_space(self, folder: str) -> int:
         while folder and not os.path.isdir(folder) and os.path.dirname(folder) != folder:
             folder = os.path.dirname(folder)
         try:
             found = os.statvfs(folder or ".")
         except OSError:
-            return UNKNOWN_ROOM
+            return UNKNOWN_SPACE
         if not (found.f_blocks and found.f_frsize):         # zeros: FUSE without statfs
-            return UNKNOWN_ROOM
+            return UNKNOWN_SPACE
         return found.f_bavail * found.f_frsize
 
 
@@ -136,7 +136,7 @@ class _PosixFile:
         while data:
             done = os.pwrite(self._handle, data, position)
             position, data = position + done, data[done:]
-        if position - self._begun >= _AHEAD:        # of two threads both may begin with the same bytes; it is only a hint
+        if position - self._begun >= _FLUSH_EVERY:        # of two threads both may begin with the same bytes; it is only a hint
             begun, self._begun = self._begun, position
             _begin_flush(self._handle, begun, position)
 
@@ -158,15 +158,15 @@ class _PosixFile:
                 os.remove(self.path)
 
 
-_NO_SUCH_OPERATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_FALLOC_FL_KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written
+_CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
     """Reserves blocks for ``size`` bytes: full disks and quotas show before anything is written."""
     code = _fallocate(handle, size)
-    if code in _NO_ROOM:
+    if code in _CANNOT_HOLD:
         raise OSError(code, os.strerror(code), path)
 
 
@@ -177,11 +177,11 @@ def _fallocate(handle: int, size: int) -> int:
     if fallocate is None:
         return errno.ENOSYS
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return ctypes.get_errno() if fallocate(handle, _KEEP_SIZE, 0, size) else 0
+    return ctypes.get_errno() if fallocate(handle, _FALLOC_FL_KEEP_SIZE, 0, size) else 0
 
 
-_AHEAD = 32 << 20               # bytes
-_WRITE = 2                      # SYNC_FILE_RANGE_WRITE of linux/fs.h
+_FLUSH_EVERY = 32 << 20               # bytes
+_SYNC_FILE_RANGE_WRITE = 2                      # SYNC_FILE_RANGE_WRITE of linux/fs.h
 
 
 def _begin_flush(handle: int, start: int, end: int) -> None:
@@ -191,4 +191,4 @@ def _begin_flush(handle: int, start: int, end: int) -> None:
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-        sync_file_range(handle, start, end - start, _WRITE)
+        sync_file_range(handle, start, end - start, _SYNC_FILE_RANGE_WRITE)

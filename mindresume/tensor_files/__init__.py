@@ -25,20 +25,21 @@ from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
     CHUNK,
     DTYPES,
-    Blueprint,
+    FilePart,
+    FilePlan,
     Header,
-    Part,
-    Spec,
     TensorEntry,
+    TensorSpec,
     chunks,
-    fill,
-    name_of,
-    spec_of,
+    file_name,
+    read_ranges,
     tensor_bytes,
+    tensor_spec,
 )
 
-__all__ = ["CHUNK", "Blueprint", "Header", "Part", "Spec", "TensorEntry", "blueprint", "encode", "encoded_size",
-           "format_of", "read_header", "read_scalar", "read_tensor", "spec_of"]
+__all__ = ["CHUNK", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec", "encode", "encoded_size", "format_of",
+           "plan_file",
+           "read_header", "read_scalar", "read_tensor", "tensor_spec"]
 
 _MAX_SCALAR = 1 << 20       # bytes of a text that stands for one value; a file of terabytes may claim to be one
 
@@ -64,9 +65,9 @@ def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
     """A fresh C-contiguous array of the entry's shape and dtype, 0-d included; a ``str`` entry comes as a 0-d text
     array. CorruptFileError if the file ends before the tensor does."""
     raw = np.empty(entry.nbytes, np.uint8)
-    fill(file, entry.ranges, memoryview(raw))
+    read_ranges(file, entry.ranges, memoryview(raw))
     if entry.dtype == "str":
-        return np.array(_text(raw.tobytes(), name_of(file)))
+        return np.array(_text(raw.tobytes(), file_name(file)))
     return raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
@@ -77,7 +78,7 @@ def read_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str 
     if entry is None:
         return None
     if math.prod(entry.shape) != 1 or entry.nbytes > _MAX_SCALAR:
-        raise CorruptFileError(name_of(file), f"{name} should be one number, found shape {entry.shape}, {entry.nbytes} bytes",
+        raise CorruptFileError(file_name(file), f"{name} should be one number, found shape {entry.shape}, {entry.nbytes} bytes",
                                tensor=name)
     return read_tensor(file, entry).item()
 
@@ -91,21 +92,21 @@ def encode(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     piece. Arrays must not change until the last piece is consumed. ValueError, at the call and before the first piece,
     for a format, dtype, byte order, name or metadata that cannot be written.
     """
-    return _pieces(blueprint(fmt, {name: spec_of(name, array) for name, array in tensors.items()}, metadata), tensors)
+    return _pieces(plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata), tensors)
 
 
 def encoded_size(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> int:
     """Bytes of the file that ``encode`` makes of the same arguments; ValueError as there."""
-    return blueprint(fmt, {name: spec_of(name, array) for name, array in tensors.items()}, metadata).size
+    return plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata).size
 
 
-def blueprint(fmt: str, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
+def plan_file(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
     """The file that ``encode`` makes of tensors like these, without any of their bytes. ValueError as there. In a safetensors
     file wide dtypes come first, then names in order; a ckpt keeps the order of ``specs``."""
-    return _module(fmt).blueprint(specs, metadata)
+    return _module(fmt).plan_file(specs, metadata)
 
 
-def _pieces(plan: Blueprint, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
+def _pieces(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
     name, data = None, memoryview(b"")
     for part in plan.parts:
         if part.name is not None and part.name != name:         # one at a time: an array may have to be copied for it

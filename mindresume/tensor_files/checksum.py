@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import CHUNK, TensorEntry, read_header
-from mindresume.tensor_files.header import name_of
+from mindresume.tensor_files.header import file_name
 
 Progress = Callable[[int], None]    # is given the number of bytes read since its last call
 
@@ -94,7 +94,7 @@ def _tensor_checksum(file: BinaryIO, entry: TensorEntry, buffer: memoryview, pro
         while left:
             found = file.readinto(buffer[:left])
             if not found:
-                raise CorruptFileError(name_of(file), f"the file ends {left} bytes before the end of a tensor, byte "
+                raise CorruptFileError(file_name(file), f"the file ends {left} bytes before the end of a tensor, byte "
                                                       f"{start + count}: cut short since its header was read")
             tensor.update(buffer[:found])
             left -= found

@@ -21,18 +21,18 @@ from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     MAX_DIMENSIONS,
     MAX_HEADER,
-    Blueprint,
+    FilePlan,
     Header,
-    Spec,
     TensorEntry,
-    blueprint_of,
+    TensorSpec,
+    checked_dtype,
     checked_entry,
     checked_metadata,
-    checked_spec,
     dump_json,
-    fill,
+    make_file_plan,
     parse_metadata,
     parse_object,
+    read_ranges,
 )
 from mindresume.tensor_files.protobuf import MAX_VARINT, decode_varint, encode_varint
 
@@ -164,7 +164,7 @@ class _Scanner:
             raise self.damage(position, f"{count} bytes where at most {most} make sense")
         if not self._start <= position <= position + count <= self._start + len(self._data):
             data = bytearray(min(max(count, WINDOW), self.size - position))
-            fill(self._file, [(position, len(data))], memoryview(data))
+            read_ranges(self._file, [(position, len(data))], memoryview(data))
             self._start, self._data = position, bytes(data)
         return self._data[position - self._start:position - self._start + count]
 
@@ -207,16 +207,16 @@ class _Scanner:
         return number, *self.span(after, limit)
 
 
-def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
-    """See ``mindresume.tensor_files.blueprint``. The order of the tensors is kept."""
+def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
+    """See ``mindresume.tensor_files.plan_file``. The order of the tensors is kept."""
     known, parts = {**NAMES, "str": "str"}, []
     for name, spec in specs.items():
-        tag = known[checked_spec("ckpt", name, spec, known)]
+        tag = known[checked_dtype("ckpt", name, spec, known)]
         if len(name.encode()) > MAX_TEXT:
             raise ValueError(f"a tensor name has {len(name.encode())} bytes, at most {MAX_TEXT} can be read back")
         for start, count in _slices(spec.nbytes):
             parts += [_head(name, tag, spec.shape, count), (name, start, count)]
-    return blueprint_of("ckpt", [*parts, _tail(metadata)])
+    return make_file_plan("ckpt", [*parts, _tail(metadata)])
 
 
 def _slices(nbytes: int) -> list[tuple[int, int]]:

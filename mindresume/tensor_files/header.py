@@ -33,14 +33,14 @@ class TensorEntry(NamedTuple):
         return sum(count for _, count in self.ranges)
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that is to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt; ``nbytes`` are 4 a character)."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """What lies at ``offset`` of a file that is to be written: the literal bytes ``data`` if ``name`` is None, else ``count``
     bytes of that tensor, beginning with its byte ``start``."""
     offset: int
@@ -51,11 +51,11 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class FilePlan:
     """A whole file of ``size`` bytes before it is written: its parts in order, without gaps."""
     format: str
     size: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
@@ -67,15 +67,15 @@ class Blueprint:
         return {name: tuple(rows) for name, rows in found.items()}
 
 
-def blueprint_of(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> Blueprint:
+def make_file_plan(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> FilePlan:
     """``parts`` in order: literal bytes, or (tensor, first byte of it, bytes)."""
     rows, position = [], 0
     for part in parts:
         literal = isinstance(part, bytes)
         count = len(part) if literal else part[2]
-        rows.append(Part(position, None, part, 0, count) if literal else Part(position, part[0], b"", part[1], count))
+        rows.append(FilePart(position, None, part, 0, count) if literal else FilePart(position, part[0], b"", part[1], count))
         position += count
-    return Blueprint(fmt, position, tuple(rows))
+    return FilePlan(fmt, position, tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,20 @@ def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], rang
     return entry
 
 
-def spec_of(name: str, array: np.ndarray) -> Spec:
+def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
     """ValueError for an array whose bytes are not those of a file: it is big-endian."""
     if array.dtype.kind == "U" and array.shape == ():
         text = array.item()
         text.encode()                       # a lone surrogate: a ValueError here, not when it is read again
-        return Spec("str", (), 4 * max(len(text), 1))
+        return TensorSpec("str", (), 4 * max(len(text), 1))
     if array.dtype.str.startswith(">"):
         raise ValueError(f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
                          f"array.astype(array.dtype.newbyteorder('<'))")
     # by name: MindSpore has a bfloat16 of its own beside the one of ml_dtypes, with the same bytes
-    return Spec(array.dtype.name if array.dtype.name in DTYPES else str(array.dtype), tuple(array.shape), array.nbytes)
+    return TensorSpec(array.dtype.name if array.dtype.name in DTYPES else str(array.dtype), tuple(array.shape), array.nbytes)
 
 
-def checked_spec(fmt: str, name: str, spec: Spec, known: Iterable[str]) -> str:
+def checked_dtype(fmt: str, name: str, spec: TensorSpec, known: Iterable[str]) -> str:
     """Its dtype; ValueError if ``fmt`` cannot hold it."""
     if not isinstance(name, str):
         raise ValueError(f"the name of a tensor is a text, found {name!r}")
@@ -174,7 +174,7 @@ def chunks(data: memoryview) -> Iterator[memoryview]:
         yield data[start:start + CHUNK]
 
 
-def fill(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
+def read_ranges(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
     """Reads the ranges one after the other into ``out``, of as many bytes; CorruptFileError if the file ends before."""
     done = 0
     for start, count in ranges:
@@ -183,11 +183,11 @@ def fill(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> 
         while done < end:
             found = file.readinto(out[done:end])    # one call returns at most 2 GiB
             if not found:
-                raise CorruptFileError(name_of(file), f"the file ends at byte {file.tell()}, needed are the bytes from "
+                raise CorruptFileError(file_name(file), f"the file ends at byte {file.tell()}, needed are the bytes from "
                                                       f"{start} to {start + count}: cut short while it was read")
             done += found
 
 
-def name_of(file: BinaryIO) -> str:
+def file_name(file: BinaryIO) -> str:
     """Path of an open file, for messages."""
     return str(getattr(file, "name", "<file in memory>"))

@@ -13,19 +13,19 @@ from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     DTYPES,
     MAX_HEADER,
-    Blueprint,
+    FilePlan,
     Header,
-    Spec,
     TensorEntry,
-    blueprint_of,
+    TensorSpec,
+    checked_dtype,
     checked_entry,
     checked_metadata,
-    checked_spec,
     dump_json,
-    fill,
     is_size,
+    make_file_plan,
     parse_metadata,
     parse_object,
+    read_ranges,
 )
 
 METADATA = "__metadata__"
@@ -87,12 +87,12 @@ def _entry(path: str, name: str, row: Any, start: int) -> TensorEntry:
 
 def _read(file: BinaryIO, start: int, count: int) -> bytes:
     out = bytearray(count)
-    fill(file, [(start, count)], memoryview(out))
+    read_ranges(file, [(start, count)], memoryview(out))
     return bytes(out)
 
 
-def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Blueprint:
-    """See ``mindresume.tensor_files.blueprint``. Wide dtypes first, then by name, so that each tensor lies aligned."""
+def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
+    """See ``mindresume.tensor_files.plan_file``. Wide dtypes first, then by name, so that each tensor lies aligned."""
     rows: dict[str, Any] = {METADATA: checked_metadata(metadata)} if metadata else {}
     if METADATA in specs:
         raise ValueError(f"{METADATA} cannot be the name of a tensor in a safetensors file")
@@ -100,7 +100,7 @@ def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Bluepri
         # MindSpore's loader takes the metadata of that name for the dtype of the tensor
         raise ValueError(f"{min(set(specs) & set(metadata))} cannot be both a tensor and a key of the metadata: "
                          f"MindSpore could not load the file")
-    dtypes = {name: checked_spec("safetensors", name, spec, NAMES) for name, spec in specs.items()}
+    dtypes = {name: checked_dtype("safetensors", name, spec, NAMES) for name, spec in specs.items()}
     order, position = sorted(specs, key=lambda name: (-DTYPES[dtypes[name]].itemsize, name)), 0
     for name in order:
         end = position + specs[name].nbytes
@@ -111,5 +111,5 @@ def blueprint(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Bluepri
     if len(head) > MAX_HEADER:
         raise ValueError(f"the header of {len(specs)} tensors would have {len(head)} bytes; safetensors allows "
                          f"{MAX_HEADER}")
-    return blueprint_of("safetensors", [len(head).to_bytes(8, "little") + head,
-                                        *((name, 0, specs[name].nbytes) for name in order)])
+    return make_file_plan("safetensors", [len(head).to_bytes(8, "little") + head,
+                                          *((name, 0, specs[name].nbytes) for name in order)])

@@ -383,7 +383,7 @@ def test_the_only_file_that_is_left_of_two_ranks(tmp_path, refused, fmt):
 
 
 def test_too_little_room(source, refused, monkeypatch):
-    monkeypatch.setattr(PosixStorage, "room", lambda storage, folder: 1000)
+    monkeypatch.setattr(PosixStorage, "free_space", lambda storage, folder: 1000)
     assert re.search(r"new needs 1\.\d MiB, there is room for 0\.0 MiB. Nothing was written", refused(source, "--to", "tp=4"))
 
 

@@ -11,7 +11,7 @@ from folders import RUN, save
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
 
 from mindresume.api.tensors import TensorInfo, cut_text
-from mindresume.cli.inspect import folded, ranges_text
+from mindresume.cli.inspect import fold_optimizer_shards, ranges_text
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.layout import TensorLayout
 
@@ -220,7 +220,7 @@ def test_folding():
     rows = [row("embedding"), row("layers.0.experts.0.w"), row("layers.0.experts.1.w"), row("layers.1.experts.0.w", stage=1),
             row("layers.0.b2"), row("layers.10.b2"), row("layers.0.c", (3,)), row("layers.1.c"), row("2.x"), row("3.x"),
             row("layers.1.d", layout=TensorLayout((2,), (0,))), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
-    assert [(name, len(group)) for name, group in folded(rows)] == [
+    assert [(name, len(group)) for name, group in fold_optimizer_shards(rows)] == [
         ("embedding", 1), ("layers.*.experts.*.w", 3), ("layers.*.b2", 2), ("layers.0.c", 1), ("layers.1.c", 1), ("*.x", 2),
         ("layers.1.d", 1), ("layers.2.d", 1), ("5.*.y", 2)]
 

@@ -222,7 +222,7 @@ def test_other_sources(tmp_path, refused):
 
 
 def test_too_little_room(source, refused, monkeypatch):
-    monkeypatch.setattr(posix.PosixStorage, "room", lambda self, folder: 1 << 20)
+    monkeypatch.setattr(posix.PosixStorage, "free_space", lambda self, folder: 1 << 20)
     assert re.search(r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written", refused(source))
 
 

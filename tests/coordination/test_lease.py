@@ -13,7 +13,7 @@ from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_al
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, run_name, run_sequence
-from mindresume.model.record_codec import seal
+from mindresume.model.record_codec import encode_head
 from mindresume.simulation.standins import here
 
 
@@ -96,7 +96,7 @@ def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
 def test_an_impossible_interval(tmp_path, every):
     path = tmp_path / "claim"
     head = json.loads(replace(ELSEWHERE, run=run_name(1, "0000aaaa")).encode().split(b"\n")[1])
-    path.write_bytes(seal({**head, "every": every}))
+    path.write_bytes(encode_head({**head, "every": every}))
     with pytest.raises(RecordError):
         LeaseHolder.read(STORAGE, str(path))
 

@@ -13,7 +13,7 @@ from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_n
 from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.model.manifest import FOLDER, attempt_name, run_name, run_sequence
-from mindresume.model.record_codec import seal, unseal
+from mindresume.model.record_codec import encode_head, read_head
 from mindresume.storage.posix import PosixStorage
 
 
@@ -323,7 +323,7 @@ def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
     """Damaged, or of a later version: nobody is thrown out, and the file is named."""
     lease = left_by(tmp_path, dead_process())
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
-    path.write_bytes(damage(path.read_bytes()) if damage else seal({"version": 2, "kind": "claim"}))
+    path.write_bytes(damage(path.read_bytes()) if damage else encode_head({"version": 2, "kind": "claim"}))
     time = Time()
     with pytest.raises(LeaseHeldError) as error:
         start(tmp_path, time=time)
@@ -380,9 +380,9 @@ def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
     lease = left_by(tmp_path, replace(ELSEWHERE, every=100.0))
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     with open(path, "rb") as file:
-        head, _ = unseal(file, "claim")
+        head, _ = read_head(file, "claim")
     del head["every"]
-    path.write_bytes(seal(head))
+    path.write_bytes(encode_head(head))
     time = Time()
     assert run_sequence(start(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
 

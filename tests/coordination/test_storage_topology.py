@@ -31,7 +31,7 @@ from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name
-from mindresume.model.record_codec import seal, unseal
+from mindresume.model.record_codec import encode_head, read_head
 from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.verifier import check_files
@@ -300,10 +300,10 @@ def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path
 def test_a_record_of_an_impossible_part(tmp_path, part):
     save_part(tmp_path, 5)
     with open(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2), "rb") as file:
-        head, _ = unseal(file, "record")
+        head, _ = read_head(file, "record")
     assert head["part"] == [[2, 3]]
     with pytest.raises(RecordError, match="part"):
-        read_record(io.BytesIO(seal({**head, "part": part})))
+        read_record(io.BytesIO(encode_head({**head, "part": part})))
 
 
 @pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]])
@@ -311,8 +311,8 @@ def test_a_manifest_of_an_impossible_part(tmp_path, part):
     save_part(tmp_path, 5)
     path = tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json"
     with open(path, "rb") as file:
-        head, _ = unseal(file, "manifest")
-    path.write_bytes(seal({**head, "part": part}))
+        head, _ = read_head(file, "manifest")
+    path.write_bytes(encode_head({**head, "part": part}))
     with open(path, "rb") as file, pytest.raises(RecordError, match="part|ranks"):
         Manifest.read(file)
 

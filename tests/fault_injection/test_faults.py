@@ -52,7 +52,8 @@ def attempt(call):
 
 
 @pytest.mark.parametrize("kind", ["EIO", "ESTALE"])
-@pytest.mark.parametrize("operation", ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "room"])
+@pytest.mark.parametrize("operation", ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder",
+                                       "free_space"])
 def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
     before, view = content(root), machine_of(kind).view(0)
     path = os.path.join(root, "a", "f")
@@ -60,10 +61,10 @@ def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
              "open": lambda: view.open(path).close(), "write": lambda: view.write(path + "2", [b"x"]),
              "rename": lambda: view.rename(path, path + "2"), "sync": lambda: view.sync(os.path.dirname(path)),
              "remove": lambda: view.remove(path), "make_folder": lambda: view.make_folder(os.path.join(root, "b")),
-             "room": lambda: view.room(root)}
+             "free_space": lambda: view.free_space(root)}
     assert attempt(calls[operation]) == ERRORS[kind][0]
     assert content(root) == before
-    assert not isinstance(attempt(calls[operation]), int) or operation in ("write", "room")     # a count, no error
+    assert not isinstance(attempt(calls[operation]), int) or operation in ("write", "free_space")     # a count, no error
     assert (content(root) != before) == (operation in ("write", "rename", "remove", "make_folder"))
 
 

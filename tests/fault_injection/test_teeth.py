@@ -298,7 +298,7 @@ def removal_without_rename(patch: Patch) -> None:
     def carry_out(disk, root, made, read_locks=dict, emit=print):
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
-            garbage_collector._clear(disk, root, candidate.attempt, ())
+            garbage_collector._clear(disk, root, candidate.records_dir, ())
         garbage_collector.empty_trash(disk, root, read_locks)
         return to_delete
     patch_all(patch, "carry_out", carry_out)

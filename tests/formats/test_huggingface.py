@@ -15,10 +15,10 @@ from mindresume.formats.huggingface import (
     EXPERTS,
     HEAD,
     Model,
-    backwards,
-    disagreements,
-    in_one_order,
-    model_of,
+    check_contiguous_order,
+    compare_with_template,
+    inverse_rules,
+    model_from_config,
     rules,
     shapes,
 )
@@ -163,15 +163,15 @@ def test_contiguous_orders_are_those_of_its_older_conversion():
 
 def test_template_is_compared_by_name(converters):
     for model in (GROUPED, MOE, MODELS["tied"]):
-        assert disagreements(converters[model.kind], model) == []
+        assert compare_with_template(converters[model.kind], model) == []
     less = [op for op in converters[DENSE] if "lm_head.weight" not in op.hf_names]
-    assert disagreements(less, GROUPED) == [f"{HEAD} is made of nothing by mindformers, of lm_head.weight by the rules"]
-    found = disagreements(converters[DENSE], MOE)
+    assert compare_with_template(less, GROUPED) == [f"{HEAD} is made of nothing by mindformers, of lm_head.weight by the rules"]
+    found = compare_with_template(converters[DENSE], MOE)
     assert len(found) == 5 and any("linear_fc1" in row and "of nothing by the rules" in row for row in found)
 
     class TransposeConvertOp:
         hf_names, mf_names = ["model.norm.weight"], ["decoder.final_layernorm.weight"]
-    assert disagreements([*converters[DENSE], TransposeConvertOp()], GROUPED) == [
+    assert compare_with_template([*converters[DENSE], TransposeConvertOp()], GROUPED) == [
         "TransposeConvertOp for decoder.final_layernorm.weight is no operation that is known"]
 
 
@@ -200,13 +200,13 @@ def test_each_element_once_and_back_again(kind, layers, hidden, groups, each, he
     known = rules(model)
     if tied:
         del known[HEAD]
-    for rule in (*known.values(), *backwards(known).values()):
+    for rule in (*known.values(), *inverse_rules(known).values()):
         count = np.zeros(rule.shape, int)
         for block in rule.blocks:
             count[np.ix_(*block.part)] += 1
         assert (count == 1).all()
     tensors = {name: np.random.default_rng(2).random(shape, np.float32) for name, shape in shapes(known).items()}
-    again = assemble(backwards(known), assemble(known, tensors))
+    again = assemble(inverse_rules(known), assemble(known, tensors))
     assert tensors.keys() == again.keys()
     for name, array in tensors.items():
         np.testing.assert_array_equal(array, again[name])
@@ -215,18 +215,20 @@ def test_each_element_once_and_back_again(kind, layers, hidden, groups, each, he
 def test_tied_head_is_the_embedding():
     known = rules(MODELS["tied"])
     assert known[HEAD].blocks == known[EMBEDDING].blocks and "lm_head.weight" not in shapes(known)
-    assert {block.name for block in backwards(known)["model.embed_tokens.weight"].blocks} == {EMBEDDING}
+    assert {block.name for block in inverse_rules(known)["model.embed_tokens.weight"].blocks} == {EMBEDDING}
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------
 
 def test_dimensions():
-    assert model_of(DOCUMENT, "config.json") == GROUPED
-    assert model_of({**DOCUMENT, "num_key_value_heads": None}, "config.json").groups == 8
-    assert model_of(MOE_DOCUMENT, "x", CONTIGUOUS) == Model(EXPERTS, 2, 16, 8, 4, 6, 10, 20, 4, attention=CONTIGUOUS, source="x")
+    assert model_from_config(DOCUMENT, "config.json") == GROUPED
+    assert model_from_config({**DOCUMENT, "num_key_value_heads": None}, "config.json").groups == 8
+    assert model_from_config(MOE_DOCUMENT, "x", CONTIGUOUS) == Model(EXPERTS, 2, 16, 8, 4, 6, 10, 20, 4, attention=CONTIGUOUS,
+                                                                     source="x")
     without = {key: value for key, value in DOCUMENT.items() if key not in ("head_dim", "architectures")}
-    assert model_of(without, "x").head_dim == 128                           # as transformers has it
-    assert model_of({**without, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 10}, "x").head_dim == 2
+    assert model_from_config(without, "x").head_dim == 128                  # as transformers has it
+    assert model_from_config({**without, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 10},
+                             "x").head_dim == 2
 
 
 @pytest.mark.parametrize("change, message", [
@@ -246,20 +248,21 @@ def test_dimensions():
 ])
 def test_what_no_rule_covers_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
-        model_of({**DOCUMENT, **change}, "config.json")
+        model_from_config({**DOCUMENT, **change}, "config.json")
 
 
 def test_unknown_order():
     with pytest.raises(ConfigError, match="order of linear_fc1 is 'mixed'"):
-        model_of(DOCUMENT, "config.json", mlp="mixed")
+        model_from_config(DOCUMENT, "config.json", mlp="mixed")
 
 
 def test_contiguous_orders_and_tensor_parallelism():
     tensor, optimizer = TensorLayout((2, 2), (0, -1)), TensorLayout((4,), (-1, -1), -1)
     model = MODELS["contiguous"]
-    in_one_order(GROUPED, {QKV: tensor, FC1: tensor})
-    in_one_order(model, {QKV: optimizer, FC1: optimizer, "decoder.layers.0.mlp.linear_fc2.weight": TensorLayout((2,), (-1, 0)),
-                         "decoder.final_layernorm.weight": TensorLayout((2, 2), (-1,)), "x": TensorLayout((2,), ())})
+    check_contiguous_order(GROUPED, {QKV: tensor, FC1: tensor})
+    check_contiguous_order(model,
+                           {QKV: optimizer, FC1: optimizer, "decoder.layers.0.mlp.linear_fc2.weight": TensorLayout((2,), (-1, 0)),
+                                   "decoder.final_layernorm.weight": TensorLayout((2, 2), (-1,)), "x": TensorLayout((2,), ())})
     for name in (QKV, FC1, f"adam_m.{FC1}"):
         with pytest.raises(ConfigError, match=r"linear_.*cut by tensor parallelism \(2\)"):
-            in_one_order(model, {name: tensor})
+            check_contiguous_order(model, {name: tensor})

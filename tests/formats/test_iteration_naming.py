@@ -10,21 +10,21 @@ from mindresume.formats.iteration_naming import (
     MAX_ITERATION,
     MODEL,
     OPTIMIZER,
-    Common,
+    CommonInfo,
     WeightFile,
     encode_common,
     is_file_name,
     iteration_name,
+    parse_common,
     parse_iteration,
     parse_slice_key,
+    parse_tracker,
     parse_weight_file,
-    read_common,
-    read_tracker,
     slice_key,
 )
 
 KEYS = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "ckpt_status"]
-COMMON = Common(2, 20, 19, 1024.0, 8, 0)
+COMMON = CommonInfo(2, 20, 19, 1024.0, 8, 0)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -113,15 +113,15 @@ def test_no_keys(key):
 def test_common_json_is_that_of_mindformers():
     data = encode_common(COMMON)
     assert data == json.dumps(dict(zip(KEYS, [2, 20, 19, 1024.0, 8, 0], strict=True)), indent=4).encode()
-    assert read_common(data, "common.json") == COMMON
-    unknown = Common(2, 20, 19, None, 8, None)
-    assert read_common(encode_common(unknown), "common.json") == unknown
+    assert parse_common(data, "common.json") == COMMON
+    unknown = CommonInfo(2, 20, 19, None, 8, None)
+    assert parse_common(encode_common(unknown), "common.json") == unknown
 
 
 def test_a_status_can_be_left_away_but_not_lost():
-    data = encode_common(Common(2, 20, 19, 1.0, 8), with_status=False)
+    data = encode_common(CommonInfo(2, 20, 19, 1.0, 8), with_status=False)
     assert list(json.loads(data)) == KEYS[:-1]
-    assert read_common(data, "common.json") == Common(2, 20, 19, 1.0, 8)
+    assert parse_common(data, "common.json") == CommonInfo(2, 20, 19, 1.0, 8)
     with pytest.raises(ValueError, match="ckpt_status"):
         encode_common(COMMON, with_status=False)
 
@@ -129,8 +129,8 @@ def test_a_status_can_be_left_away_but_not_lost():
 def test_what_mindformers_1_8_and_2_1_wrote():
     older = b'{"epoch_num": 1, "step_num": 10, "global_step": 10, "loss_scale": 1.0, "global_batch_size": 8}'
     newer = b'{"step_num": 10, "consumed_samples": 80, "data_plan_state": {"x": [1]}, "ckpt_status": 1, "loss_scale": 2}'
-    assert read_common(older, "c") == Common(1, 10, 10, 1.0, 8, None)
-    assert read_common(newer, "c") == Common(step_num=10, loss_scale=2, ckpt_status=1)
+    assert parse_common(older, "c") == CommonInfo(1, 10, 10, 1.0, 8, None)
+    assert parse_common(newer, "c") == CommonInfo(step_num=10, loss_scale=2, ckpt_status=1)
 
 
 @pytest.mark.parametrize("data, reason", [
@@ -145,17 +145,17 @@ def test_what_mindformers_1_8_and_2_1_wrote():
     (b'{"step_num": 1, "ckpt_status": false}', "ckpt_status"), (b'{"step_num": 1}' + b" " * (1 << 20), "bytes")])
 def test_a_damaged_common_json_is_refused_with_its_path(data, reason):
     with pytest.raises(CorruptFileError, match=reason) as caught:
-        read_common(data, "here/common.json")
+        parse_common(data, "here/common.json")
     assert caught.value.path == "here/common.json" and len(str(caught.value)) < 1000
 
 
 @given(st.binary())
 def test_whatever_the_bytes_of_a_common_json(data):
     with pytest.raises(CorruptFileError):
-        read_common(data, "c")
+        parse_common(data, "c")
 
 
-@pytest.mark.parametrize("common", [Common(), Common(step_num=-1), Common(step_num=1, loss_scale=float("nan"))])
+@pytest.mark.parametrize("common", [CommonInfo(), CommonInfo(step_num=-1), CommonInfo(step_num=1, loss_scale=float("nan"))])
 def test_what_could_not_be_read_back_is_not_written(common):
     with pytest.raises(ValueError):
         encode_common(common)
@@ -166,7 +166,7 @@ def test_what_could_not_be_read_back_is_not_written(common):
 @pytest.mark.parametrize("data, step", [(b"20", 20), (b"0", 0), (b" 20\r\n", 20), (b"00000020\n", 20),
                                         (b"9" * 18, MAX_ITERATION)])
 def test_tracker(data, step):
-    assert read_tracker(data) == step
+    assert parse_tracker(data) == step
 
 
 @pytest.mark.parametrize("data, why", [
@@ -174,10 +174,10 @@ def test_tracker(data, step):
     (b"2 0", "no whole number"), (b"20.0", "no whole number"), (b"1_0", "no whole number"), ("٢".encode(), "no whole number"),
     (b"release", "no whole number"), (b"1" + b"0" * 18, "19 digits"), (b"1" * 10**6, "1000000 digits")])
 def test_a_tracker_that_names_no_step_says_why(data, why):
-    found = read_tracker(data)
+    found = parse_tracker(data)
     assert isinstance(found, str) and why in found and len(found) < 200
 
 
 @given(st.binary())
 def test_whatever_the_bytes_of_a_tracker(data):
-    assert isinstance(read_tracker(data), int | str)
+    assert isinstance(parse_tracker(data), int | str)

@@ -7,15 +7,15 @@ from iterations import FOREIGN, folder_of, foreign, intend, making, save, track,
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, Common
+from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, CommonInfo
 from mindresume.formats.iteration_scan import (
-    common_from,
-    common_of,
-    foreign_candidate,
+    candidate_without_records,
+    common_from_state,
     intent_name,
     intents,
     is_iteration,
-    state_of,
+    load_common,
+    state_from_common,
     tracked,
 )
 from mindresume.formats.scan import scan
@@ -162,7 +162,7 @@ def test_intents_are_told_from_other_names():
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_folder(tmp_path, name):
     foreign(tmp_path, name, (10,))
-    candidate = foreign_candidate(STORAGE, str(tmp_path), "iteration_00000010")
+    candidate = candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010")
     world = {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
     assert (candidate.step, candidate.origin, candidate.world_size, candidate.problem) == (10, MINDFORMERS, world, None)
     assert {rank: [file.path for file in files] for rank, files in candidate.files.items()} == {
@@ -170,20 +170,20 @@ def test_a_foreign_folder(tmp_path, name):
         for rank in range(world)}
     state = candidate.state
     assert (state.step, state.global_step, state.global_batch_size, candidate.epoch) == (10, 10, 8, 1)
-    assert (candidate.attempt, candidate.commit_dir, candidate.name, candidate.committed) == (None, "", "", False)
+    assert (candidate.records_dir, candidate.commit_dir, candidate.name, candidate.committed) == (None, "", "", False)
 
 
 def test_a_foreign_folder_under_another_name_has_the_step_of_its_common(tmp_path):
     foreign(tmp_path, "mf190_20_single", (10,))
     os.rename(folder_of(tmp_path, 10), tmp_path / "best")
-    candidate = foreign_candidate(STORAGE, str(tmp_path), "best")
+    candidate = candidate_without_records(STORAGE, str(tmp_path), "best")
     assert (candidate.step, candidate.problem) == (10, None)
 
 
 def test_a_refusal_carries_the_step_of_the_folder(tmp_path):
     foreign(tmp_path, "mf190_20_single", (10,))
     os.rename(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
-    candidate = foreign_candidate(STORAGE, str(tmp_path), "iteration_00000020")
+    candidate = candidate_without_records(STORAGE, str(tmp_path), "iteration_00000020")
     assert (candidate.step, candidate.problem.step) == (20, 20) and "common.json is of step 10" in candidate.problem.reason
 
 
@@ -192,39 +192,39 @@ def test_weights_without_optimizer_are_whole(tmp_path):
     foreign(tmp_path, "mf190_20_dp2tp2opt", (10,))
     for path in folder_of(tmp_path, 10).glob("*-opt-*"):
         path.unlink()
-    assert foreign_candidate(STORAGE, str(tmp_path), "iteration_00000010").problem is None
+    assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010").problem is None
 
 
 def test_what_is_no_folder_is_no_candidate(tmp_path):
     (tmp_path / "iteration_00000010").write_text("")
-    assert foreign_candidate(STORAGE, str(tmp_path), "iteration_00000010") is None
-    assert foreign_candidate(STORAGE, str(tmp_path), "iteration_00000020") is None
+    assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010") is None
+    assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000020") is None
 
 
 def test_common_that_cannot_be_read(tmp_path):
     folder_of(tmp_path, 10).mkdir()
     with pytest.raises(CorruptFileError, match="No such file"):
-        common_of(STORAGE, str(tmp_path), "iteration_00000010")
+        load_common(STORAGE, str(tmp_path), "iteration_00000010")
     path = folder_of(tmp_path, 10) / COMMON
     path.write_bytes(b" " * (MAX_COMMON + 1))
     with pytest.raises(CorruptFileError, match="at most"):
-        common_of(STORAGE, str(tmp_path), "iteration_00000010")
+        load_common(STORAGE, str(tmp_path), "iteration_00000010")
 
     class Trouble(PosixStorage):
         def open(self, path):
             raise OSError(116, "Stale file handle", path)
     with pytest.raises(CorruptFileError, match="Stale file handle"):
-        common_of(Trouble(), str(tmp_path), "iteration_00000010")
+        load_common(Trouble(), str(tmp_path), "iteration_00000010")
 
 
 def test_counters_there_and_back():
     state = TrainingState(15, 10, 15, 8, 1024.0, None, 10, health=1)
-    common = common_from(state)
-    assert common == Common(2, 15, 15, 1024.0, 8, 1)
-    again = state_of(common)
+    common = common_from_state(state)
+    assert common == CommonInfo(2, 15, 15, 1024.0, 8, 1)
+    again = state_from_common(common)
     assert (again.step, again.epoch, again.global_step, again.global_batch_size, again.loss_scale, again.health) == (
         15, 2, 15, 8, 1024.0, 1)
-    assert state_of(Common(step_num=7)).step == 7
+    assert state_from_common(CommonInfo(step_num=7)).step == 7
 
 
 def test_a_folder_in_the_making_is_ours_and_not_foreign(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from folders import STORAGE
 
 from mindresume.errors import MissingCheckpointError
-from mindresume.formats.location import find, locate, strange
+from mindresume.formats.location import find, fresh_start_refusal, locate
 
 KINDS = {"rank folders": lambda root: folders.save(root, 5, world=2), "iterations": lambda root: iterations.save(root, 5),
          "mindformers 1.0": lambda root: folders.write_foreign(root, 5, world=2),
@@ -26,7 +26,7 @@ def make(root, *paths):
 
 
 def why(path):
-    return strange(STORAGE, str(path), False)
+    return fresh_start_refusal(STORAGE, str(path), False)
 
 
 # ---- below ---------------------------------------------------------------------------------------------------------
@@ -107,7 +107,8 @@ def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(
     make(tmp_path, "checkpoint/", "locked/")
     disk = Locked(tmp_path / "locked")
     assert find(disk, str(tmp_path)) is None
-    assert "locked cannot be listed: Permission denied, so whether there is one" in strange(disk, str(tmp_path), False)
+    assert "locked cannot be listed: Permission denied, so whether there is one" in fresh_start_refusal(disk, str(tmp_path),
+                                                                                                        False)
     folders.save(tmp_path / "other", 5, world=1)
     assert find(disk, str(tmp_path)) == str(tmp_path / "other")
     folders.write_foreign(tmp_path / "checkpoint", 5, world=2)
@@ -151,7 +152,7 @@ def test_a_tracker_says_that_there_was_a_checkpoint(tmp_path):
     iterations.save(tmp_path, 5)
     shutil.rmtree(iterations.folder_of(tmp_path, 5))
     assert "names step 5, and there is no iteration folder beside it" in why(tmp_path)
-    assert strange(STORAGE, str(tmp_path), True) != ""
+    assert fresh_start_refusal(STORAGE, str(tmp_path), True) != ""
     for content in ("0", "", "x"):
         iterations.track(tmp_path, content)
         assert why(tmp_path) == ""

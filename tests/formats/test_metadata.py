@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import slice_key
 from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata
-from mindresume.formats.slices import folded, ordinals
+from mindresume.formats.slices import fold_optimizer_shards, ordinals
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 
 FIRST = 4
@@ -45,7 +45,8 @@ def test_what_is_written_is_read_back(rows):
     found = read_metadata(encoded(*tensors), "m")
     assert list(found) == list(rows)
     for tensor in tensors:
-        assert found[tensor.name] == TensorMetadata(tensor.name, tensor.dtype, tensor.shape, folded(tensor.layout), tensor.first,
+        assert found[tensor.name] == TensorMetadata(tensor.name, tensor.dtype, tensor.shape, fold_optimizer_shards(tensor.layout),
+                                                    tensor.first,
                                                tensor.stored)
 
 

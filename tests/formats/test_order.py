@@ -103,7 +103,7 @@ def test_what_mindformers_wrote_and_a_copy_that_lost_the_times(tmp_path, name, h
     copy = shutil.copytree(fixture / "output" / "checkpoint", tmp_path / "checkpoint")
     known = sorted(map(int, json.loads((fixture / "steps.json").read_text())["steps"]))
     for candidate in scan(STORAGE, str(copy)).candidates:
-        for file in candidate.every_file:
+        for file in candidate.all_files:
             time = TIMES[times](known.index(candidate.step))
             os.utime(copy / file.path, (time, time))
     for path in [] if hints else [*copy.glob("*/meta.json"), *copy.glob("latest_*")]:

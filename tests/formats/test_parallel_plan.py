@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError
-from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_of
+from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import read_strategy, write_strategy
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 
@@ -119,7 +119,7 @@ SMALL = {name: row for name, row in model(3).items() if not name.startswith("ada
 @few
 @given(plans)
 def test_every_element_is_owned_by_exactly_the_expected_ranks(plan):
-    check(plan, SMALL, 3, strategy_of(plan, source(SMALL)))
+    check(plan, SMALL, 3, strategy_from_plan(plan, source(SMALL)))
 
 
 @pytest.mark.parametrize("text", ["dp=2,tp=2,pp=2,opt=2", "tp=4,pp=2", "pp=8", "dp=8,opt=all", "dp=4,pp=2,opt=4",
@@ -127,7 +127,7 @@ def test_every_element_is_owned_by_exactly_the_expected_ranks(plan):
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
 def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
     plan, tensors = ParallelPlan.parse(text), model(8)
-    strategy = strategy_of(plan, source(tensors))
+    strategy = strategy_from_plan(plan, source(tensors))
     assert len(write_strategy(strategy, str(tmp_path), fmt)) == 8
     found = read_strategy(str(tmp_path))
     assert found == strategy and strategy.source == str(plan)
@@ -145,13 +145,13 @@ def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
 ])
 def test_the_dimension_that_the_source_cuts_is_cut(layout, shape, expected):
     tensors = {"w": (shape, layout, (0,)), "cut": ((8, 8), ROWS, (0,))}
-    (stage,) = strategy_of(ParallelPlan(dp=1, tp=4), tensors).stages
+    (stage,) = strategy_from_plan(ParallelPlan(dp=1, tp=4), tensors).stages
     assert stage == {"w": TensorLayout((1, 4), expected), "cut": TensorLayout((1, 4), (0, -1))}
 
 
 def test_a_moment_has_its_own_layout():
     tensors = {"w": ((8, 8), ROWS, (0,)), "adam_m.w": ((8, 8), COLUMNS, (0,))}
-    (stage,) = strategy_of(ParallelPlan(dp=2, tp=2), tensors).stages
+    (stage,) = strategy_from_plan(ParallelPlan(dp=2, tp=2), tensors).stages
     assert (stage["w"].tensor_map, stage["adam_m.w"].tensor_map) == ((0, -1), (-1, 0))
 
 
@@ -168,27 +168,27 @@ def test_a_moment_has_its_own_layout():
 ])
 def test_what_a_plan_cannot_cut(tensors, plan, says):
     with pytest.raises(ConfigError, match=f"plan dp=.*{re.escape(says)}"):
-        strategy_of(ParallelPlan.parse(plan), tensors)
+        strategy_from_plan(ParallelPlan.parse(plan), tensors)
 
 
 def test_without_tensor_parallelism_nothing_need_be_known_of_cuts():
     tensors = {"w": ((8, 8), TensorLayout((2, 2), (1, 0)), (0,)), "b": ((6,), None, ())}
-    (stage,) = strategy_of(ParallelPlan(dp=2, opt=-1), tensors).stages
+    (stage,) = strategy_from_plan(ParallelPlan(dp=2, opt=-1), tensors).stages
     assert stage == {"w": TensorLayout((2, 1), (-1, -1), -1), "b": TensorLayout((2, 1), (-1,), -1)}
 
 
 @pytest.mark.parametrize("shape, opt, shards", [((8, 3), 2, 2), ((8, 3), 4, 4), ((8, 3), 8, 0), ((8, 3), 3, 0), ((6, 3), 4, 0),
                                                 ((6, 3), -1, 0), ((6, 3), 2, 2), ((8, 3), -1, -1), ((8, 3), 1, 0), ((), -1, 0)])
 def test_no_optimizer_shard_where_the_pieces_do_not_divide(shape, opt, shards):
-    (stage,) = strategy_of(ParallelPlan(dp=4, opt=opt), {"w": (shape, None, ())}).stages
+    (stage,) = strategy_from_plan(ParallelPlan(dp=4, opt=opt), {"w": (shape, None, ())}).stages
     assert stage["w"].optimizer_shards == shards
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 def places(pp, names, stages=None):
-    strategy = strategy_of(ParallelPlan(pp=pp), {name: ((4,), PLAIN, (stages[name],) if name in (stages or {}) else ())
-                                                 for name in names})
+    strategy = strategy_from_plan(ParallelPlan(pp=pp), {name: ((4,), PLAIN, (stages[name],) if name in (stages or {}) else ())
+                                                        for name in names})
     return {name: strategy.stage_of(name) for name in names}
 
 
@@ -198,7 +198,7 @@ def places(pp, names, stages=None):
 def test_what_several_stages_hold_is_in_several(count, held, pp, expected):
     """A tied embedding: of two stages that is both ends."""
     tensors = {**{name: ((4,), PLAIN, ()) for name in LAYERS}, "adam_m.tok_embeddings.weight": ((4,), PLAIN, held)}
-    stages = strategy_of(ParallelPlan(pp=pp), tensors, count).stages
+    stages = strategy_from_plan(ParallelPlan(pp=pp), tensors, count).stages
     assert [number for number, stage in enumerate(stages) if "adam_m.tok_embeddings.weight" in stage] == expected
 
 
@@ -208,8 +208,8 @@ def test_where_the_source_does_not_say_which_stages_need_it(name, count, held):
     tensors = {**{name: ((4,), PLAIN, ()) for name in LAYERS}, name: ((4,), PLAIN, held)}
     says = f"{name} is held by the pipeline stages {', '.join(map(str, held))} of {count} in the source, .* give a strategy file"
     with pytest.raises(ConfigError, match=says):
-        strategy_of(ParallelPlan(pp=3), tensors, count)
-    strategy_of(ParallelPlan(), tensors, count)
+        strategy_from_plan(ParallelPlan(pp=3), tensors, count)
+    strategy_from_plan(ParallelPlan(), tensors, count)
 
 
 @pytest.mark.parametrize("name", ["model.layers.{}.w", "transformer.h.{}.attn.bias", "adam_v.blocks.{}.w", "encoder.layer.{}.w",

@@ -128,8 +128,8 @@ def test_a_file_of_rank_1_in_the_folder_of_rank_0_is_ignored(tmp_path):
     shutil.copy(path_of(tmp_path, 5, 1), tmp_path / "rank_0")
     scanned = found(tmp_path)
     candidate, = scanned.candidates
-    assert [file.path for file in candidate.every_file] == ["rank_0/net_rank_0-1_5.safetensors",
-                                                                "rank_1/net_rank_1-1_5.safetensors"]
+    assert [file.path for file in candidate.all_files] == ["rank_0/net_rank_0-1_5.safetensors",
+                                                               "rank_1/net_rank_1-1_5.safetensors"]
     assert "rank_0/net_rank_1-1_5.safetensors: a file of rank 1 in the folder of rank 0; ignored" in scanned.notes
 
 

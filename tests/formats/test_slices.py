@@ -5,7 +5,7 @@ import pytest
 from formats.layouts import cuts, representable
 from hypothesis import given
 
-from mindresume.formats.slices import folded, ordinal, ordinals, region_of
+from mindresume.formats.slices import fold_optimizer_shards, ordinal, ordinals, region_of
 from mindresume.model.layout import TensorLayout
 
 
@@ -52,7 +52,7 @@ def test_no_ordinals(number):
 def test_folded_cuts_alike_without_an_optimizer_shard(case):
     layout, shape = case
     try:
-        found = folded(layout)
+        found = fold_optimizer_shards(layout)
     except ValueError:
         assert not representable(layout)
         return
@@ -69,4 +69,4 @@ def test_folded_cuts_alike_without_an_optimizer_shard(case):
     (TensorLayout((2, 2), (), -1), (2, 2), ()),
     (TensorLayout((2, 2), ((0,), (-1,))), (2, 2), (0, -1))])
 def test_folded(layout, matrix, maps):
-    assert folded(layout) == TensorLayout(matrix, maps)
+    assert fold_optimizer_shards(layout) == TensorLayout(matrix, maps)

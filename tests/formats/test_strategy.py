@@ -120,22 +120,22 @@ def test_packed_numbers_and_unknown_fields_are_read():
 def test_two_axes_in_a_file_are_of_a_matrix_until_the_tensor_is_known_to_be_a_vector():
     strategy = Strategy(({"w": TensorLayout((2, 4), (1, 0)), "v": TensorLayout((2, 2, 2), (1, 0), 2),
                           "x": TensorLayout((8,), (0, -1))},))
-    fitted = strategy.fitted({"w": 1, "v": 1, "x": 2, "absent": 5})
+    fitted = strategy.fit_dimensions({"w": 1, "v": 1, "x": 2, "absent": 5})
     assert fitted.stages == ({"w": TensorLayout((2, 4), ((1, 0),)), "v": TensorLayout((2, 2, 2), ((1, 0),), 2),
                               "x": TensorLayout((8,), (0, -1))},)
-    assert strategy.fitted({"w": 2}) == strategy
+    assert strategy.fit_dimensions({"w": 2}) == strategy
 
 
 def test_a_stage_of_one_rank_says_nothing_about_dimensions():
     (stage,) = decode_strategy(parameter(body(matrix=(), maps=((),)), "b"), "s.ckpt").values()
-    assert Strategy((stage,)).fitted({"b": 2}).stages == ({"b": TensorLayout((1,), (-1, -1))},)
+    assert Strategy((stage,)).fit_dimensions({"b": 2}).stages == ({"b": TensorLayout((1,), (-1, -1))},)
 
 
 @pytest.mark.parametrize("layout, dimensions", [(W, 3), (W, 0), (B, 2), (N, 1), (TensorLayout((4,), ()), 1)])
 def test_other_dimensions_do_not_fit(layout, dimensions):
     says = f"here: parameter w has {dimensions} dimensions, the strategy cuts {len(layout.tensor_map)}"
     with pytest.raises(StrategyError, match=says):
-        Strategy(({"w": layout},), "here").fitted({"w": dimensions})
+        Strategy(({"w": layout},), "here").fit_dimensions({"w": dimensions})
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

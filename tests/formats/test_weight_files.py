@@ -13,7 +13,7 @@ from mindresume.model.file_record import FileRecord
 
 def saved(root):
     save(root, 10)
-    return scan_records(STORAGE, str(root))[0][0].every_file
+    return scan_records(STORAGE, str(root))[0][0].all_files
 
 
 def test_sizes_are_compared_with_the_recorded_ones(tmp_path):

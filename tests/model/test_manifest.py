@@ -23,7 +23,7 @@ from mindresume.model.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.model.record_codec import VERSION, seal
+from mindresume.model.record_codec import VERSION, encode_head
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.model.training_state import TrainingState
 
@@ -46,7 +46,7 @@ def changed(content, change):
     _, line, tail = content.split(b"\n", 2)
     head = json.loads(line)
     change(head)
-    return seal(head) + tail
+    return encode_head(head) + tail
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------

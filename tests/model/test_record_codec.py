@@ -4,25 +4,25 @@ import io
 import pytest
 
 from mindresume.errors import RecordError
-from mindresume.model.record_codec import HEAD_LIMIT, field_errors, parse_ranks, rank_ranges, seal, set_fields, unseal
+from mindresume.model.record_codec import HEAD_LIMIT, encode_head, field_errors, parse_ranks, rank_ranges, read_head, set_fields
 
 
 def test_a_head_comes_back_with_its_line():
     head = {"version": 1, "kind": "claim", "text": "ä"}
-    content = seal(head)
-    found, line = unseal(io.BytesIO(content), "claim")
+    content = encode_head(head)
+    found, line = read_head(io.BytesIO(content), "claim")
     assert found == head and content.split(b"\n")[1] == line
 
 
 @pytest.mark.parametrize("head", [[], "text", 7, None])
 def test_a_sealed_head_that_is_no_object_is_refused(head):
     with pytest.raises(RecordError):
-        unseal(io.BytesIO(seal(head)), "record")
+        read_head(io.BytesIO(encode_head(head)), "record")
 
 
 def test_a_head_that_could_not_be_read_back_is_not_written():
     with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
-        seal({"a": "x" * HEAD_LIMIT})
+        encode_head({"a": "x" * HEAD_LIMIT})
 
 
 @pytest.mark.parametrize("ranks, ranges", [((), []), ((0,), [[0, 0]]), ((0, 1, 2, 5, 7, 8), [[0, 2], [5, 5], [7, 8]])])

@@ -10,7 +10,7 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, random_tensors, 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import CollectiveError, CorruptFileError
 from mindresume.formats.consolidated import HUGGINGFACE, MAP, MINDSPORE
-from mindresume.model.record_codec import seal
+from mindresume.model.record_codec import encode_head
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import to_complete
@@ -115,9 +115,9 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
     ("what", None), ("fingerprint", 5)])
 def test_fields_that_cannot_be(tmp_path, field, value):
     good = {"version": 1, "kind": "conversion", "fingerprint": "f", "what": "w", "files": []}
-    (tmp_path / CONVERSION).write_bytes(seal(good, LIMIT))
+    (tmp_path / CONVERSION).write_bytes(encode_head(good, LIMIT))
     assert read_conversion_manifest(STORAGE, str(tmp_path)).files == ()
-    (tmp_path / CONVERSION).write_bytes(seal({**good, field: value}, LIMIT))
+    (tmp_path / CONVERSION).write_bytes(encode_head({**good, field: value}, LIMIT))
     with pytest.raises(CorruptFileError, match="conversion.json"):
         read_conversion_manifest(STORAGE, str(tmp_path))
 

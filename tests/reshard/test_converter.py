@@ -445,7 +445,7 @@ def test_a_target_that_no_folder_can_be_renamed_to(tmp_path, root, monkeypatch, 
 class Room(Disk):
     bytes = 0
 
-    def room(self, folder):
+    def free_space(self, folder):
         return self.bytes
 
 

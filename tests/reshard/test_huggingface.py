@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats.consolidated import MINDSPORE
-from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, backwards, rules
+from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, inverse_rules, rules
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import range_reader, region_load
 from mindresume.reshard.conversion_plan import to_complete
@@ -324,7 +324,7 @@ def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
     model = replace(GROUPED, hidden=32, heads=4, head_dim=8, inner=64, vocabulary=128)
     known = rules(model)
     merged = read_regions(source.weights, {name: whole(known[name].shape) for name in known})
-    expected = assemble(backwards(known), merged)
+    expected = assemble(inverse_rules(known), merged)
     back = exported(source, tmp_path / "hf", model, dtype)
     same(everything(open_checkpoint(STORAGE, back).weights),
          bits(expected, "float32" if dtype == "keep" else dtype))
@@ -363,7 +363,7 @@ def test_sources_that_do_not_fit(tmp_path):
     source = complete(tmp_path / "states", {**whole_, **states, "global_step": np.zeros(1, np.int32),
                                             "decoder.layers.0.mlp.router.fi_accu": np.zeros(4, np.float32)})
     job = to_huggingface(source, GROUPED, "keep", 1 << 30)
-    assert job.files[0].holds.keys() == backwards(rules(GROUPED)).keys() and job.index is None
+    assert job.files[0].holds.keys() == inverse_rules(rules(GROUPED)).keys() and job.index is None
 
 
 def test_recorded_checksums_are_compared(tmp_path):

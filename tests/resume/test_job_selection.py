@@ -146,7 +146,7 @@ def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
     choice = taken(tmp_path)
     shutil.rmtree(tmp_path / FOLDER / choice.chosen.name)
     for error in Ranks(2).run(lambda group: chooser(group)._protect(SelectionRequest("x"), choice, False)):
-        assert isinstance(error, LoadError) and choice.chosen.attempt in str(error)
+        assert isinstance(error, LoadError) and choice.chosen.records_dir in str(error)
 
 
 def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):

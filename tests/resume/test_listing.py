@@ -59,7 +59,7 @@ def test_another_number_of_ranks_is_asked_for(root):
 def test_size_is_of_the_files_that_are_there(root):
     root, _, _ = root
     candidate = scan(STORAGE, str(root)).candidates[0]
-    files = [root / file.path for file in candidate.every_file]
+    files = [root / file.path for file in candidate.all_files]
     assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files) > 0
     files[0].unlink()
     assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files[1:])

@@ -179,7 +179,7 @@ def test_alone_and_lacking_it_is_a_fresh_start(tmp_path):
 
 def test_a_record_that_cannot_be_read_is_not_taken_for_lost(tmp_path):
     last_save(tmp_path, 7, COVERING)
-    attempt = scan(STORAGE, str(tmp_path)).candidates[0].attempt
+    attempt = scan(STORAGE, str(tmp_path)).candidates[0].records_dir
     with open(os.path.join(attempt, "rank_00003.json"), "r+b") as file:
         file.truncate(100)
     with pytest.raises(NoUsableCheckpointError, match="rank 3 cannot be read"):

@@ -165,7 +165,7 @@ def test_records_that_could_not_be_listed_a_moment_ago_are_not_taken_for_none(tm
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
             return super().list(folder)
     found = scan(ClosedOnce(), str(tmp_path)).candidates
-    assert calls and [(c.step, c.origin, c.unseen) for c in found] == [
+    assert calls and [(c.step, c.origin, c.listing_error) for c in found] == [
         (10, MINDFORMERS, f"iteration_00000010/{FOLDER} cannot be listed: it holds records, and a moment ago it could not be"),
         (5, OURS, "")]
 

@@ -214,14 +214,14 @@ def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
     with pytest.raises(RecordError, match="4 ranks; expected"):
         Committer(place_of(tmp_path, 0, 2)).try_commit(5)
     found = scan(STORAGE, str(tmp_path)).candidates[0]
-    assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.attempt)
+    assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.records_dir)
 
 
 class Small(PosixStorage):
     """A disk with room for ``left`` bytes that counts what is written to it."""
     left, written = 100, 0
 
-    def room(self, folder):
+    def free_space(self, folder):
         return self.left
 
     def write(self, path, pieces, size=0):

@@ -16,7 +16,7 @@ from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
 from mindresume.events import CheckpointsRemoved, RemovalPostponed
 from mindresume.formats.rank_folder_naming import META, meta_json
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, trash_name, untrashed
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, strip_trash, trash_name
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.selector import select
 from mindresume.saving.committer import Committer
@@ -294,7 +294,7 @@ def test_the_order_of_operations(saved):
     records, name = saved / FOLDER, attempt_name(5, RUN)
     changes = [what for what in storage.done if what[0] not in ("list", "status", "open")]
     trash = Path(changes[0][2])
-    assert trash.parent == records and untrashed(trash.name) == name
+    assert trash.parent == records and strip_trash(trash.name) == name
     expected = [("rename", str(records / name), str(trash)), ("sync", str(records))]
     for rank in range(2):
         path = path_of(saved, 5, rank)

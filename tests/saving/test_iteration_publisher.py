@@ -33,7 +33,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, read_common
+from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, parse_common
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
@@ -119,7 +119,7 @@ def test_a_commit_leaves_what_mindformers_alone_needs_and_nothing_else(tmp_path)
     folder = folder_of(tmp_path, 10)
     assert sorted(os.listdir(folder)) == [FOLDER, COMMON, METADATA, *(f"net-{kind}-{rank:07d}-0000002.safetensors" for kind in (
         "model", "opt") for rank in range(2))]
-    common = read_common((folder / COMMON).read_bytes(), COMMON)
+    common = parse_common((folder / COMMON).read_bytes(), COMMON)
     assert (common.step_num, common.global_step, common.global_batch_size, common.ckpt_status) == (10, 10, 8, None)
     assert "ckpt_status" not in json.loads((folder / COMMON).read_text())
     rows = read_metadata((folder / METADATA).read_bytes(), METADATA)
@@ -132,7 +132,7 @@ def test_a_commit_leaves_what_mindformers_alone_needs_and_nothing_else(tmp_path)
 def test_one_rank_needs_no_metadata_and_health_is_said_when_it_is_known(tmp_path):
     save(tmp_path, 10, world=1, health=1)
     assert METADATA not in os.listdir(folder_of(tmp_path, 10))
-    assert read_common((folder_of(tmp_path, 10) / COMMON).read_bytes(), COMMON).ckpt_status == 1
+    assert parse_common((folder_of(tmp_path, 10) / COMMON).read_bytes(), COMMON).ckpt_status == 1
 
 
 def test_the_manifest_names_the_small_files_with_their_checksums(tmp_path):
@@ -580,7 +580,7 @@ def test_a_death_at_every_operation_of_a_removal(tmp_path):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
         for candidate in scan(STORAGE, str(root)).candidates:                   # whole, or no checkpoint any more
-            assert candidate.problem is None and all((root / file.path).exists() for file in candidate.every_file), operation
+            assert candidate.problem is None and all((root / file.path).exists() for file in candidate.all_files), operation
         Committer(place_of(root, run=NEXT), KeepLast(1)).prune()
         left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process is gone, or it is old
         assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation

@@ -15,7 +15,7 @@ from mindresume.events import Event, Notice
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name
-from mindresume.model.record_codec import seal, unseal
+from mindresume.model.record_codec import encode_head, read_head
 from mindresume.resume.selector import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import plan
@@ -125,7 +125,7 @@ def test_a_save_that_nobody_committed_is_of_its_training_too(trainings):
     trainings.run(100)
     trainings.run(10)
     candidate = next(c for c in trainings.found() if c.step == 100)
-    Path(candidate.attempt, MANIFEST).unlink()
+    Path(candidate.records_dir, MANIFEST).unlink()
     assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
     Committer(trainings.place(RUNS[2], 0, RUNS[1]), KeepLast(1)).adopt()
     Committer(trainings.place(RUNS[2], 0, RUNS[1]), KeepLast(1)).prune()
@@ -209,9 +209,9 @@ def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
     save(tmp_path, 5, world=1)
     for name, kind, read in ((MANIFEST, "manifest", Manifest.read), ("rank_00000.json", "record", read_record)):
         with open(tmp_path / FOLDER / attempt_name(5, RUN) / name, "rb") as file:
-            head, _ = unseal(file, kind, 1 << 20)
+            head, _ = read_head(file, kind, 1 << 20)
         with pytest.raises(RecordError):
-            read(io.BytesIO(seal({**head, "lineage": value})))
+            read(io.BytesIO(encode_head({**head, "lineage": value})))
 
 
 def test_the_ranks_agree_on_it(trainings):

@@ -94,7 +94,7 @@ class Memory:
             self.make_folder(os.path.dirname(path))
             self.folders[os.path.dirname(path)].add(os.path.basename(path))
 
-    def room(self, folder):
+    def free_space(self, folder):
         return 1 << 60
 
 

@@ -208,7 +208,7 @@ def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
         assert iterations.tracker(world.disk) == "10" and choice.chosen.iteration_dir == "iteration_00000010"
         assert content(world.disk) == {path: data for path, data in before.items() if path.startswith("iteration_00000010/")}
     else:
-        mine = [file.path for file in choice.chosen.every_file]
+        mine = [file.path for file in choice.chosen.all_files]
         assert content(world.disk) == {path: data for path, data in before.items() if path in mine or f"{FOLDER}/{name}/" in path}
 
 
@@ -374,7 +374,7 @@ def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world
 def test_no_room_is_said_before_the_download(world, monkeypatch):
     world.upload(5)
     world.empty_disk()
-    monkeypatch.setattr(type(STORAGE), "room", lambda self, folder: 1 << 20)
+    monkeypatch.setattr(type(STORAGE), "free_space", lambda self, folder: 1 << 20)
     with pytest.raises(NoUsableCheckpointError, match="MiB are to be fetched, .* has room for 1.0 MiB"):
         world.restore_all()
     assert not any(path.endswith("safetensors") for path in content(world.disk))
@@ -388,7 +388,7 @@ class OtherNode(type(STORAGE)):
 
     def __getattribute__(self, name):
         method = super().__getattribute__(name)
-        if name not in ("list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "room"):
+        if name not in ("list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "free_space"):
             return method
         return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
 
@@ -450,7 +450,7 @@ def test_another_number_of_ranks(world):
     for size in (1, 3):
         choice = world.restore_all(size, converts=True)
         assert choice.chosen.step == 5 and choice.chosen.world_size == 2
-        assert all((world.disk / file.path).exists() for file in choice.chosen.every_file)
+        assert all((world.disk / file.path).exists() for file in choice.chosen.all_files)
         world.empty_disk()
 
 

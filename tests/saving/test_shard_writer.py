@@ -19,7 +19,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
-from mindresume.storage.atomic_publish import UnsettledError, publish
+from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.posix import PosixStorage
 
 WORLD = 2
@@ -202,13 +202,13 @@ def test_a_published_name_is_unsettled_from_the_rename_on(tmp_path):
         target = tmp_path / f"{operation}-{effect}-{record_name(1)}"
         storage = OnRecord(operation, errno.EIO, effect)
         storage.name = record_name(1) if operation == "rename" else target.name
-        with pytest.raises(UnsettledError) as raised:
+        with pytest.raises(UnknownOutcomeError) as raised:
             publish(storage, str(target), [b"x"], "run")
         assert raised.value.errno == errno.EIO and target.exists() is effect
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     with pytest.raises(OSError) as raised:
         publish(OnRecord("write", errno.EIO, False), str(tmp_path / record_name(1)), [b"x"], "run")
-    assert not isinstance(raised.value, UnsettledError)
+    assert not isinstance(raised.value, UnknownOutcomeError)
 
 
 # ---- committed is saved ----------------------------------------------------------------------------------------------

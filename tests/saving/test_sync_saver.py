@@ -110,7 +110,7 @@ class Small(PosixStorage):
     def __init__(self, root, size):
         self.root, self.size = root, size
 
-    def room(self, folder):
+    def free_space(self, folder):
         return self.size - sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
 
 

@@ -132,12 +132,12 @@ def test_a_rename_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, old, 
     ("write", "/folder", [b"1"]), ("write", "/none/x", [b"1"]), ("write", "/file/x", [b"1"]), ("create", "/file", 4),
     ("create", "/folder", 4), ("create", "/none/x", 4), ("create", "/new", 0), ("create", "/new", 9), ("make_folder", "/file"),
     ("make_folder", "/file/x"), ("make_folder", "/folder"), ("make_folder", "/none/x/y"), ("sync", "/none"), ("sync", "/folder"),
-    ("room", "/none/x")])
+    ("free_space", "/none/x")])
 def test_an_operation_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, operation):
     before = [("write", "/file", [b"1"]), ("make_folder", "/folder"), ("write", "/folder/f", [b"3"]), ("make_folder", "/empty")]
-    if operation[0] == "room":
+    if operation[0] == "free_space":
         with suppress(OSError):
-            PosixStorage().room(str(tmp_path) + operation[1])
+            PosixStorage().free_space(str(tmp_path) + operation[1])
         return
     check_both(tmp_path, [*before, operation])
 

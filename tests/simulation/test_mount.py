@@ -179,7 +179,7 @@ def test_a_disk_without_room():
         with pytest.raises(OSError) as two:
             mount.write("/c/b", [b"1" * 50])                # nobody said how much would come
         assert {one.value.errno, two.value.errno} == {errno.ENOSPC}
-        return mount.room("/c"), mount.write("/c/b", [b"1234"], 4), mount.room("/nowhere")
+        return mount.free_space("/c"), mount.write("/c/b", [b"1234"], 4), mount.free_space("/nowhere")
     disk = Disk(room=7)
     disk.make_folder("/c")
     disk.create("/c/a", b"old")

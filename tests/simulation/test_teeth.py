@@ -240,7 +240,7 @@ MUTANTS = [
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
         Edit(garbage_collector, "_uncommit", "storage.rename(candidate.commit_dir, os.path.join(records, name))",
-             "_clear_weights(storage, root, candidate.attempt, ()); "
+             "_clear_weights(storage, root, candidate.records_dir, ()); "
              "storage.rename(candidate.commit_dir, os.path.join(records, name))")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=60, within=50, draws=SWITCHES),
     mutant("a reader looks first, then holds", [

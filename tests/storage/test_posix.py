@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.storage import posix
-from mindresume.storage.interface import UNKNOWN_ROOM
+from mindresume.storage.interface import UNKNOWN_SPACE
 from mindresume.storage.operations import read_bytes
 from mindresume.storage.posix import PosixStorage
 
@@ -34,7 +34,7 @@ def test_folders(tmp_path):
 
 def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
     found = os.statvfs(tmp_path)
-    room = PosixStorage().room(str(tmp_path / "not" / "yet"))
+    room = PosixStorage().free_space(str(tmp_path / "not" / "yet"))
     assert abs(room - found.f_bavail * found.f_frsize) < 1 << 30
 
 
@@ -42,7 +42,7 @@ def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
 def test_a_file_system_that_tells_no_size_has_room(tmp_path, monkeypatch, told):
     """FUSE without statfs: zeros. Unknown is not full."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **told}))
-    assert PosixStorage().room(str(tmp_path)) == UNKNOWN_ROOM
+    assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO])
@@ -50,12 +50,12 @@ def test_a_file_system_that_does_not_answer_has_room(tmp_path, monkeypatch, code
     def fail(path):
         raise OSError(code, os.strerror(code), path)
     monkeypatch.setattr(os, "statvfs", fail)
-    assert PosixStorage().room(str(tmp_path)) == UNKNOWN_ROOM
+    assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
 def test_a_full_disk_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1000, f_bavail=0, f_frsize=4096))
-    assert PosixStorage().room(str(tmp_path)) == 0
+    assert PosixStorage().free_space(str(tmp_path)) == 0
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ESPIPE, errno.EBADF,
@@ -116,7 +116,7 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
 def test_the_device_begins_early_and_is_asked_for_every_byte_once(tmp_path, monkeypatch):
     """All but less than a step of it; the flush at the end is for the rest. A device that refuses the hint changes nothing."""
     step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
-    monkeypatch.setattr(posix, "_AHEAD", step)
+    monkeypatch.setattr(posix, "_FLUSH_EVERY", step)
     begin = posix._begin_flush
 
     def asking(handle, start, end):

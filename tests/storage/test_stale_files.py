@@ -6,7 +6,7 @@ import pytest
 from folders import STORAGE
 
 from mindresume.storage.posix import PosixStorage
-from mindresume.storage.stale_files import STALE, remove_stale
+from mindresume.storage.stale_files import STALE_SECONDS, remove_stale
 
 NOW = 2_000_000_000.0           # no clock of this host
 
@@ -24,20 +24,20 @@ def left(folder, storage=STORAGE, fresh="fresh"):
 
 
 def test_what_is_older_than_the_limit_goes(tmp_path):
-    aged(tmp_path, fresh=0, new=1, young=STALE, old=STALE + 1, older=9 * STALE, later=-9 * STALE)
+    aged(tmp_path, fresh=0, new=1, young=STALE_SECONDS, old=STALE_SECONDS + 1, older=9 * STALE_SECONDS, later=-9 * STALE_SECONDS)
     (tmp_path / "folder").mkdir()
     os.utime(tmp_path / "folder", (0, 0))
     assert left(tmp_path) == ["folder", "fresh", "later", "new", "young"]
 
 
 def test_nothing_goes_where_now_is_not_known(tmp_path):
-    aged(tmp_path, old=2 * STALE)
+    aged(tmp_path, old=2 * STALE_SECONDS)
     assert left(tmp_path) == ["old"]
 
 
 @pytest.mark.parametrize("operation, stays", [("status", ["a", "b", "fresh"]), ("remove", ["a", "fresh"])])
 def test_an_error_stops_nobody(tmp_path, operation, stays):
-    aged(tmp_path, a=2 * STALE, b=2 * STALE, fresh=0)
+    aged(tmp_path, a=2 * STALE_SECONDS, b=2 * STALE_SECONDS, fresh=0)
 
     class Trouble(PosixStorage):
         def status(self, path):
