@@ -1,7 +1,8 @@
-"""JSON that comes from a disk, and is believed nothing: every reader of ours parses it here.
+"""Parses JSON from untrusted files with bounded memory. Every reader of mindresume uses it.
 
-Bytes are limited by who reads them (``mindresume.storage.operations.read_bytes``). Here the number of values is, since two bytes
-of text can become a hundred of memory, and the depth, since whoever prints or compares a nested value goes down into it.
+The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). This module limits the number of values,
+since two bytes of text can become a hundred bytes of memory, and the nesting depth, since printing or comparing a nested value
+recurses.
 """
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-MAX_DEPTH = 64              # ours have 6, those of mindformers, MindSpore and Hugging Face fewer than 10
+MAX_DEPTH = 64              # files of mindresume nest 6 deep; those of mindformers, MindSpore and Hugging Face less than 10
 MAX_VALUES = 1 << 23        # the header of a million tensors has 7 million
 
 Pairs = list[tuple[str, Any]]
 
 
 def unique(pairs: Pairs) -> dict[str, Any]:
-    """An object. ValueError if a key occurs twice in it, or is one that UTF-8 cannot hold."""
+    """Makes an object of ``pairs``. Raises ValueError if a key occurs twice, or UTF-8 cannot encode it."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen = Counter(name for name, _ in pairs)
@@ -26,16 +27,24 @@ def unique(pairs: Pairs) -> dict[str, Any]:
 
 
 def encodable(value: dict[str, Any]) -> dict[str, Any]:
-    """``value`` itself. ValueError for a key that UTF-8 cannot hold: a lone surrogate is a text of JSON all the same."""
+    """Returns ``value`` unchanged. Raises ValueError if UTF-8 cannot encode a key: JSON text can hold a lone surrogate."""
     for name in value:
         name.encode()
     return value
 
 
 def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], dict[str, Any]] = unique) -> Any:
-    """The JSON document in ``data``. ``pairs`` makes an object of its keys and values. ValueError, whatever the bytes, if it is
-    none, has more than ``values`` values, or is nested more than MAX_DEPTH deep."""
-    found = sum(map(data.count, (b",", b"[", b"{")))            # those in texts are counted too: a bound, no number
+    """Parses the JSON document in ``data``.
+
+    Args:
+        data: untrusted bytes.
+        values: upper limit for the number of values.
+        pairs: makes an object of its keys and values.
+
+    Raises:
+        ValueError: ``data`` is not JSON, has more than ``values`` values, or is nested deeper than MAX_DEPTH.
+    """
+    found = sum(map(data.count, (b",", b"[", b"{")))            # an upper bound: counts the signs within strings too
     if found > values:
         raise ValueError(f"it has some {found} values, expected at most {values}")
     try:

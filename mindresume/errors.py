@@ -1,21 +1,25 @@
-"""All errors a caller may want to tell apart. Each message says what, where, expected and found, and what to do."""
+"""Defines the errors that a caller may want to tell apart. Each message says what happened, where, what was expected and
+found, and what to do."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
 class MindResumeError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error that this package raises deliberately."""
 
 
 class ConfigError(MindResumeError, ValueError):
-    """A setting of the user is wrong or contradicts another one."""
+    """A user setting is wrong or contradicts another one."""
 
 
 class CorruptFileError(MindResumeError):
-    """A file of a checkpoint is not what it should be: cut short, altered, or not of its format.
+    """A file of a checkpoint is truncated, altered, or not of its format.
 
-    ``path``: the file; ``reason``: expected and found; ``tensor``: the first tensor concerned, if known.
+    Attributes:
+        path: the file.
+        reason: what was expected and found.
+        tensor: the first tensor affected, if known.
     """
 
     def __init__(self, path: str, reason: str, *, tensor: str | None = None):
@@ -24,11 +28,15 @@ class CorruptFileError(MindResumeError):
 
 
 class RecordError(MindResumeError):
-    """A record or manifest cannot be read: not JSON, of an unknown version, or a field is missing."""
+    """A record or manifest cannot be read: it is not JSON, has an unknown version, or lacks a field."""
 
 
 class UnusableCheckpointError(MindResumeError):
-    """There is no checkpoint to resume from, though there should be; ``refused``: those looked at, each with its reason."""
+    """No checkpoint can be resumed from, although there should be one.
+
+    Attributes:
+        refused: the checkpoints that were examined, each with the reason for its refusal.
+    """
 
     def __init__(self, message: str, refused: Sequence[object] = ()):
         super().__init__(message)
@@ -36,15 +44,15 @@ class UnusableCheckpointError(MindResumeError):
 
 
 class MissingCheckpointError(UnusableCheckpointError, FileNotFoundError):
-    """The checkpoint that the user named is not there, or not whole, on every rank."""
+    """The requested checkpoint does not exist, or is not complete, on every rank."""
 
 
 class NoUsableCheckpointError(UnusableCheckpointError):
-    """Checkpoints exist, but none can be used."""
+    """Checkpoints exist, but none of them can be used."""
 
 
 class SaveError(MindResumeError):
-    """A checkpoint could not be written; what was committed before is untouched."""
+    """A checkpoint could not be written. Checkpoints that were committed before are unchanged."""
 
 
 class OutOfSpaceError(SaveError):
@@ -52,32 +60,32 @@ class OutOfSpaceError(SaveError):
 
 
 class LeaseHeldError(SaveError):
-    """Another job saves into this folder of checkpoints. The message names both."""
+    """Another job saves into this checkpoint directory. The message names both jobs."""
 
 
 class RemoteError(MindResumeError):
-    """The object store that remote_save_url names did not do what it was asked for, or belongs to a later run."""
+    """An operation on the object store (remote_save_url) failed, or the checkpoints there belong to a later run."""
 
 
 class LoadError(MindResumeError):
-    """The chosen checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
+    """The selected checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
 
 
 class StrategyError(MindResumeError, ValueError):
-    """A strategy file is damaged, or contradicts itself or the files beside it; or a strategy cannot be written as one."""
+    """A strategy file is damaged, contradicts itself or the files beside it, or a strategy cannot be written to a file."""
 
 
 class EngineError(MindResumeError):
-    """MindSpore's transform of a checkpoint failed, wrote something else than it should, or cannot do what is asked for."""
+    """MindSpore's checkpoint transform failed, wrote an unexpected result, or does not support the conversion."""
 
 
 class CollectiveError(MindResumeError):
-    """The ranks of the job could not agree, or one of them reported an error."""
+    """A collective operation failed: the ranks could not agree, or one of them reported an error."""
 
 
 class ProgressError(MindResumeError, ValueError):
-    """A step count cannot be carried over exactly, for example to another global batch size."""
+    """A step count cannot be converted exactly, for example to another global batch size."""
 
 
 class TrainingCompleteError(MindResumeError):
-    """The checkpoint to resume from is already the end of the training; there is nothing left to do."""
+    """The checkpoint to resume from is already at the end of the training; nothing is left to train."""

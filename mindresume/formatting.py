@@ -1,18 +1,17 @@
-"""Numbers and names as people read them."""
+"""Formats numbers, lists and names for people."""
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# Control characters, marks that turn the direction of writing or take no room, and halves of surrogate pairs: bytes of a name
-# that are no UTF-8, which Python keeps as U+DC80 to U+DCFF.
+# Control characters, marks that change the direction of text or have no width, and lone surrogates (Python keeps bytes of a name
+# that are not UTF-8 as U+DC80 to U+DCFF).
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
 
 def shown(text: object, keep: str = "") -> str:
-    r"""Returns ``text`` as it can be printed anywhere: hidden characters become escapes such as ``\x1b``, but those in ``keep``.
-    Names, and what files say, are anybody's: they must neither move a cursor nor end the process that prints
-    them."""
+    r"""Returns ``text`` in a form that is safe to print: hidden characters, except those in ``keep``, become escapes such as
+    ``\x1b``. Names and file contents are untrusted: they must neither control a terminal nor cause an encoding error."""
     return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), str(text))
 
 
@@ -22,6 +21,7 @@ def _escape(code: int) -> str:
 
 
 def size_text(size: float | None) -> str:
+    """Returns a size in bytes as text, such as '1.5 GiB'; '?' for None."""
     if size is None:
         return "?"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -32,7 +32,7 @@ def size_text(size: float | None) -> str:
 
 
 def listed(items: Sequence[object], most: int = 8, separator: str = ", ") -> str:
-    """Returns the first ``most`` of ``items`` as text: '1, 2, 5 and 3 more'."""
+    """Returns the first ``most`` of ``items`` as text, such as '1, 2, 5 and 3 more'."""
     text = separator.join(map(str, items[:most]))
     return text + (f" and {len(items) - most} more" if len(items) > most else "")
 

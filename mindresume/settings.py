@@ -1,27 +1,25 @@
-"""The few choices mindformers has no key for: the YAML's top-level ``mindresume:`` section, or environment variables.
+"""The settings that mindformers has no key for: the YAML's top-level ``mindresume:`` section, or environment variables.
 
     mindresume:
-      on_save_error: warn        # or raise
-      max_failed_saves: 3        # so many failed saves in a row stop the training even with warn; 0: never
+      on_save_error: warn        # a failed save is logged and the training continues; or raise
+      max_failed_saves: 3        # consecutive failed saves that stop the training even with warn; 0: no limit
       commit_timeout: 600        # seconds rank 0 waits at the end of the training for the records of the other ranks
-      verify: full               # or quick: trust sizes and headers at resume, do not read every byte
-      async_when_busy: wait      # a background save is due while the one before is being written: wait; or skip, on all ranks
-      staging_gib: 0             # at most so much host memory for the copy that a background save works on; 0: what it needs
-      heartbeat: 15              # seconds between two signs of life of a job, by which one elsewhere is known to live; 0: none
-      keep_every_steps: 0        # beside keep_checkpoint_max: the first checkpoint at or behind each multiple stays; 0: off
-      keep_best: 0               # beside keep_checkpoint_max: so many of the best by keep_best_metric stay; 0: off
-      keep_best_metric: loss     # of the step that was saved, or a name given to mindresume.plugin.report_metric
-      keep_best_mode: min        # the smallest are the best; or max
+      verify: full               # or quick: check sizes and headers at resume without reading every byte
+      async_when_busy: wait      # a background save is due while the previous one is being written: wait; or skip, on all ranks
+      staging_gib: 0             # limit of host memory for the copy that a background save writes from; 0: as much as it needs
+      heartbeat: 15              # seconds between heartbeats, by which other hosts see that a job is alive; 0: none
+      keep_every_steps: 0        # besides keep_checkpoint_max: keep the first checkpoint at or after each multiple; 0: off
+      keep_best: 0               # besides keep_checkpoint_max: keep this many of the best by keep_best_metric; 0: off
+      keep_best_metric: loss     # loss of the saved step, or a name given to mindresume.plugin.report_metric
+      keep_best_mode: min        # the smallest are best; or max
       transform_engine: auto     # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
                                  # first), or auto: mindspore for ckpt, direct for safetensors
-      allow_missing: []          # patterns (lora_*) of parameters that a checkpoint need not have, of weights alone and in
-                                 # Checkpoint 2.0; they stay as they are initialised. In the environment separated by commas
-      on_dataset_change: warn    # the data set is not that of the checkpoint, and nobody said so; or: error
-      max_failed_loads: 2            # a checkpoint on which so many jobs in a row died right after loading is taken last; 0:
-      never preemption_check_interval: 5             # about every so many seconds the ranks ask each other whether one of them
-      was asked to leave
-                                 # (SIGTERM, graceful exit); 0: nobody leaves before the end
-      unified_checkpoint: 0      # 1: with auto_trans_ckpt the merged weights are written to output/unified_checkpoint besides
+      allow_missing: []          # patterns (lora_*) of parameters that a checkpoint may lack, when weights alone are loaded and
+                                 # in Checkpoint 2.0; they keep their initial values. Comma-separated in the environment
+      on_dataset_change: warn    # the data set differs from the checkpoint's, and the configuration does not say so; or error
+      max_failed_loads: 2        # a checkpoint after whose loading this many consecutive jobs died is tried last; 0: no limit
+      preemption_check_interval: 5    # seconds, approximately, between the ranks' checks for SIGTERM or graceful exit; 0: off
+      unified_checkpoint: 0      # 1: auto_trans_ckpt also writes the merged weights to output/unified_checkpoint
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
 """
@@ -37,7 +35,7 @@ from typing import Any
 from mindresume.errors import ConfigError
 
 ENVIRONMENT = "MINDRESUME_"
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")             # between the dots of a name
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")             # a number between the dots of a parameter name
 _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
             "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore"),
             "on_dataset_change": ("warn", "error")}
@@ -45,6 +43,7 @@ _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "ke
 
 @dataclass(frozen=True)
 class Settings:
+    """Holds the settings of a run; the docstring of this module describes each."""
     on_save_error: str = "warn"
     max_failed_saves: int = 3
     commit_timeout: float = 600.0
@@ -64,12 +63,13 @@ class Settings:
     preemption_check_interval: float = 5.0
 
     def allows(self, name: str) -> bool:
-        """Whether a checkpoint need not have this parameter."""
+        """Returns whether a checkpoint may lack this parameter."""
         return any(fnmatchcase(name, pattern) for pattern in self.allow_missing)
 
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-        """ConfigError for an unknown key or a value out of range."""
+        """Reads the settings from the YAML ``section``; ``environment`` (default: the process's) overrides it. Raises ConfigError
+        for an unknown key or an invalid value."""
         environment = os.environ if environment is None else environment
         values = dict(section or {})
         types = {field.name: type(field.default) for field in fields(cls)}
@@ -83,13 +83,15 @@ class Settings:
 
 
 def allow_text(missing: Iterable[str], most: int = 6) -> str:
-    """A sentence that says how to go on without these parameters; names that differ in numbers alone become one pattern."""
+    """Returns a sentence that tells how to load without the ``missing`` parameters. Names that differ only in numbers become one
+    pattern; at most ``most`` patterns are listed."""
     patterns = list(dict.fromkeys(_NUMBER.sub("*", name) for name in missing))
     quoted = ", ".join(f'"{pattern}"' for pattern in patterns[:most]) + (", ..." if len(patterns) > most else "")
     return f" To leave what is missing as it is initialised, set mindresume: {{allow_missing: [{quoted}]}}"
 
 
 def _value(name: str, kind: type, value: Any) -> Any:
+    """Returns a setting converted to its type ``kind``. Raises ConfigError for an invalid value."""
     if name in _CHOICES:
         if value not in _CHOICES[name]:
             raise ConfigError(f"mindresume.{name} is {value!r}; choose one of {', '.join(_CHOICES[name])}")

@@ -1,14 +1,13 @@
-"""What happens in a run, as small frozen values. Whoever does something emits an event; handlers make log lines (``log_lines``),
-scalars for TensorBoard and the event file (``event_file``) of it.
+"""Defines the events of a run as small frozen values. Code that acts emits an event; handlers turn it into a log line
+(``log_lines``), TensorBoard scalars, and a line of the event file (``event_file``).
 
     emit(SaveCommitted(step=500, ranks=8, size_bytes=1 << 30))
 
     saving, resume, reshard ─▶ emit ─▶ Emitter ─▶ log line, event file, TensorBoard
     event file ─▶ ``event_from_json`` ─▶ report
 
-No event holds a sentence that another part of mindresume reads: ``reason`` and ``text`` are for people alone. Sizes are in bytes,
-spans in seconds. Every field is a JSON value or a tuple of them, so an event can be passed between processes and written to a
-file.
+No part of mindresume parses the text in an event: ``reason`` and ``text`` are for people alone. Sizes are in bytes, durations in
+seconds. Every field is a JSON value or a tuple of them, so an event can be sent to another process and written to a file.
 """
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``kind``: the class name in snake_case, which names the event in the event file."""
+    """Base class of all events. ``kind``: the class name in snake_case, which names the event in the event file."""
     kind: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -37,8 +36,8 @@ class Event:
         _KINDS[cls.kind] = cls
 
     def to_json(self) -> dict[str, Any]:
-        """Returns {"event": kind, field: value, ...}, without fields that are None; a float that JSON has no number for is
-        None."""
+        """Returns {"event": kind, field: value, ...} without fields that are None. NaN and infinity, which JSON does not have,
+        become None."""
         values = {field.name: _json(getattr(self, field.name)) for field in fields(self)}
         return {"event": self.kind, **{name: value for name, value in values.items() if value is not None}}
 
@@ -47,12 +46,12 @@ Emit = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Does nothing: the emitter of whoever has nobody to tell."""
+    """Discards an event: an emitter for callers that need none."""
 
 
 def event_from_json(value: Mapping[str, Any]) -> Event | None:
-    """Returns the event that ``value`` describes. None for a kind that this version does not know, and where a field that has no
-    default is missing, of another type, or without a meaning here. Fields that this version does not know are left out."""
+    """Returns the event that ``value`` describes; ignores unknown fields. Returns None for an unknown kind, and if a field
+    without default is missing, or a value has the wrong type or is not allowed."""
     known = _KINDS.get(value["event"]) if isinstance(value.get("event"), str) else None
     if known is None:
         return None
@@ -80,7 +79,7 @@ def _json(value: Any) -> Any:
 
 
 def _value(declared: str, value: Any) -> tuple[bool, Any]:
-    """Returns whether ``value`` fits the annotation ``declared``, and the value as the field holds it."""
+    """Returns whether ``value`` fits the annotation ``declared``, and the value in the type of the field."""
     kind = declared.removesuffix(" | None")
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool), value
@@ -104,8 +103,15 @@ def _value(declared: str, value: Any) -> tuple[bool, Any]:
 
 @dataclass(frozen=True)
 class TrainingStarted(Event):
-    """A training of this process begins, before anything is chosen or loaded. ``version``: of mindresume. ``utc_offset_seconds``:
-    of the local time in which this process logs, east of UTC."""
+    """A training of this process begins; nothing is selected or loaded yet.
+
+    Attributes:
+        host: name of the host.
+        process_id: of this process.
+        world_size: ranks of the job.
+        version: of mindresume.
+        utc_offset_seconds: of the local time in this process's log, east of UTC.
+    """
     host: str
     process_id: int
     world_size: int
@@ -115,7 +121,7 @@ class TrainingStarted(Event):
 
 @dataclass(frozen=True)
 class RunOpened(Event):
-    """The checkpoint directory is acquired for this run. ``file_prefix``: with which the names of its files begin."""
+    """This run has acquired the checkpoint directory. ``file_prefix``: prefix of the names of its files."""
     run_id: str
     checkpoint_dir: str
     file_prefix: str
@@ -124,8 +130,8 @@ class RunOpened(Event):
 
 @dataclass(frozen=True)
 class LeaseWatched(Event):
-    """The checkpoint directory has the lease of another job. It is watched for ``seconds``: a heartbeat in this time means that
-    the job is alive. ``host``: of that job; None: the lease cannot be read."""
+    """The checkpoint directory has the lease of another job. It is watched for ``seconds``: a heartbeat in that time proves
+    the job alive. ``host``: of that job; None: the lease cannot be read."""
     path: str
     run_id: str
     host: str | None
@@ -134,7 +140,7 @@ class LeaseWatched(Event):
 
 @dataclass(frozen=True)
 class StaleLeaseRemoved(Event):
-    """The lease of a job whose process is gone, or that had no heartbeat while it was watched, is removed."""
+    """The lease of another job was removed: its process is gone, or it had no heartbeat while it was watched."""
     run_id: str
     host: str
     process_id: int
@@ -142,30 +148,35 @@ class StaleLeaseRemoved(Event):
 
 @dataclass(frozen=True)
 class PreemptionRequested(Event):
-    """All ranks save ``step`` and stop. ``reason``: SIGTERM, or a graceful exit."""
+    """All ranks save ``step`` and stop. ``reason``: SIGTERM or graceful exit."""
     step: int
     reason: str
 
 
 @dataclass(frozen=True)
 class TrainingEnded(Event):
-    """The last event of a training. ``outcome``: FINISHED, PREEMPTED, NOTHING_TO_TRAIN or FAILED; ``reason``: of the last
-    three; ``step``: the last that was completed."""
+    """The last event of a training.
+
+    Attributes:
+        outcome: FINISHED, PREEMPTED, NOTHING_TO_TRAIN or FAILED.
+        reason: empty for FINISHED.
+        step: the last completed one.
+    """
     outcome: str
     reason: str = ""
     step: int | None = None
 
     def __post_init__(self) -> None:
         if self.outcome not in (FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED):
-            raise ConfigError(f"{self.outcome!r} is no outcome of a training")
+            raise ConfigError(f"{self.outcome!r} is not an outcome of a training")
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class CandidateRefused(Event):
-    """A checkpoint is not taken. ``file``: which is damaged or missing, as far as it is one. ``weights_only``: no counters and no
-    optimizer were wanted."""
+    """A checkpoint is refused. ``file``: the damaged or missing file, if there is one. ``weights_only``: only weights were to be
+    loaded."""
     step: int | None
     reason: str
     file: str | None = None
@@ -174,8 +185,16 @@ class CandidateRefused(Event):
 
 @dataclass(frozen=True)
 class CheckpointSelected(Event):
-    """All ranks take this checkpoint. ``step``, ``epoch``: None for weights without counters. ``run_id``: of the run that saved
-    it; None: mindformers did. ``description``: format, ranks and how it was verified, for people."""
+    """All ranks will load this checkpoint.
+
+    Attributes:
+        step: None for weights without counters.
+        epoch: None for weights without counters.
+        run_id: the run that saved it; None: mindformers saved it.
+        checkpoint_dir: the directory it lies in.
+        description: format, ranks and verification, for people.
+        weights_only: counters and optimizer are not loaded.
+    """
     step: int | None
     epoch: int | None
     run_id: str | None
@@ -186,16 +205,16 @@ class CheckpointSelected(Event):
 
 @dataclass(frozen=True)
 class VisibilityWaited(Event):
-    """The ranks waited until the rank that selects lists every checkpoint that another rank sees (NFS). ``missing``: what it does
-    not list even then, in words; the selection goes on without it."""
+    """The ranks waited until the selecting rank listed every checkpoint that another rank sees (NFS). ``missing``:
+    descriptions of those that it still does not list; the selection continues without them."""
     wait_seconds: float
     missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class VerifiedBytesKept(Event):
-    """``kept_bytes`` of what this rank verified stay in memory until they are loaded; ``reread_bytes`` are read a second time,
-    because this rank may keep ``budget_bytes`` more at most."""
+    """This rank keeps ``kept_bytes`` of verified files in memory until they are loaded. It will read ``reread_bytes`` a second
+    time, as its memory ``budget_bytes`` is exhausted."""
     kept_bytes: int
     reread_bytes: int
     budget_bytes: int
@@ -203,8 +222,8 @@ class VerifiedBytesKept(Event):
 
 @dataclass(frozen=True)
 class FreshStart(Event):
-    """There is no checkpoint to resume from. ``is_expected``: the directory is there, and no save in it ever completed; else it
-    does not exist, which can be a mistake in its name."""
+    """There is no checkpoint to resume from. ``is_expected``: the directory exists and no save in it ever completed; else the
+    directory does not exist, and its name may be wrong."""
     checkpoint_dir: str
     reason: str
     weights: str
@@ -213,7 +232,8 @@ class FreshStart(Event):
 
 @dataclass(frozen=True)
 class WeightsLoaded(Event):
-    """One rank has read its tensors. ``read_bytes``: from files, ``size_bytes``: of the tensors. ``source``: for people."""
+    """One rank has loaded its tensors. ``read_bytes``: read from files; ``size_bytes``: of the tensors; ``source``: for
+    people."""
     rank: int
     tensors: int
     size_bytes: int
@@ -223,8 +243,16 @@ class WeightsLoaded(Event):
 
 @dataclass(frozen=True)
 class ProgressRestored(Event):
-    """Counters of the new run. ``step``: after which it goes on, in its own count; ``saved_step``: the same in the count of the
-    run that saved; ``step_scale``: steps of this run for one of that run (another global batch size)."""
+    """The counters of the new run are restored.
+
+    Attributes:
+        step: the last completed step, in steps of this run.
+        epochs_done: completed epochs.
+        saved_step: the same step, in steps of the run that saved.
+        step_scale: steps of this run per step of that run (differs from 1 after a change of the global batch size).
+        global_batch_size: samples per step.
+        loss_scale: None if loss scaling is off.
+    """
     step: int
     epochs_done: int
     saved_step: int
@@ -235,8 +263,15 @@ class ProgressRestored(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """The resume is complete. ``summary``: rows of (part of the state, how it was restored, details). ``lost_steps``: at least so
-    many of a job that died, behind the checkpoint; None: no job died. ``lost_seconds``: since the checkpoint was saved."""
+    """The resume is complete.
+
+    Attributes:
+        step: the last completed step.
+        summary: rows of (part of the state, how it was restored, details).
+        load_seconds: None if unknown.
+        lost_steps: least number of steps after the checkpoint that a failed job had completed; None: no job failed; 0: unknown.
+        lost_seconds: from the save of the checkpoint to this resume.
+    """
     step: int
     summary: tuple[tuple[str, str, str], ...] = ()
     load_seconds: float | None = None
@@ -254,7 +289,7 @@ class SaveBegun(Event):
 
 @dataclass(frozen=True)
 class SaveStaged(Event):
-    """The step is handed to the writer in the background; the training goes on. ``name``: of the file, or of the iteration
+    """The step is handed to the background writer, and the training continues. ``name``: of the file, or of the iteration
     folder."""
     step: int
     name: str
@@ -263,15 +298,14 @@ class SaveStaged(Event):
 
 @dataclass(frozen=True)
 class SaveNotStaged(Event):
-    """The step is written while the training waits, though it was to be written in the background: there is no memory for a
-    copy."""
+    """The training waits while the step is written, although a background save was configured: there is no memory for a copy."""
     step: int
     reason: str
 
 
 @dataclass(frozen=True)
 class SaveWritten(Event):
-    """This rank's part is durable and recorded. ``stall_seconds``: so long the training stood still for it; None: not known."""
+    """This rank's part is durable and recorded. ``stall_seconds``: time that the training waited for it; None if unknown."""
     step: int
     size_bytes: int
     write_seconds: float
@@ -280,8 +314,7 @@ class SaveWritten(Event):
 
 @dataclass(frozen=True)
 class SaveCommitted(Event):
-    """All ranks are complete: a resume takes this step. ``run_id``: of an earlier run, whose save this run has committed; else
-    None."""
+    """All ranks are complete: a resume can use this step. ``run_id``: the earlier run that had saved it; None: this run."""
     step: int
     ranks: int
     size_bytes: int
@@ -290,8 +323,8 @@ class SaveCommitted(Event):
 
 @dataclass(frozen=True)
 class CommitDelayed(Event):
-    """All ranks have recorded the step, and it could not be committed. That is tried again after each later step. ``run_id``: of
-    an earlier run, whose save it is; else None."""
+    """All ranks have recorded the step, but the commit failed; it is retried after each later step. ``run_id``: the earlier
+    run that had saved it; None: this run."""
     step: int
     reason: str
     run_id: str | None = None
@@ -300,7 +333,7 @@ class CommitDelayed(Event):
 @dataclass(frozen=True)
 class WriterDied(Event):
     """The background writer of this rank died. ``writer``: "thread" or "process". ``step``: the newest save that it may not have
-    committed; another writer takes that over."""
+    committed; another writer takes it over."""
     writer: str
     reason: str
     step: int
@@ -308,8 +341,8 @@ class WriterDied(Event):
 
 @dataclass(frozen=True)
 class SaveFailed(Event):
-    """This rank could not save. ``step`` None: more than one, or not known. ``failures_in_a_row``: of saves, this one
-    included."""
+    """This rank failed to save. ``step``: None if unknown or more than one. ``failures_in_a_row``: consecutive failures,
+    including this one."""
     step: int | None
     reason: str
     failures_in_a_row: int = 1
@@ -317,7 +350,7 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True)
 class SaveSkipped(Event):
-    """The step was due and is left out on all ranks. ``skipped_in_total``: since the training began."""
+    """The step was due and is skipped on all ranks. ``skipped_in_total``: since the training began."""
     step: int
     reason: str
     skipped_in_total: int
@@ -325,8 +358,8 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True)
 class SaveAbandoned(Event):
-    """The step was not complete on all ranks when that was last asked; a resume takes another one. ``missing_ranks``: have
-    recorded nothing of it, as far as that is why."""
+    """The step was not complete on all ranks at the last check; a resume cannot use it. ``missing_ranks``: those without a
+    record, if that is the reason."""
     step: int
     reason: str
     missing_ranks: tuple[int, ...] = ()
@@ -334,8 +367,14 @@ class SaveAbandoned(Event):
 
 @dataclass(frozen=True)
 class CheckpointsRemoved(Event):
-    """Retention, or a full disk, removed these. ``where``: the directory or url; ``kept``: what stays, for people.
-    ``is_incomplete``: saves that never completed, removed because the disk is full; else they were checkpoints."""
+    """Retention or a full disk caused a removal.
+
+    Attributes:
+        steps: the removed ones.
+        where: directory or URL.
+        kept: the remaining ones, for people.
+        is_incomplete: they were saves that never completed, removed because the disk is full; else checkpoints.
+    """
     steps: tuple[int, ...]
     where: str
     kept: str = ""
@@ -344,8 +383,7 @@ class CheckpointsRemoved(Event):
 
 @dataclass(frozen=True)
 class RemovalPostponed(Event):
-    """Something that was to be removed stays until the next removal: it is being read, or an operation failed. ``step``: None if
-    it is not known."""
+    """A removal is postponed to the next one: the checkpoint is being read, or an operation failed. ``step``: None if unknown."""
     path: str
     reason: str
     step: int | None = None
@@ -355,7 +393,8 @@ class RemovalPostponed(Event):
 
 @dataclass(frozen=True)
 class UploadFinished(Event):
-    """``is_whole``: all ranks are there, so it can be fetched; else this rank's part. ``size_bytes``: of this rank."""
+    """An upload is complete. ``is_whole``: all ranks' parts are there, so the checkpoint can be fetched; else only this rank's
+    part. ``size_bytes``: uploaded by this rank."""
     step: int
     url: str
     size_bytes: int
@@ -365,8 +404,8 @@ class UploadFinished(Event):
 
 @dataclass(frozen=True)
 class UploadFailed(Event):
-    """An upload, or the removal of old checkpoints from the store, failed; it is tried again unless ``reason`` says that it
-    will not be. ``step``: of an upload."""
+    """An upload, or a removal from the object store, failed; it is retried unless ``reason`` says otherwise. ``step``: None for a
+    removal."""
     step: int | None
     reason: str
     failed_in_total: int = 1
@@ -374,7 +413,7 @@ class UploadFailed(Event):
 
 @dataclass(frozen=True)
 class UploadsSkipped(Event):
-    """Uploads are slower than saves: these steps stay on the disk alone."""
+    """Uploads are slower than saves: these steps are not uploaded."""
     steps: tuple[int, ...]
     skipped_in_total: int
 
@@ -393,7 +432,7 @@ class CheckpointFetched(Event):
 
 @dataclass(frozen=True)
 class WorkProgress(Event):
-    """How far long work is, every few seconds. ``total`` 0: not known. ``unit``: "bytes", or the name of what is counted."""
+    """Progress of long work, every few seconds. ``total``: 0 if unknown. ``unit``: "bytes", or the name of what is counted."""
     what: str
     done: int
     total: int
@@ -403,7 +442,7 @@ class WorkProgress(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """A sentence for people that no program needs. ``level``: INFO, WARNING or ERROR."""
+    """A message for people that no program needs. ``level``: INFO, WARNING or ERROR."""
     text: str
     level: str = INFO
 

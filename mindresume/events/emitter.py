@@ -10,20 +10,21 @@ from mindresume.events import Event, warning
 
 
 class Handler(Protocol):
-    """What becomes of an event. Any thread may call it."""
+    """Processes events. Any thread may call it."""
 
     def handle(self, event: Event, time_s: float) -> None:
-        """``time_s``: seconds since 1970."""
+        """Processes one event. ``time_s``: seconds since 1970."""
 
     def close(self) -> None:
-        """The training is over. Called once, the last."""
+        """Ends the handler; the last call, made once at the end of the training."""
 
 
 class Emitter:
-    """``emit = Emitter(LogLines(logger), event_file)``; then ``emit(event)`` from any thread.
+    """Passes each event on to all handlers: ``emit = Emitter(LogLines(logger), event_file)``; then ``emit(event)`` from any
+    thread.
 
-    No error of a handler reaches the caller: a training does not end because a line could not be written. A handler that fails is
-    left out from then on, and the others receive one Notice of it.
+    No error of a handler reaches the caller: a training must not end because a log line cannot be written. A handler that fails
+    is removed, and the others receive one Notice about it.
     """
 
     def __init__(self, *handlers: Handler, clock: Callable[[], float] = time.time):
@@ -38,7 +39,7 @@ class Emitter:
             try:
                 handler.handle(event, now)
             except Exception as error:
-                if handler in self._handlers:               # not again by another thread
+                if handler in self._handlers:               # unless another thread removed it first
                     self._handlers.remove(handler)
                     self(warning(f"{type(handler).__name__} failed and is off from now on: {error}"))
 

@@ -1,14 +1,14 @@
-"""The event file of a run: one JSON object a line, appended, on the local disk below mindformers' output folder.
+"""The event file of a run: one JSON object per line, appended, on the local disk in mindformers' output folder.
 
     {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      start (UTC), rank, process id
     {"time": 1795411320.25, "rank": 0, "event": "save_committed", "step": 500, "ranks": 8, "size_bytes": 1073741824}
 
-Rank 0 writes all of its events. Any other rank keeps the newest ones in memory and writes them when it fails, so that the reason
-of a failure is there, whichever rank it was. A process that is killed can leave a last line that is torn: a reader leaves it out.
+Rank 0 writes all of its events. Any other rank keeps its newest events in memory and writes them when it fails, so that the
+reason of a failure is recorded whichever rank it was. A killed process can leave a torn last line, which readers ignore.
 
-Both the size of a file and the number of files are bounded: beyond ``LIMIT`` bytes only what says how the run went on is written
-(failures, the end), and when a new run begins only the files of the newest ``MAX_FILES`` runs stay, with those of the
-``MAX_FAILED`` ranks that failed first in each of them: when one of 8,192 ranks fails, all of them do.
+The size of a file and the number of files are bounded. Beyond ``LIMIT`` bytes only failures and the end of the run are written.
+When a new run begins, only the files of the newest ``MAX_FILES`` runs are kept, and for each of them those of the ``MAX_FAILED``
+ranks that failed first: when one of 8,192 ranks fails, all of them do.
 """
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ from mindresume.events import FAILED, CandidateRefused, Event, SaveFailed, Train
 
 FOLDER = "mindresume_events"
 SUFFIX = ".jsonl"
-LIMIT = 16 << 20                # bytes of one file, after which only failures and the end are written, at most as much again
-MAX_FILES = 200                 # of rank 0, in one folder
-MAX_FAILED = 8                  # files of other ranks beside each one of rank 0: of those that failed first
-KEPT = 200                      # newest events that a rank without a file remembers
-TEXT_LIMIT = 2000               # characters of a text in an event
+LIMIT = 16 << 20                # bytes of all events of a file; failures and the end may use as much again
+MAX_FILES = 200                 # files of rank 0 in one folder
+MAX_FAILED = 8                  # files of other ranks per file of rank 0: those that failed first
+KEPT = 200                      # newest events that a rank without a file keeps in memory
+TEXT_LIMIT = 2000               # characters of a string in an event
 
 
 class EventFile:
-    """Handler. ``folder``: the output folder of the training; ``rank``: of this process. Creates the file with the first event of
-    rank 0, and with the failure of another rank. ``handle`` raises OSError if the file cannot be written."""
+    """Writes events to a file. Creates it with the first event of rank 0, or with the failure of another rank. ``handle`` raises
+    OSError if the file cannot be written.
+
+    Args:
+        folder: the output folder of the training.
+        rank: of this process.
+        limit: bytes, as LIMIT.
+    """
 
     def __init__(self, folder: str, rank: int, limit: int = LIMIT):
         self.folder, self.rank, self.limit = os.path.join(folder, FOLDER), rank, limit
@@ -42,10 +48,10 @@ class EventFile:
         self._size = 0
         self._kept: deque[bytes] = deque(maxlen=KEPT)
         self._is_closed = False
-        self._lock = threading.RLock()                  # a signal can interrupt the thread that holds it
+        self._lock = threading.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
 
     def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, WorkProgress):             # of no use once the work is done
+        if isinstance(event, WorkProgress):             # only useful while the work runs
             return
         line = _line(event, time_s, self.rank)
         with self._lock:
@@ -78,7 +84,7 @@ class EventFile:
     def _write(self, line: bytes) -> None:
         done = os.write(self._file, line)
         self._size += done
-        if done < len(line):                            # a full disk: what follows must begin a line of its own
+        if done < len(line):                            # a full disk: a later event would continue the torn line
             raise OSError(f"{self.path}: {done} of {len(line)} bytes written")
 
 
@@ -93,7 +99,7 @@ def _is_failure(event: Event) -> bool:
 
 
 def _says_more(event: Event) -> bool:
-    """Whether an event is written even when the file is long already."""
+    """Returns whether an event is written beyond the limit of the file."""
     return isinstance(event, (SaveFailed, TrainingEnded, CandidateRefused))
 
 
@@ -104,9 +110,9 @@ def _remove_oldest(folder: str) -> None:
 
 
 def _superfluous(names: Iterable[str]) -> list[str]:
-    """Returns which event files go. Names begin with the time of the first event, so their order is that of the runs, and of the
-    ranks that failed in a run."""
-    runs: list[list[str]] = [[]]                    # of each run: the file of rank 0, then those of other ranks
+    """Returns the names of the event files to remove. Names begin with the time of the first event, so they sort by run, and
+    by the time of the failure for the ranks of a run."""
+    runs: list[list[str]] = [[]]                    # for each run: the file of rank 0, then those of other ranks
     for name in sorted(names):
         if "-rank_0-" in name:
             runs.append([])

@@ -1,4 +1,4 @@
-"""Log lines of events: the one place where the log of a training is worded. Nothing reads these lines but people."""
+"""Words the log lines of events: the only place with the text of the training's log. No program reads these lines."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ _LINES: dict[type[Event], tuple[str | Callable[[Any], str], Callable[[Any], str]
 
 
 class LogLines:
-    """Handler: writes each event that has a line to ``logger``, a ``logging.Logger`` or what has its methods."""
+    """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with its methods."""
 
     def __init__(self, logger: Any):
         self.logger = logger
@@ -25,7 +25,7 @@ class LogLines:
             getattr(self.logger, level)("%s%s", PREFIX, text)
 
     def emit(self, event: Event) -> None:
-        """For whoever has only a logger, and no time to record."""
+        """Logs an event without a time, for a caller that has only a logger."""
         self.handle(event, 0.0)
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class LogLines:
 
 
 def texts_into(texts: list[str]) -> ev.Emit:
-    """Returns an emitter that appends the line of each event to ``texts``, without those that are only recorded."""
+    """Returns an emitter that appends the log line of each event to ``texts``, unless the event has none."""
     def emit(event: Event) -> None:
         if text := line_of(event)[1]:
             texts.append(text)
@@ -41,7 +41,7 @@ def texts_into(texts: list[str]) -> ev.Emit:
 
 
 def line_of(event: Event) -> tuple[str, str]:
-    """Returns (level, text): "info", "warning" or "error", and an empty text for an event that is only recorded."""
+    """Returns (level, text): "info", "warning" or "error", and an empty text for an event without a log line."""
     level, make = _LINES.get(type(event), (ev.INFO, lambda _: ""))
     return level(event) if callable(level) else level, make(event)
 
@@ -61,9 +61,9 @@ def _(event: ev.RunOpened) -> str:
 
 @_line(ev.LeaseWatched)
 def _(event: ev.LeaseWatched) -> str:
-    whose = f"run {event.run_id} on host {event.host} did not say that it ended" if event.host else \
+    whose = f"run {event.run_id} on host {event.host} did not release its lease" if event.host else \
         f"the lease of run {event.run_id} cannot be read"
-    return f"{whose} ({event.path}); watching for {event.seconds:.0f} s whether that job is alive"
+    return f"{whose} ({event.path}); watching its heartbeat for {event.seconds:.0f} s"
 
 
 @_line(ev.StaleLeaseRemoved)
@@ -80,7 +80,7 @@ def _(event: ev.PreemptionRequested) -> str:
 def _(event: ev.TrainingEnded) -> str:
     if event.outcome == ev.PREEMPTED:
         return f"stopped because of {event.reason}; start the same command again to continue"
-    return event.reason if event.outcome == ev.NOTHING_TO_TRAIN else ""       # of a failure the error itself is logged
+    return event.reason if event.outcome == ev.NOTHING_TO_TRAIN else ""       # the error of a failure is logged itself
 
 
 @_line(ev.CandidateRefused, ev.WARNING)
@@ -99,8 +99,8 @@ def _(event: ev.CheckpointSelected) -> str:
 @_line(ev.VisibilityWaited, lambda event: ev.WARNING if event.missing else ev.INFO)
 def _(event: ev.VisibilityWaited) -> str:
     if event.missing:
-        return f"the selection goes on without what this host does not list: {'; '.join(event.missing)}"
-    return f"waited {event.wait_seconds:.0f} s until this host lists what the others see"
+        return f"selecting without checkpoints that this host does not list: {'; '.join(event.missing)}"
+    return f"waited {event.wait_seconds:.0f} s until this host lists every checkpoint that the others see"
 
 
 @_line(ev.VerifiedBytesKept)
@@ -177,7 +177,7 @@ def _(event: ev.CommitDelayed) -> str:
 
 @_line(ev.WriterDied, ev.WARNING)
 def _(event: ev.WriterDied) -> str:
-    return f"the background {event.writer} died ({event.reason}); another one looks after step {event.step}"
+    return f"the background {event.writer} died ({event.reason}); another one takes over step {event.step}"
 
 
 @_line(ev.SaveFailed, ev.ERROR)
@@ -198,7 +198,7 @@ def _(event: ev.SaveAbandoned) -> str:
 @_line(ev.CheckpointsRemoved)
 def _(event: ev.CheckpointsRemoved) -> str:
     if event.is_incomplete:
-        return f"the disk is full: removed from {event.where} what was written of {_steps(event.steps)}, which never completed"
+        return f"the disk is full: removed incomplete saves from {event.where}: {_steps(event.steps)}"
     return f"removed {_steps(event.steps)} from {event.where}" + (f": kept {event.kept}" if event.kept else "")
 
 

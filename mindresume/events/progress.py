@@ -1,4 +1,4 @@
-"""How far long work on bytes is: one event every few seconds, none for work that is done sooner.
+"""Reports the progress of long work: one event every few seconds, none for work that ends sooner.
 
     progress = ProgressReporter("saving step 500", emit)
     progress.expect(80 << 30); progress.advance(1 << 20) ...
@@ -17,8 +17,15 @@ EVERY = 10.0                    # seconds between two events
 
 
 class ProgressReporter:
-    """Emits WorkProgress events, at most one in ``every`` seconds. ``clock`` in seconds; ``unit``: of what is counted. Any thread
-    may advance it."""
+    """Emits WorkProgress events. Any thread may call ``advance``.
+
+    Args:
+        what: the work, for the log.
+        emit: receives the events.
+        every: least number of seconds between two events.
+        clock: returns seconds.
+        unit: what ``advance`` counts: "bytes", or a noun in the plural.
+    """
 
     def __init__(self, what: str, emit: Emit, every: float = EVERY, clock: Callable[[], float] = time.monotonic,
                  unit: str = "bytes"):
@@ -27,13 +34,13 @@ class ProgressReporter:
         self.expect(0)
 
     def expect(self, total: int) -> None:
-        """Begins anew: ``total`` bytes (or units) are to come; 0: not known."""
+        """Restarts the count. ``total``: bytes (or units) to come; 0 if unknown."""
         with self._lock:
             self.total, self.done = total, 0
             self.began = self._last = self.clock()
 
     def advance(self, count: int) -> None:
-        """Counts ``count`` more."""
+        """Adds ``count`` to the count."""
         event, now = None, self.clock()
         with self._lock:
             self.done += count
@@ -44,12 +51,12 @@ class ProgressReporter:
             self.emit(event)
 
     def counted(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Passes ``pieces`` on; each counts when the next one is asked for."""
+        """Passes on ``pieces``; counts each when the next one is requested."""
         for piece in pieces:
             yield piece
             self.advance(len(piece))
 
     @classmethod
     def silent(cls) -> ProgressReporter:
-        """Returns one that nobody hears."""
+        """Returns a reporter whose events are discarded."""
         return cls("", ignore)

@@ -1,1 +1,1 @@
-"""What a checkpoint is: layouts, training state, position in the data, records and manifest. Pure Python and numpy."""
+"""Defines the content of a checkpoint: layouts, training state, data position, records and manifest. Pure Python and numpy."""

@@ -1,7 +1,7 @@
-"""Which data set a training reads, and how far it has come in it.
+"""Defines which data set a training reads, and how far it has read it.
 
-A position is counted in passes and samples, not in steps: so it stays true when the global batch size changes, and when the data
-set was changed in the middle of a training, after which the steps of the training say nothing about the data.
+A position counts passes and samples, not steps. It therefore stays valid when the global batch size changes, and when the data
+set was replaced during the training: step counts then say nothing about the data.
 """
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ SKIP_KEY = "data_skip_steps"
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What the configuration says of the data of a resume. ``skip``: steps, None: not said (mindformers takes 0 for that too)."""
+    """The configuration's request for the data of a resume.
+
+    Attributes:
+        ignore: start at the beginning of the data set (``ignore_data_skip``).
+        skip: number of steps to skip (``data_skip_steps``); None: not set. mindformers treats 0 as not set, too.
+    """
     ignore: bool = False
     skip: int | None = None
 
@@ -29,10 +34,16 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """``passes`` over the data set are done, and ``samples`` of the next one. ``first_epoch``: epochs of the training that were
-    done when its first pass began; 0 but for a data set that came later. ``declared``: how the configuration said that it
-    begins there, empty if it did not. ``identity``: what the data set is known by (resume/dataset_fingerprint.py); empty: not
-    known."""
+    """A position in a data set.
+
+    Attributes:
+        passes: completed passes over the data set.
+        samples: samples read in the current pass.
+        first_epoch: epochs of the training that were completed before the first pass over this data set; 0 for the first data
+            set.
+        declared: how the configuration declared that this data set starts at first_epoch; empty if it did not.
+        identity: fingerprint of the data set (resume/dataset_fingerprint.py); empty if unknown.
+    """
     passes: int = 0
     samples: int = 0
     first_epoch: int = 0
@@ -40,11 +51,12 @@ class DataPosition:
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def steps(self, size: int, batch: int) -> int:
-        """Whole steps from the beginning of the data set. ``size``: steps of a pass; ``batch``: samples of a step."""
+        """Returns the number of whole steps from the beginning of the data set. ``size``: steps in a pass; ``batch``: samples
+        in a step."""
         return self.passes * size + min(self.samples // batch, size)
 
     def after(self, steps: int, size: int, batch: int) -> DataPosition:
-        """So many steps later, in a run with ``size`` steps a pass of ``batch`` samples each."""
+        """Returns the position ``steps`` steps later, in a run with ``size`` steps in a pass and ``batch`` samples in a step."""
         passes, within = divmod(self.steps(size, batch) + steps, size)
         return replace(self, passes=passes, samples=within * batch)
 
@@ -54,7 +66,7 @@ class DataPosition:
 
     @classmethod
     def from_json(cls, value: Any) -> DataPosition:
-        """RecordError if it is not what ``to_json`` gives; what it does not know is ignored."""
+        """Reads the result of ``to_json``; ignores unknown fields. Raises RecordError for anything else."""
         if not isinstance(value, dict):
             raise RecordError(f"training state: data is {value!r}"[:200] + ", expected an object")
         passes, samples, first = (value.get(name) for name in ("passes", "samples", "first_epoch"))
@@ -65,5 +77,6 @@ class DataPosition:
                               + ", expected whole numbers")
         if not isinstance(declared, str) or not isinstance(identity, dict) or not all(
                 isinstance(text, str) for text in identity.values()):
-            raise RecordError(f"training state: data is {value!r}"[:300] + ", expected a text declared and an identity of texts")
+            raise RecordError(f"training state: data is {value!r}"[:300]
+                              + ", expected a string declared and an identity of strings")
         return cls(passes, samples, first, declared, identity)

@@ -1,13 +1,12 @@
-"""How one parameter is cut over the ranks of a pipeline stage, as MindSpore's strategy files say it.
+"""Defines how a parameter is sharded over the ranks of a pipeline stage, as in MindSpore's strategy files.
 
-    layout = TensorLayout((2, 2), (0, -1))          # dp 2 x tp 2, rows cut over tp
+    layout = TensorLayout((2, 2), (0, -1))          # dp 2 x tp 2, rows sharded over tp
     layout.slices(rank=1, shape=(8, 4))             # (slice(4, 8), slice(0, 4))
     layout.holders((slice(4, 8), slice(0, 4)), (8, 4))      # [1, 3]
 
-Ranks are local: they count from 0 within the stage. Shapes are global, in elements. No MindSpore here.
+Ranks are local: they count from 0 within the stage. Shapes are global, in elements. MindSpore is not imported.
 
-The device matrix ``[D_(n-1) .. D_1, D_0]`` numbers the ranks row-major; axes are counted from the right, as in
-MindSpore.
+The device matrix ``[D_(n-1) .. D_1, D_0]`` numbers the ranks row-major; axes are counted from the right, as in MindSpore.
 """
 from __future__ import annotations
 
@@ -17,30 +16,34 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_RANKS = 100_000         # of a job: what a file claims beyond that is damage, and would make loops over ranks endless
-MAX_AXES = 32               # of a device matrix or a tensor; numpy's limit for the latter
+MAX_RANKS = 100_000         # ranks of a job; a larger number in a file is damage, and would make loops over ranks endless
+MAX_AXES = 32               # axes of a device matrix, and dimensions of a tensor (numpy's limit)
 
 
 def is_scalar(shape: Sequence[int]) -> bool:
-    """Returns whether a tensor has at most one element. Without a layout it is a counter of the training then, and alike on all
+    """Returns whether a tensor has at most one element. Without a layout it then is a counter of the training, equal on all
     ranks."""
     return math.prod(shape) <= 1
 
 
 def same_shape(stored: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Returns whether a stored tensor fits a parameter. Of one element the number of dimensions does not count: () and (1,)."""
+    """Returns whether a stored tensor fits a parameter. For one element, the number of dimensions does not matter: () fits
+    (1,)."""
     return tuple(stored) == tuple(wanted) or math.prod(stored) == math.prod(wanted) == 1
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """``device_matrix``: the ranks of the stage, major axis first.
+    """The sharding of one parameter.
 
-    ``tensor_map``: per tensor dimension the device axis that cuts it, counted from the right; -1 = not cut; a tuple =
-    several axes, the first one major.
-    ``optimizer_shards``: pieces of dimension 0 after the cut above; 0 = none, -1 = as many as there are replicas.
-    A tensor without dimensions is never cut. ValueError if an axis does not exist or cuts twice, or if the shards do
-    not divide the replicas.
+    Attributes:
+        device_matrix: the ranks of the stage, major axis first.
+        tensor_map: for each tensor dimension the device axis that shards it, counted from the right; -1: not sharded; a tuple:
+            several axes, major first. A tensor without dimensions is never sharded.
+        optimizer_shards: number of shards of dimension 0 after the sharding above; 0: none, -1: as many as there are replicas.
+
+    Raises:
+        ValueError: An axis does not exist or is used twice, or the optimizer shards do not divide the replicas.
     """
     device_matrix: tuple[int, ...]
     tensor_map: tuple[int | tuple[int, ...], ...]
@@ -51,16 +54,16 @@ class TensorLayout:
         object.__setattr__(self, "tensor_map", tuple(m if isinstance(m, int) else tuple(map(int, m))
                                                      for m in self.tensor_map))
         if not self.device_matrix or min(self.device_matrix) < 1:
-            raise ValueError(f"a device matrix has one or more axes of length >= 1, found {self}")
+            raise ValueError(f"device_matrix must have at least one axis, each of length >= 1: {self}")
         used = self._used_axes()
         if len(set(used)) < len(used) or any(not 0 <= axis < len(self.device_matrix) for axis in used):
-            raise ValueError(f"an axis of tensor_map is not in device_matrix, or cuts twice: {self}")
+            raise ValueError(f"tensor_map uses an axis twice, or one that device_matrix does not have: {self}")
         if self.optimizer_shards < -1 or self.replicas % self.optimizer_pieces:
             raise ValueError(f"{self.optimizer_shards} optimizer shards do not divide {self.replicas} replicas: {self}")
 
     def normalized(self) -> TensorLayout:
-        """Returns the one form of all layouts that cut alike and can be written alike: a tuple of ``tensor_map`` has two axes or
-        more, and no optimizer shard is 0."""
+        """Returns the canonical form of this layout: a tuple in ``tensor_map`` has at least two axes, and a layout without
+        optimizer shards has ``optimizer_shards`` 0."""
         shards = self.optimizer_shards if self.optimizer_pieces > 1 else 0
         if shards == self.optimizer_shards and all(isinstance(cut, int) for cut in self.tensor_map):
             return self
@@ -69,42 +72,42 @@ class TensorLayout:
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks of the stage."""
+        """Returns the number of ranks in the stage."""
         return math.prod(self.device_matrix)
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold the same data before the optimizer shard."""
+        """Returns the number of ranks that hold the same data before the optimizer shards."""
         return math.prod(self._axis(a)[0] for a in self.unused_axes())
 
     @property
     def optimizer_pieces(self) -> int:
-        """``optimizer_shards`` with 0 and -1 resolved; 1 = dimension 0 is not cut further."""
+        """Returns ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded further."""
         if not self.tensor_map:
             return 1
         return self.replicas if self.optimizer_shards == -1 else max(self.optimizer_shards, 1)
 
     @property
     def copies(self) -> int:
-        """Number of ranks that hold each element."""
+        """Returns the number of ranks that hold each element."""
         return self.replicas // self.optimizer_pieces
 
     @property
     def optimizer_stride(self) -> int:
-        """Distance in ranks within the optimizer group (``opt_weight_shard_step``); 0 without optimizer shard."""
+        """Returns the distance in ranks within the optimizer group (``opt_weight_shard_step``); 0 without optimizer shards."""
         return self._axis(self.unused_axes()[-1])[1] if self.optimizer_pieces > 1 else 0
 
     def axes(self) -> list[tuple[int, ...]]:
-        """Per tensor dimension the device axes that cut it, major first; () = not cut."""
+        """Returns for each tensor dimension the device axes that shard it, major first; () if it is not sharded."""
         return [tuple(a for a in (m if isinstance(m, tuple) else (m,)) if a != -1) for m in self.tensor_map]
 
     def unused_axes(self) -> tuple[int, ...]:
-        """Device axes longer than 1 that cut no dimension, major first: the replicas lie along them."""
+        """Returns the device axes longer than 1 that shard no dimension, major first: the replicas lie along them."""
         used = self._used_axes()
         return tuple(a for a in reversed(range(len(self.device_matrix))) if a not in used and self._axis(a)[0] > 1)
 
     def pieces(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Into how many pieces each dimension is cut; ValueError if a dimension of ``shape`` does not divide."""
+        """Returns the number of pieces of each dimension. Raises ValueError if a dimension of ``shape`` is not divisible."""
         if len(shape) != len(self.tensor_map):
             raise ValueError(f"shape {tuple(shape)} has {len(shape)} dimensions, tensor_map has "
                              f"{len(self.tensor_map)}: {self}")
@@ -118,15 +121,17 @@ class TensorLayout:
         return tuple(counts)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the part that each rank holds; ValueError as in ``pieces``."""
+        """Returns the shape of the part that each rank holds. Raises ValueError like ``pieces``."""
         return tuple(size // count for size, count in zip(shape, self.pieces(shape), strict=True))
 
     def global_shape(self, held: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the tensor of which each rank holds a part of shape ``held``; ValueError for another number of dimensions."""
+        """Returns the shape of the whole tensor if each rank holds a part of shape ``held``. Raises ValueError for another
+        number of dimensions."""
         return tuple(size * count for size, count in zip(held, self.pieces([0] * len(held)), strict=True))
 
     def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Part of a tensor of global ``shape`` that local ``rank`` holds; ValueError if rank or shape do not fit."""
+        """Returns the part of a tensor of global ``shape`` that local ``rank`` holds. Raises ValueError if the rank or the shape
+        does not fit."""
         if not 0 <= rank < self.stage_size:
             raise ValueError(f"rank {rank} is not one of the {self.stage_size} ranks of a stage: {self}")
         held = []
@@ -138,8 +143,8 @@ class TensorLayout:
         return tuple(held)
 
     def holders(self, slices: Sequence[slice], shape: Sequence[int]) -> list[int]:
-        """Local ranks, ascending, whose ``slices(rank, shape)`` are exactly these; empty if no rank's are.
-        ValueError if the shape does not fit. The cost grows with the number of holders, not of ranks."""
+        """Returns the local ranks, ascending, for which ``slices(rank, shape)`` equals ``slices``; empty if there are none.
+        Raises ValueError if the shape does not fit. The cost grows with the number of holders, not of ranks."""
         pieces, lengths = self.pieces(shape), self.local_shape(shape)
         if len(slices) != len(shape):
             raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}")
@@ -150,43 +155,43 @@ class TensorLayout:
         return sorted(rank for choice in itertools.product(*indices) for rank in self._ranks(choice))
 
     def to_json(self) -> dict[str, Any]:
-        """A value for JSON that ``from_json`` takes back."""
+        """Returns a JSON value that ``from_json`` reads."""
         return {"device_matrix": list(self.device_matrix), "optimizer_shards": self.optimizer_shards,
                 "tensor_map": [list(m) if isinstance(m, tuple) else m for m in self.tensor_map]}
 
     @classmethod
     def from_json(cls, value: Any) -> TensorLayout:
-        """ValueError if it is not what ``to_json`` gives, or of more than MAX_RANKS ranks or MAX_AXES axes; unknown keys are
-        ignored."""
+        """Reads the result of ``to_json``; ignores unknown keys. Raises ValueError for anything else, and for more than MAX_RANKS
+        ranks or MAX_AXES axes."""
         try:
             matrix, cuts, shards = value["device_matrix"], value["tensor_map"], value["optimizer_shards"]
             numbers = [*matrix, shards, *itertools.chain(*(m if isinstance(m, list) else [m] for m in cuts))]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a tensor layout: {value!r}"[:400]) from error
         if not isinstance(matrix, list) or not isinstance(cuts, list) or not all(type(number) is int for number in numbers):
-            raise ValueError(f"not a tensor layout, which is two lists and a number, all whole: {value!r}"[:400])
-        # Before anything is computed with them, and each before the product of all.
+            raise ValueError(f"not a tensor layout; expected two lists of integers and an integer: {value!r}"[:400])
+        # Checks the sizes before computing with them, and each number before the product of all.
         if max(len(matrix), len(cuts)) > MAX_AXES or max(map(abs, numbers)) > MAX_RANKS or math.prod(matrix) > MAX_RANKS:
-            raise ValueError(f"not a tensor layout, at most {MAX_AXES} axes and {MAX_RANKS} ranks: {value!r}"[:400])
+            raise ValueError(f"not a tensor layout; expected at most {MAX_AXES} axes and {MAX_RANKS} ranks: {value!r}"[:400])
         return cls(tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards)
 
     def _used_axes(self) -> tuple[int, ...]:
         return sum(self.axes(), ())
 
     def _axis(self, axis: int) -> tuple[int, int]:
-        """Length, and distance in ranks between neighbours, of a device axis counted from the right."""
+        """Returns the length of a device axis, counted from the right, and the distance in ranks between its neighbours."""
         position = len(self.device_matrix) - 1 - axis
         return self.device_matrix[position], math.prod(self.device_matrix[position + 1:])
 
     def _index(self, rank: int, axes: Iterable[int]) -> int:
-        """Row-major index of a rank over the given axes, major first."""
+        """Returns the row-major index of a rank over the given axes, major first."""
         index = 0
         for size, stride in map(self._axis, axes):
             index = index * size + rank // stride % size
         return index
 
     def _offset(self, index: int, axes: Sequence[int]) -> int:
-        """Inverse of ``_index``: the rank with that index over ``axes`` and 0 on all other axes."""
+        """Inverts ``_index``: returns the rank that has this index over ``axes`` and 0 on all other axes."""
         rank = 0
         for size, stride in map(self._axis, reversed(axes)):
             index, coordinate = divmod(index, size)
@@ -194,7 +199,7 @@ class TensorLayout:
         return rank
 
     def _ranks(self, indices: Sequence[int]) -> Iterator[int]:
-        """All ranks that hold the piece with these indices, one per dimension."""
+        """Yields all ranks that hold the piece with these indices, one per dimension."""
         indices, replica = list(indices), 0
         if indices:
             indices[0], replica = divmod(indices[0], self.optimizer_pieces)

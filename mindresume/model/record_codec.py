@@ -1,10 +1,10 @@
-"""Reads and writes the lines of records, manifests and claims, a checksum and then JSON, and checks their fields.
+"""Reads and writes the lines of records, manifests and leases, a checksum followed by JSON, and checks their fields.
 
     <xxh3_128 of the second line>
     {one JSON object on one line}
 
-A checksum is no signature: anyone who can write here can compute it. So reading stops at a limit, every field is checked, and
-every function that reads raises RecordError for what mindresume cannot have written.
+A checksum is not a signature: anyone who can write the file can compute it. So reading stops at a size limit, every field is
+checked, and every function that reads raises RecordError for content that mindresume cannot have written.
 """
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from mindresume.errors import RecordError
 from mindresume.model.layout import MAX_AXES
 from mindresume.model.training_state import is_count, is_number
 
-VERSION = 1                            # of the format: the newest that can be read
-# Bytes of a line. A head has some hundred; a manifest has about 200 a rank, and room for 600 for each of MAX_RANKS; the details
-# of a tensor are about as long as its entry in the header of a safetensors file, which may have 100 MB.
+VERSION = 1                            # newest version of the format that can be read
+# Limits of a line in bytes. A head has a few hundred bytes. A manifest has about 200 for each rank; the limit allows 600 for each
+# of MAX_RANKS. The details of a tensor are about as long as its entry in a safetensors header, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
-MAX_TIME = 10**11                      # seconds since 1970, in the year 5138: later times cannot be formatted
+MAX_TIME = 10**11                      # seconds since 1970 (year 5138); later times cannot be formatted
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
 def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
-    """Returns checksum line and head line. ValueError if the head has more than ``limit`` bytes: it could not be read back."""
+    """Returns the checksum line and the head line. Raises ValueError if the head has more than ``limit`` bytes, as it could
+    not be read back."""
     line = dump_line(head, limit)
     return xxhash.xxh3_128_hexdigest(line).encode() + b"\n" + line + b"\n"
 
 
 def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], bytes]:
-    """Reads checksum line and head line, and leaves ``file`` behind them. Returns the head and its line. RecordError unless they
-    are whole, of this kind and of a known version."""
+    """Reads the checksum line and the head line, and leaves ``file`` after them. Returns the head and its line. Raises
+    RecordError unless they are complete, of this kind and of a known version."""
     checksum = file.readline(64).rstrip(b"\n")
     line = read_line(file, limit, kind)
     if xxhash.xxh3_128_hexdigest(line).encode() != checksum:
@@ -58,7 +59,7 @@ def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[
 
 
 def read_line(file: BinaryIO, limit: int, kind: str) -> bytes:
-    """Reads one line of at most ``limit`` bytes. Returns it without its line break, which the last line may lack."""
+    """Reads one line of at most ``limit`` bytes and returns it without its line break, which the last line may lack."""
     line = file.readline(limit + 1)
     if len(line) > limit and not line.endswith(b"\n"):
         raise RecordError(f"not a {kind}: a line has more than {limit} bytes")
@@ -66,8 +67,8 @@ def read_line(file: BinaryIO, limit: int, kind: str) -> bytes:
 
 
 def parse_line(line: bytes, kind: str, values: int = MAX_VALUES) -> Any:
-    """Parses one line of JSON of at most ``values`` values. RecordError if it is not JSON, is nested too deeply, or has a key
-    twice or one that UTF-8 cannot encode."""
+    """Parses one line of JSON of at most ``values`` values. Raises RecordError if it is not JSON, is nested too deeply, repeats a
+    key, or has a key that UTF-8 cannot encode."""
     try:
         return parse_json(line, values)
     except ValueError as error:
@@ -75,7 +76,7 @@ def parse_line(line: bytes, kind: str, values: int = MAX_VALUES) -> Any:
 
 
 def dump_line(value: Any, limit: int) -> bytes:
-    """Returns ``value`` as JSON without a line break. ValueError if it has more than ``limit`` bytes."""
+    """Returns ``value`` as JSON without a line break. Raises ValueError if it has more than ``limit`` bytes."""
     line = json.dumps(value, separators=(",", ":")).encode()
     if len(line) > limit:
         raise ValueError(f"a line of {len(line)} bytes; at most {limit} can be read back")
@@ -83,7 +84,7 @@ def dump_line(value: Any, limit: int) -> bytes:
 
 
 class field_errors:                                    # noqa: N801  a context manager, used as a statement
-    """Turns the errors of missing, ill-typed or absurd fields into RecordError."""
+    """Converts the errors of missing, ill-typed or impossible fields into RecordError."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -99,7 +100,7 @@ class field_errors:                                    # noqa: N801  a context m
 # ---- single fields -------------------------------------------------------------------------------------------------
 
 def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """Returns ``value`` if it is a list, of ``length`` values if that is given; ``what`` names it in the error."""
+    """Returns ``value`` if it is a list, with ``length`` values if that is given. ``what`` names it in the error."""
     if not isinstance(value, list) or length not in (None, len(value)):
         found = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
         raise RecordError(f"{what}"[:200] + f": expected a list{f' of {length} values' if length else ''}, found {found}")
@@ -107,14 +108,14 @@ def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
 
 
 def expect_count(head: Mapping[str, Any], field: str, least: int, most: int) -> int:
-    """Returns the whole number in ``field``, from ``least`` to ``most``."""
+    """Returns the integer in ``field``, from ``least`` to ``most``."""
     if not is_count(head[field], least, most):
         raise RecordError(f"{field} is {head[field]!r}"[:200] + f", expected a whole number from {least} to {most}")
     return head[field]
 
 
 def expect_flag(head: Mapping[str, Any], field: str) -> bool:
-    """Returns the truth value in ``field``."""
+    """Returns the boolean in ``field``."""
     if not isinstance(head[field], bool):
         raise RecordError(f"{field} is {head[field]!r}"[:200] + ", expected true or false")
     return head[field]
@@ -141,12 +142,12 @@ def expect_shape(name: str, value: Any) -> tuple[int, ...]:
 
 
 def set_fields(**fields: Any) -> dict[str, Any]:
-    """Returns the fields that are not empty; readers take an absent field for an empty one."""
+    """Returns the fields that are not empty. Readers treat an absent field as empty."""
     return {name: value for name, value in fields.items() if value}
 
 
 def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Returns [first, last] of each unbroken range of the ascending ``ranks``: thousands of records hold it, so it is short."""
+    """Returns [first, last] of each contiguous range of the ascending ``ranks``: short, as thousands of records hold it."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and found[-1][1] == rank - 1:
@@ -157,8 +158,8 @@ def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def parse_ranks(value: Any, world_size: int) -> tuple[int, ...]:
-    """Returns some of the ``world_size`` ranks, ascending: ``value`` lists ranks (in a manifest) or ranges (in a record). Empty
-    for None."""
+    """Returns a proper subset of the ``world_size`` ranks, ascending; () for None. ``value`` lists ranks (in a manifest) or
+    ranges (in a record)."""
     if value is None:
         return ()
     bounds = [row if isinstance(row, list) and len(row) == 2 else [row, row] for row in expect_list(value, "part")]

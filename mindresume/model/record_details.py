@@ -1,4 +1,4 @@
-"""Defines the details of a record, a line of their own: every tensor that a rank wrote, and its random generators."""
+"""Defines the details of a record, which have a line of their own: every tensor that a rank wrote, and its random state."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,13 +11,21 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.record_codec import expect_checksum, expect_list, expect_shape
 from mindresume.model.training_state import is_count
 
-MAX_DETAILS = 1 << 24                  # values of JSON in the details of a record; a tensor has 13
+MAX_DETAILS = 1 << 24                  # JSON values in the details of a record; a tensor has 13
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Describes one tensor in a file of one rank. ``layout``: how the global tensor is cut, None if no strategy names it.
-    ``file``: index into the files of the record."""
+    """Describes one tensor in a file of one rank.
+
+    Attributes:
+        dtype: numpy name.
+        shape: of the part in the file, in elements.
+        checksum: xxh3_128 of its bytes, in hex.
+        layout: how the global tensor is sharded; None if no strategy names it.
+        global_shape: of the whole tensor; None without layout.
+        file: index into the files of the record.
+    """
     dtype: str
     shape: tuple[int, ...]
     checksum: str
@@ -28,7 +36,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Details:
-    """Holds every tensor in the files of a rank, and the state of its random generators."""
+    """Holds every tensor in the files of a rank, and the state of its random number generators."""
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     random: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,16 +50,17 @@ class Details:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Details:
-        """Reads what ``to_json`` returns. RecordError or ValueError for anything else, or if a shape does not fit its layout."""
+        """Reads the result of ``to_json``. Raises RecordError or ValueError for anything else, and if a shape does not fit its
+        layout."""
         layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
-        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors, but few kinds of them
+        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors but few layouts
         tensors = {}
         for name, row in value["tensors"].items():
             dtype, shape, checksum, index, whole, file = expect_list(row, name, 6)
             if not is_count(file, 0, MAX_FILES - 1):
                 raise RecordError(f"tensor {name}: the file is {file!r}"[:400] + f", expected a number below {MAX_FILES}")
             if not isinstance(dtype, str):
-                raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a text")
+                raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a string")
             expect_checksum(checksum, f"tensor {name}")
             shape, whole = expect_shape(name, shape), None if whole is None else expect_shape(name, whole)
             if index is not None:

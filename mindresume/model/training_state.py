@@ -1,7 +1,8 @@
-"""Where a training stands: everything a resume needs beside the tensors, and the arithmetic of steps and epochs.
+"""Defines the training state: what a resume needs besides the tensors and the random state, and the arithmetic of steps and
+epochs.
 
-``step`` is everywhere the absolute optimizer step since the training began, over all resumes. Names and counters of files
-follow from it alone, so a resume in the middle of an epoch cannot restart or reuse them.
+Everywhere, ``step`` is the absolute optimizer step since the training began, across all resumes. Names and counters of files
+depend on it alone, so a resume in the middle of an epoch can neither restart nor reuse them.
 """
 from __future__ import annotations
 
@@ -12,24 +13,29 @@ from typing import Any
 from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
 
-MAX_COUNT = 2**63 - 1       # of steps, samples, bytes: what a file system, MindSpore and a message can hold
-_COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # needed, and their least value
+MAX_COUNT = 2**63 - 1       # steps, samples, bytes: the largest number that a file system, MindSpore and a message can hold
+_COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # required fields and their minimum
 _OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0),
-                    ("consumed", 0))                                                    # or null
+                    ("consumed", 0))                                                    # null is allowed
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """State of the training after ``step`` steps.
 
-    ``steps_per_epoch``: MindSpore's ``batch_num``: steps of one pass over the data, in sink mode the sink size (an "epoch"
-    is then one sink). ``dataset_size``: steps of one pass over the data in both modes, None if not known.
-    ``global_step``: the optimizer's own counter (it may lag behind ``step`` after skipped overflow steps).
-    ``global_batch_size``: samples per step over all ranks. ``loss_scale`` None: not used.
-    ``metrics``: (name, finite number) of what was measured when it was saved: the loss of the step, what the user reported.
-    ``health``: 0 healthy, 1 not (``ckpt_status`` of mindformers' health monitor), None not known.
-    ``consumed``: samples that the training has seen, over all data sets and resumes, None not known. ``data``: where it stands in
-    its data set, None not known.
+    Attributes:
+        step: absolute optimizer step.
+        steps_per_epoch: MindSpore's ``batch_num``: steps in one pass over the data; in sink mode the sink size (an "epoch" is
+            then one sink).
+        global_step: the optimizer's own counter; may lag behind ``step`` after skipped overflow steps.
+        global_batch_size: samples per step over all ranks.
+        loss_scale: None if loss scaling is off.
+        sink_size: steps in a sink; None without sink mode.
+        dataset_size: steps in one pass over the data, in both modes; None if unknown.
+        metrics: (name, finite value) pairs measured at the save: the loss of the step, and what the user reported.
+        health: 0 healthy, 1 not (``ckpt_status`` of mindformers' health monitor), None unknown.
+        consumed: samples that the training has read, over all data sets and resumes; None if unknown.
+        data: position in the data set; None if unknown.
     """
     step: int
     steps_per_epoch: int
@@ -45,12 +51,13 @@ class TrainingState:
 
     @property
     def epoch(self) -> int:
-        """Counts from 1; in sink mode the number of sinks done (document 003: total steps / sink size)."""
+        """Returns the current epoch, from 1; in sink mode the number of completed sinks (document 003: total steps / sink
+        size)."""
         return epoch_of(self.step, self.steps_per_epoch)
 
     @property
     def step_in_epoch(self) -> int:
-        """Counts from 1; in sink mode always the sink size."""
+        """Returns the step within the epoch, from 1; in sink mode always the sink size."""
         return step_in_epoch(self.step, self.steps_per_epoch)
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +66,8 @@ class TrainingState:
 
     @classmethod
     def from_json(cls, value: Any) -> TrainingState:
-        """Fields it does not know are ignored; RecordError if one it needs is missing, or one cannot be."""
+        """Reads the result of ``to_json``; ignores unknown fields. Raises RecordError if a required field is missing or a
+        value is impossible."""
         if not isinstance(value, dict):
             raise RecordError(f"training state: expected an object, found {type(value).__name__}")
         known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
@@ -76,7 +84,7 @@ class TrainingState:
 
 
 def _metrics(value: Any) -> tuple[tuple[str, float], ...]:
-    """Of a JSON object {name: finite number}; RecordError for anything else."""
+    """Reads metrics from a JSON object {name: finite number}. Raises RecordError for anything else."""
     if not isinstance(value, dict):
         raise RecordError(f"training state: metrics is {value!r}"[:200] + ", expected an object of numbers")
     for name, number in value.items():
@@ -86,38 +94,40 @@ def _metrics(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
-    """Whether a value of JSON is a whole number (true and 2.0 are none) from ``least`` to ``most``."""
+    """Returns whether a JSON value is an integer (not true, not 2.0) from ``least`` to ``most``."""
     return type(value) is int and least <= value <= most
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number (true is none) that a float can hold: not NaN, not infinite, no 400 digits."""
+    """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor infinite, nor 400 digits
+    long."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
-    """Epoch that contains absolute ``step`` (both count from 1); 0 before the first step."""
+    """Returns the epoch that contains absolute ``step`` (both count from 1); 0 before the first step."""
     return (step - 1) // steps_per_epoch + 1 if step else 0
 
 
 def step_in_epoch(step: int, steps_per_epoch: int) -> int:
-    """Number of absolute ``step`` within its epoch, from 1; 0 before the first step."""
+    """Returns the number of absolute ``step`` within its epoch, from 1; 0 before the first step."""
     return (step - 1) % steps_per_epoch + 1 if step else 0
 
 
 def crosses_multiple(before: int, now: int, interval: int) -> bool:
-    """Whether a multiple of ``interval`` lies in (before, now]: the saving grid is absolute, also after a resume.
+    """Returns whether a multiple of ``interval`` lies in (before, now]. The saving grid is absolute, also after a resume.
 
-    In sink mode steps arrive in jumps; the first arrival at or behind a multiple is the one that saves.
+    In sink mode, steps advance by the sink size; the first step at or after a multiple saves.
     """
     return now // interval > before // interval
 
 
-# Parameters that live only within a step or a request: never saved, and missing ones are no error
+# Parameters that exist only within a step or a request: they are not saved, and may be missing
 # (mindformers core/callback/callback.py, CheckpointMonitor.filter_list).
 TRANSIENT = ("accu_grads", "fi_parameter", "zeros_k_pe", "zeros_k_nope", "zeros_value_states", "_cache",
              "_device_local_norm", "_device_local_loss", "expert_load", "max_logits_val")
 
 
 def is_transient(name: str) -> bool:
+    """Returns whether a parameter is not part of the saved state."""
     return any(part in name for part in TRANSIENT)

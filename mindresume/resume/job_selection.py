@@ -194,7 +194,7 @@ class CheckpointSelector:
                                          weights_only=not resume))
             self._report_kept(choice)
             if isinstance(self.storage, ReadCache):
-                self.storage.enough()
+                self.storage.freeze()
             for remark in choice.remarks:
                 self.emit(warning(remark))
             in_rank_folders = chosen.origin == MINDFORMERS and not chosen.iteration_dir

@@ -1,1 +1,1 @@
-"""The one seam to the file system and the one to an object store. Nothing here knows checkpoints."""
+"""Interfaces to the file system and to object stores. No module here knows what a checkpoint is."""

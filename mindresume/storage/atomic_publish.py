@@ -1,4 +1,4 @@
-"""Publishes a file: it appears under its name complete or not at all."""
+"""Publishes files atomically: a reader sees the final name with all its bytes, or does not see it."""
 from __future__ import annotations
 
 import json
@@ -11,16 +11,26 @@ from mindresume.storage.interface import Storage
 
 
 class UnknownOutcomeError(OSError):
-    """The rename of a file that is being published was attempted: its name may be there, and others may have seen it, whatever
-    the error says. On NFS an operation that took effect can be reported as failed."""
+    """The rename of a published file was attempted and its outcome is unknown: other processes may see the file although an error
+    was reported. NFS can report an operation that took effect as failed."""
 
 
 def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:
-    """Writes ``path`` so that it appears complete or not at all. ``tag`` keeps the temporary names of writers apart; ``size`` as
-    for ``write``.
+    """Writes ``path`` atomically: temporary file, flush, rename, sync of the folder.
 
-    Returns the size in bytes. UnsettledError if the rename or what follows it fails: ``path`` may be there. Any other OSError: it
-    is as before.
+    Args:
+        storage: where to write.
+        path: the final name.
+        pieces: the bytes, in order.
+        tag: part of the temporary name; keeps the files of several writers apart.
+        size: number of bytes to come, as for ``Storage.write``.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        UnknownOutcomeError: The rename or the sync after it failed; ``path`` may be the new file.
+        OSError: The write failed; ``path`` is unchanged.
     """
     folder = os.path.dirname(path)
     temporary = temporary_name(path, tag)
@@ -35,20 +45,20 @@ def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], t
     except OSError as error:
         with suppress(OSError):
             storage.remove(temporary)
-        raise _unsettled(error, path) from error
+        raise _unknown_outcome(error, path) from error
     try:
         storage.sync(folder)
     except OSError as error:
-        raise _unsettled(error, path) from error
+        raise _unknown_outcome(error, path) from error
     return size
 
 
-def _unsettled(error: OSError, path: str) -> UnknownOutcomeError:
+def _unknown_outcome(error: OSError, path: str) -> UnknownOutcomeError:
     return UnknownOutcomeError(error.errno, error.strerror or str(error), error.filename or path)
 
 
 def temporary_name(path: str, tag: str) -> str:
-    """Returns a hidden name beside the final one (a rename must not cross devices), which has the ``tag``."""
+    """Returns a hidden name that contains ``tag``, in the folder of ``path``: a rename must not cross devices."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{tag}{TEMPORARY}")
 
@@ -57,8 +67,8 @@ TEMPORARY = ".mindresume-tmp"
 
 
 def error_text(error: BaseException) -> str:
-    """Returns what an error says; of one of the operating system the path and the reason, without its number and without the
-    temporary name under which a file is written."""
+    """Returns the message of an error. For an OSError: path and reason, without the error number, and with the final name of a
+    file instead of its temporary one."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
     if error.filename is None:
@@ -70,5 +80,5 @@ def error_text(error: BaseException) -> str:
 
 
 def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
-    """Publishes a JSON document (compact, one line, sorted as given), as ``publish``."""
+    """Publishes a JSON document in one compact line, keys in the given order. Returns and raises like ``publish``."""
     return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)

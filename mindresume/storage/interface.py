@@ -1,12 +1,13 @@
-"""The one interface to the file system. Everything a checkpoint reads, writes, renames or removes goes through a ``Storage``.
+"""The contract of a file system. Everything a checkpoint reads, writes, renames or removes goes through a ``Storage``.
 
     storage = PosixStorage()
     storage.write("/ckpt/rank_0/.a.tmp", [b"header", memoryview(data)])    # durable when it returns
     storage.rename("/ckpt/rank_0/.a.tmp", "/ckpt/rank_0/a.safetensors")    # atomic
     storage.sync("/ckpt/rank_0")                                           # the new name is durable
 
-``publish`` does the three in order. A reader sees the final name with all its bytes or not at all, whatever dies when. ``create``
-is for several threads that write one file at once. Paths are strings; errors of the file system are ``OSError``.
+``atomic_publish.publish`` does the three in this order: whatever dies when, a reader sees the final name with all its bytes, or
+does not see it. ``create`` is for several threads that write one file at once. Paths are strings; errors of the file system are
+``OSError``.
 """
 from __future__ import annotations
 
@@ -15,12 +16,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-UNKNOWN_SPACE = sys.maxsize
+UNKNOWN_SPACE = sys.maxsize     # bytes: free space that the file system does not report counts as unlimited
 
 
 @dataclass(frozen=True)
 class Status:
-    """``size`` in bytes, ``mtime`` in seconds since 1970. ``is_link``: a folder that really lies elsewhere."""
+    """Describes a file or folder.
+
+    Attributes:
+        size: in bytes.
+        mtime: last modification, in seconds since 1970.
+        is_folder: also for a link to a folder.
+        is_link: the folder is a symbolic link.
+    """
     size: int
     mtime: float
     is_folder: bool
@@ -28,54 +36,72 @@ class Status:
 
 
 class NewFile(Protocol):
-    """A file that is being written, by several threads at any position. Its creator calls one of the last two methods."""
+    """A file that several threads write, each at any position. Its creator calls ``finish`` or ``abandon`` once."""
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """Writes all of ``data``, or raises OSError."""
+        """Writes all of ``data`` at ``position`` (bytes from the start), or raises OSError."""
 
     def finish(self) -> None:
-        """Makes its bytes durable (its name is not). On an error it is removed if it can be."""
+        """Flushes the bytes to the device; the name needs ``Storage.sync``. On an error removes the file if it can."""
 
     def abandon(self) -> None:
-        """Removes it if it can be; raises no error."""
+        """Removes the file if it can. Raises no error."""
 
 
 class Storage(Protocol):
-    """Ten operations. What is atomic and what is durable when each returns. All of them may be called by several threads at
-    once; ``width`` of them is what makes sense (``parallel``)."""
+    """Declares ten operations, and for each what is atomic and what is durable when it returns. Several threads may call them at
+    once.
+
+    Attributes:
+        width: number of operations that are worth running at the same time (see ``operations.parallel``).
+    """
     width: int
 
     def list(self, folder: str) -> list[str]:
-        """Returns the names in ``folder``, sorted; empty if there is no such folder. May lag behind other hosts on NFS. Raises
-        OSError for any other reason: then its content is not known, and it must not be taken for empty."""
+        """Returns the names in ``folder``, sorted; an empty list if the folder does not exist. On NFS the list may lag behind
+        changes by other hosts. Raises OSError for any other failure: the content is then unknown, and must not be taken for
+        empty."""
 
     def status(self, path: str) -> Status | None:
-        """Returns the status of a file or folder, None if there is none."""
+        """Returns the status of a file or folder; None if it does not exist."""
 
     def open(self, path: str) -> BinaryIO:
-        """Opens a seekable file for reading. Raises FileNotFoundError if absent. Committed files never change under a reader."""
+        """Opens a seekable file for reading. Raises FileNotFoundError if it does not exist. A committed file never changes
+        while it is open."""
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
-        """Writes a new file with these bytes, flushed to the device when this returns (its name is not: see ``sync``). Returns
-        its size. On any error the file is removed if it can be, and the error is raised; a flush that failed is never tried
-        again. Not atomic: a reader may see part of it, so ``path`` is a temporary name. ``size``: bytes that will come; a full
-        disk or an exhausted quota is then an error before the first byte, where the file system can reserve space."""
+        """Writes a new file and flushes its bytes to the device; its name needs ``sync``. Not atomic: a reader may see a part of
+        the file, so ``path`` should be a temporary name.
+
+        Args:
+            path: of the new file.
+            pieces: the bytes, in order.
+            size: number of bytes to come, 0 if unknown. Where the file system can reserve space, a full disk or an exhausted
+                quota is then an error before the first byte.
+
+        Returns:
+            The size of the file in bytes.
+
+        Raises:
+            OSError: The write failed. The file is removed if possible. A flush that failed is never retried.
+        """
 
     def create(self, path: str, size: int) -> NewFile:
-        """Creates a file of ``size`` bytes to be written in pieces; otherwise as ``write``."""
+        """Creates a file of ``size`` bytes that is written in pieces. Reserves space, and fails, like ``write``."""
 
     def rename(self, old: str, new: str) -> None:
-        """Renames atomically; replaces a file ``new``, never a folder with content. Durable after ``sync`` of the folder."""
+        """Renames atomically. Replaces a file ``new``, never a folder that has content. Durable after ``sync`` of the folder."""
 
     def sync(self, folder: str) -> None:
-        """Makes names created, renamed or removed in ``folder`` so far durable (where the file system flushes folders at all)."""
+        """Makes all names created, renamed or removed in ``folder`` so far durable, if the file system can flush a folder at
+        all."""
 
     def remove(self, path: str) -> None:
-        """Removes a file or an empty folder; no error if it is gone already. OSError if a folder is not empty."""
+        """Removes a file or an empty folder; does nothing if it does not exist. Raises OSError for a folder that is not empty."""
 
     def make_folder(self, path: str) -> None:
-        """Creates a folder and its parents; the new names are durable when this returns. No error if it is there."""
+        """Creates a folder and its parents; their names are durable when this returns. Does nothing if the folder exists."""
 
     def free_space(self, folder: str) -> int:
-        """Returns the bytes that can still be written below ``folder`` (which need not exist yet); ``UNKNOWN_SPACE`` where the
-        file system does not tell. Raises no error: whether anything can be written shows when it is."""
+        """Returns the number of bytes that can still be written below ``folder``, which need not exist yet; ``UNKNOWN_SPACE``
+        if the file system does not report it. Raises no error: the write itself will show whether it is possible."""

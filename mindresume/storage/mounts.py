@@ -1,8 +1,8 @@
-"""Tells whether all nodes see the same folder, by the configuration: SHARED_PATHS, and the kind of file system it lies on.
+"""Tells whether all nodes see the same folder, from SHARED_PATHS and the type of the file system.
 
-mindformers asks this before a conversion and where it saves (utils/file_utils.py, is_publicly_accessible_path). It compares
-beginnings of texts, so that ``/data`` stands for ``/data01`` too, and knows NFS alone. For saving and resuming nothing is taken
-for granted: there a file that all ranks look for decides.
+mindformers asks this before a conversion and where it saves (utils/file_utils.py, is_publicly_accessible_path). mindformers
+compares string prefixes, so ``/data`` also matches ``/data01``, and it knows only NFS. Saving and resuming do not rely on this
+module: there the ranks look for a probe file (``coordination.storage_topology``).
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# What many hosts mount at once. A FUSE file system is named fuse.NAME; dpc is the client of OceanStor and SFS Turbo.
+# Network file systems. A FUSE file system is named fuse.NAME; dpc is the client of OceanStor and SFS Turbo.
 SHARED_TYPES = frozenset((
     "nfs", "nfs4", "dpc", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cephfs", "ceph-fuse", "glusterfs", "sshfs", "juicefs",
     "cifs", "smb3", "smbfs", "ocfs2", "gfs2", "orangefs", "pvfs2", "panfs", "wekafs", "quobyte", "mfs", "afs", "curvefs",
@@ -21,13 +21,19 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(NamedTuple):
-    """A mounted file system. ``kind``: as the kernel names it, such as nfs4 or fuse.ceph."""
+    """A mounted file system.
+
+    Attributes:
+        point: the mount point.
+        kind: type as the kernel names it, such as nfs4 or fuse.ceph.
+    """
     point: str
     kind: str
 
 
 def mounts(table: str = "/proc/self/mounts") -> list[Mount]:
-    """Returns what is mounted, later ones over earlier ones. Empty where the system does not say."""
+    """Returns the mounted file systems, in mount order: a later one hides an earlier one at the same point. Empty if ``table``
+    cannot be read."""
     try:
         with open(table, encoding="utf-8", errors="surrogateescape") as file:
             rows = [line.split(" ") for line in file]
@@ -37,13 +43,19 @@ def mounts(table: str = "/proc/self/mounts") -> list[Mount]:
 
 
 def within(path: str, folder: str) -> bool:
-    """Returns whether ``path`` is ``folder`` or lies in it. Both absolute; whole components count: /data01 is not in /data."""
+    """Returns whether ``path`` is ``folder`` or lies in it. Both must be absolute. Compares whole components: /data01 is not in
+    /data."""
     return os.path.commonpath([path, folder]) == folder
 
 
 def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None = None) -> bool:
-    """Returns whether all nodes see ``path``. ``shared_paths``: the value of SHARED_PATHS, folders separated by commas. Relative
-    and linked paths are resolved."""
+    """Returns whether all nodes see ``path``.
+
+    Args:
+        path: relative paths and symbolic links are resolved.
+        shared_paths: the value of SHARED_PATHS: folders separated by commas.
+        mounted: mount table; None reads the one of this host.
+    """
     path = os.path.realpath(path)
     named = [os.path.realpath(folder.strip()) for folder in shared_paths.split(",") if folder.strip()]
     if any(within(path, folder) for folder in named):
@@ -52,8 +64,8 @@ def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None
 
 
 def filesystem_type(path: str, mounted: Iterable[Mount] | None = None) -> str:
-    """Returns the kind of the file system that holds ``path``, which is absolute and no link: of mounts the deepest decides.
-    Empty: not known."""
+    """Returns the type of the file system that holds ``path``, lower case, without "fuse."; empty if unknown. The deepest mount
+    point decides. ``path`` must be absolute and resolved."""
     holding = [mount for mount in (mounts() if mounted is None else mounted) if os.path.isabs(mount.point) and
                within(path, os.path.normpath(mount.point))]
     deepest = max((len(os.path.normpath(mount.point)) for mount in holding), default=0)
@@ -62,6 +74,5 @@ def filesystem_type(path: str, mounted: Iterable[Mount] | None = None) -> str:
 
 
 def is_local(path: str, mounted: Iterable[Mount] | None = None) -> bool:
-    """Returns whether ``path`` is certain to lie on a disk or in memory of this host: what is written there is seen at once or
-    never."""
+    """Returns whether ``path`` certainly lies on a disk or in memory of this host, where a change is visible at once."""
     return filesystem_type(os.path.realpath(path), mounted) in LOCAL_TYPES

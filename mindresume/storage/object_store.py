@@ -1,12 +1,12 @@
-"""The interface to an object store, which keeps checkpoints of jobs whose disks are lost with them.
+"""The interface to an object store, which keeps checkpoints of jobs whose disks do not survive them.
 
     store = MoxingStore()                                             # ModelArts: obs:// and s3://
     store = FsspecStore("s3://bucket/x")                              # everywhere else: any URL that fsspec has a driver for
     store.upload("/cache/a.safetensors", "s3://bucket/x/a.safetensors")
     store.list("s3://bucket/x")                                       # ["a.safetensors"]
 
-An object store is not a file system: objects cannot be renamed or appended to, and folders exist only as prefixes of names. The
-callers therefore never depend on a rename; several objects become one checkpoint when the last of them, the manifest, is put.
+An object store is not a file system: objects cannot be renamed or appended to, and folders exist only as prefixes of names.
+Callers therefore never depend on a rename: a checkpoint of several objects exists once the last of them, the manifest, is put.
 """
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from mindresume.errors import ConfigError, RemoteError
 Result = TypeVar("Result")
 
 TRIES = 4
-FIRST_PAUSE = 1.0               # seconds before the second try; each later pause is four times as long
+FIRST_PAUSE = 1.0               # seconds before the second try; each further pause is four times as long
 PACKAGES = {"s3": "mindresume[s3]", "s3a": "mindresume[s3]", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
-            "az": "adlfs", "oss": "ossfs"}          # object stores: scheme of the URL -> what pip installs for it
+            "az": "adlfs", "oss": "ossfs"}          # object stores: {scheme of the URL: package for pip}
 
 
 class ObjectStore(Protocol):
-    """Declares seven operations on the URLs of objects, or on prefixes of them. Several threads and processes may call them at
-    once. Each raises RemoteError, which names the URL, for whatever fails; what was asked for may have happened all the same.
+    """Declares seven operations on the URLs of objects, or on prefixes of URLs. Several threads and processes may call them at
+    once. Each raises RemoteError, which names the URL; the operation may have taken effect nevertheless.
 
-    A PUT (``put``, ``upload``) is atomic: a reader sees the whole new object, or what was there before. An object that was put
-    is found by its URL at once, and by ``list`` soon."""
+    A PUT (``put``, ``upload``) is atomic: a reader sees the whole new object or the previous state. An object is found by its URL
+    immediately after the PUT, and by ``list`` soon after.
+    """
 
     def list(self, prefix: str) -> list[str]:
-        """Returns the names of all objects below ``prefix``/, relative to it, sorted; empty only if certainly none exists. A
-        folder that somebody created by hand may be among them, as its name. May lag behind recent puts and deletes."""
+        """Returns the names of all objects below ``prefix``/, relative to it, sorted; empty only if certainly none exists. May
+        contain the name of a folder that somebody created by hand. May lag behind recent puts and deletes."""
 
     def size(self, url: str) -> int | None:
         """Returns the size of an object in bytes, None if it does not exist."""
@@ -53,20 +54,25 @@ class ObjectStore(Protocol):
         """Puts a small object; replaces an existing one."""
 
     def upload(self, path: str, url: str) -> None:
-        """Puts a local file, which must not change meanwhile, and checks the size of the object. Raises OSError if the file
-        cannot be looked at."""
+        """Puts a local file, which must not change meanwhile, and checks the size of the object. Raises OSError if the local file
+        cannot be read."""
 
     def download(self, url: str, path: str) -> None:
-        """Writes an object to a new local file and flushes its content to the device (not its name). Removes the file on an error
-        if it can. Not atomic: a reader may see a part of the file, so ``path`` should be a temporary name."""
+        """Writes an object to a new local file and flushes its content to the device (not its name). Removes the file on an
+        error if it can. Not atomic: a reader may see a part of the file, so ``path`` should be a temporary name."""
 
     def delete(self, url: str) -> None:
         """Deletes an object; does nothing if it does not exist."""
 
 
 class MoxingStore:
-    """Implements ``ObjectStore`` with Huawei's moxing, which only images of ModelArts contain. Its errors do not tell whether
-    they are temporary: each operation is tried ``TRIES`` times. ``file``: ``moxing.file``."""
+    """Implements ``ObjectStore`` with Huawei's moxing, which only ModelArts images contain. Its errors do not show whether they
+    are temporary, so each operation is tried ``TRIES`` times.
+
+    Args:
+        file: ``moxing.file``; None imports it.
+        sleep: waits a number of seconds between two tries.
+    """
 
     def __init__(self, file: Any = None, sleep: Callable[[float], None] = time.sleep):
         self._file = importlib.import_module("moxing").file if file is None else file
@@ -78,8 +84,8 @@ class MoxingStore:
         def work() -> list[str]:
             nonlocal failed
             if failed:
-                # moxing may fail to list a folder that does not exist, and nothing tells this error from another one. So the
-                # folder is created: a listing that fails then is an error, never a bucket without checkpoints.
+                # moxing may fail to list a folder that does not exist, with an error like any other. So create the folder: a
+                # second failure is then a real error and never means a bucket without checkpoints.
                 self._file.make_dirs(prefix)
             failed = True
             names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
@@ -100,7 +106,7 @@ class MoxingStore:
         self._retry("written", url, lambda: self._file.write(url, data, binary=True))
 
     def upload(self, path: str, url: str) -> None:
-        size = os.path.getsize(path)            # a missing file does not appear by waiting
+        size = os.path.getsize(path)            # outside the retries: waiting does not bring back a missing file
 
         def work() -> None:
             self._file.copy(path, url)
@@ -118,10 +124,10 @@ class MoxingStore:
 
 
 class FsspecStore:
-    """Implements ``ObjectStore`` with the driver that fsspec has for the scheme of a URL. Endpoint and credentials come from the
-    driver's own configuration: files, environment, and fsspec's ``FSSPEC_S3_...`` variables.
+    """Implements ``ObjectStore`` with fsspec's driver for the scheme of a URL. Endpoint and credentials come from the driver's
+    own configuration: files, environment, and fsspec's ``FSSPEC_S3_...`` variables.
 
-    Object stores (``PACKAGES``) put atomically. Any other URL (``file://``, ``memory://``, ``sftp://``) is taken for a file
+    Object stores (``PACKAGES``) put atomically. Any other URL (``file://``, ``memory://``, ``sftp://``) is treated as a file
     system with folders: objects are written under a temporary name and moved.
 
     Args:
@@ -129,10 +135,10 @@ class FsspecStore:
         sleep: waits a number of seconds between two tries.
 
     Raises:
-        ConfigError: no driver for this scheme is known, or its package is not installed.
+        ConfigError: No driver for this scheme is known, or its package is not installed.
     """
 
-    _lasting = (FileNotFoundError, PermissionError, NotImplementedError)      # not tried again
+    _permanent = (FileNotFoundError, PermissionError, NotImplementedError)      # not tried again
 
     def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep):
         self._scheme, self._url, self._sleep = url.partition("://")[0], url, sleep
@@ -175,7 +181,7 @@ class FsspecStore:
         size = os.path.getsize(path)
 
         def work() -> None:
-            self._put(url, lambda fs, target: fs.put_file(path, target))        # large ones in parts, visible when complete
+            self._put(url, lambda fs, target: fs.put_file(path, target))        # a large file in parts; visible once complete
             _check_size(size, self._size(url), url)
         self._retry("uploaded", url, work)
 
@@ -209,10 +215,10 @@ class FsspecStore:
         self._retry("deleted", url, work)
 
     def _at(self, url: str) -> tuple[Any, str]:
-        """Returns the file system of this process, without remembered listings, and the path of ``url`` in it."""
+        """Returns the fsspec file system of this process, with its cache of listings cleared, and the path of ``url`` in it."""
         connected = self._connected
         if connected is None or connected[0] != os.getpid():    # after a fork its event loop would never run
-            # Two threads may both get here: each uses what it made, and one of them is kept.
+            # Two threads may both get here: each uses its own connection, and one of them is kept.
             options = self._driver._get_kwargs_from_urls(self._url)
             if self._driver.async_impl:
                 options |= {"loop": _event_loop(os.getpid()), "use_listings_cache": False}
@@ -232,12 +238,12 @@ class FsspecStore:
                 if failed == TRIES - 1:
                     self._connected = None      # the last try has new connections, and reads the credentials again
                 raise
-        return retry(what, url, attempt, self._sleep, self._lasting)
+        return retry(what, url, attempt, self._sleep, self._permanent)
 
 
 class _ThreadPerCall(ThreadPoolExecutor):
-    """Runs each call in a thread of its own. Python's pools take no more work once the main thread has ended, but the last
-    checkpoint of a training that failed is uploaded after that, and an event loop resolves host names in its pool."""
+    """Runs each call in a thread of its own. An event loop resolves host names in its executor. Python's pools accept no work
+    once the main thread has ended, but the last checkpoint of a failed training is uploaded after that."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future:
         future: Future = Future()
@@ -253,8 +259,8 @@ class _ThreadPerCall(ThreadPoolExecutor):
 
 @functools.lru_cache(maxsize=1)
 def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Returns the event loop of this process (its id), which runs in a thread. fsspec's own loop is shared with other packages
-    and stops resolving names when the main thread ends."""
+    """Returns the event loop of this process, which runs in a thread. ``process``: its id. fsspec's own loop is shared with other
+    packages and stops resolving names when the main thread ends."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_ThreadPerCall(1))
     threading.Thread(target=loop.run_forever, name="mindresume-objects", daemon=True).start()
@@ -262,7 +268,7 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 def _driver_class(url: str) -> Any:
-    """Returns fsspec's class of file systems for ``url``. Raises ConfigError that names the package to install."""
+    """Returns fsspec's file system class for ``url``. Raises ConfigError, which names the package to install."""
     scheme = url.partition("://")[0]
     install = f'pip install "{PACKAGES[scheme]}"' if scheme in PACKAGES else ""
     try:
@@ -276,15 +282,25 @@ def _driver_class(url: str) -> Any:
 
 
 def retry(what: str, url: str, work: Callable[[], Result], sleep: Callable[[float], None],
-          lasting: tuple[type[Exception], ...] = ()) -> Result:
-    """Calls ``work`` up to ``TRIES`` times, with growing pauses. Raises RemoteError after the last try, or at once after an error
-    of a kind in ``lasting``. ``what``: what would have been done with ``url``."""
+          permanent: tuple[type[Exception], ...] = ()) -> Result:
+    """Calls ``work`` up to ``TRIES`` times, with growing pauses.
+
+    Args:
+        what: past participle for the message, such as "uploaded".
+        url: the object concerned.
+        work: the operation.
+        sleep: waits a number of seconds.
+        permanent: error types that are not tried again.
+
+    Raises:
+        RemoteError: The last try failed, or a permanent error occurred.
+    """
     pause = FIRST_PAUSE
     for number in range(1, TRIES + 1):
         try:
             return work()
-        except Exception as error:              # drivers raise plain Exceptions too, and not the same in all versions
-            if number == TRIES or isinstance(error, lasting):
+        except Exception as error:              # drivers raise plain Exceptions too, and they differ by version
+            if number == TRIES or isinstance(error, permanent):
                 tried = f", tried {number} times" if number > 1 else ""
                 raise RemoteError(f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check that the bucket "
                                   f"exists and that this job may read and write it") from error
@@ -294,25 +310,26 @@ def retry(what: str, url: str, work: Callable[[], Result], sleep: Callable[[floa
 
 
 def _download(copy: Callable[[], object], size: int | None, url: str, path: str) -> None:
-    """Calls ``copy``, which writes ``path``; checks that the file has ``size`` bytes, and flushes it. Removes it on an error."""
+    """Calls ``copy``, which writes ``path``, checks that the file has ``size`` bytes, and flushes it. Removes the file on an
+    error."""
     try:
         copy()
         _check_size(size, os.path.getsize(path), url)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    except BaseException:                       # also KeyboardInterrupt: half of a file must not stay
+    except BaseException:                       # also KeyboardInterrupt: a half-written file must not stay
         with suppress(OSError):                 # the first error is the one to report
             os.remove(path)
         raise
 
 
 def _check_size(expected: int | None, found: int | None, url: str) -> None:
-    """Raises OSError unless both are the same number of bytes. None: there is no object."""
+    """Raises OSError unless both sizes (bytes) are equal. None means that the object does not exist."""
     if expected is None or found != expected:
         raise OSError(f"{url}: expected {'an object' if expected is None else f'{expected} bytes'}, arrived: "
                       f"{'nothing' if found is None else f'{found} bytes'}")
 
 
 def _parents(name: str) -> list[str]:
-    """Returns the folders in a name: "a" and "a/b" for "a/b/c"."""
+    """Returns all folders in a name: "a" and "a/b" for "a/b/c"."""
     return [name[:index] for index, letter in enumerate(name) if letter == "/"]

@@ -1,4 +1,4 @@
-"""Operations on any ``Storage``: many at once, small files, whole folders."""
+"""Functions that work on any ``Storage``: parallel calls, small files, removal of a folder tree."""
 from __future__ import annotations
 
 import errno
@@ -15,9 +15,12 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Returns ``[function(item) for item in items]``, as many at once as ``storage.width``; the first error is raised, and
-    then what nobody has begun is left out. The calling thread takes part: where no other thread can be had (the interpreter is
-    ending, the limit of processes is reached) it does everything. A pool would take no work at the end of the interpreter."""
+    """Returns ``[function(item) for item in items]``, computed by up to ``storage.width`` threads.
+
+    Raises the first error; items that no thread has started by then are skipped. The calling thread works too, and does
+    everything if no other thread can be started: at the end of the interpreter, where a pool would accept no work, or at the
+    limit of processes.
+    """
     rows = list(items)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
@@ -31,7 +34,7 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
                 return
             try:
                 results[number] = function(rows[number])
-            except BaseException as error:      # also ^C in the calling thread: the others end with what they have begun
+            except BaseException as error:      # also ^C in the calling thread: the others finish their current item
                 errors[number] = error
     helpers = []
     with suppress(RuntimeError):
@@ -46,16 +49,16 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
         try:
             raise errors[min(errors)]
         finally:
-            errors.clear()                      # no cycle of error, traceback and frame, which would keep files open
+            errors.clear()                      # breaks the cycle error - traceback - frame, which would keep files open
     return [results[number] for number in range(len(rows))]
 
 
-MAX_SMALL_FILE = 256 << 20      # bytes at once of any file that is no weights; a record has at most half of that
+MAX_SMALL_FILE = 256 << 20      # bytes of any file other than weights; a record has at most half of that
 
 
 def read_bytes(storage: Storage, path: str, limit: int = MAX_SMALL_FILE) -> bytes:
-    """Returns the whole of a small file. Raises OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file costs
-    nothing."""
+    """Returns the content of a small file. Raises OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file of any size
+    takes no space on disk."""
     with storage.open(path) as file:
         found = file.read(limit + 1)
     if len(found) > limit:
@@ -64,12 +67,12 @@ def read_bytes(storage: Storage, path: str, limit: int = MAX_SMALL_FILE) -> byte
 
 
 def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
-    """Returns the JSON document in a small file. Raises OSError as ``read_bytes``, ValueError as ``parse_json``."""
+    """Returns the JSON document in a small file. Raises OSError like ``read_bytes`` and ValueError like ``parse_json``."""
     return parse_json(read_bytes(storage, path, limit))
 
 
 def remove_tree(storage: Storage, folder: str) -> None:
-    """Removes a folder and everything in it, folders in it first; links are removed, not followed."""
+    """Removes a folder and everything in it, subfolders first. Removes symbolic links without following them."""
     paths = [os.path.join(folder, name) for name in storage.list(folder)]
     files = []
     for path, found in zip(paths, parallel(storage, storage.status, paths), strict=True):

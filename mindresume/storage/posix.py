@@ -1,4 +1,4 @@
-"""A local disk or a shared POSIX file system as a ``Storage``."""
+"""Implements ``Storage`` for a local disk or a shared POSIX file system (NFS, Lustre, GPFS, ...)."""
 from __future__ import annotations
 
 import ctypes
@@ -13,17 +13,18 @@ from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Opens a file for reading. A pipe would block until somebody writes into it, a device never ends: OSError for both."""
+    """Opens a regular file for reading. Raises OSError for a pipe, whose open would block until somebody writes into it, and
+    for a device, which may never end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "is no regular file", path)
+        raise OSError(errno.EINVAL, "is not a regular file", path)
     return file
 
 
 class PosixStorage:
-    """A local disk or a shared POSIX file system (NFS, Lustre, GPFS ...)."""
-    width = 32                      # 25,000 operations of 2 ms each, for the records of 8,192 ranks, take 1.5 s
+    """Implements ``Storage`` with the calls of the operating system."""
+    width = 32                      # the records of 8,192 ranks need 25,000 operations; at 2 ms each, 32 at a time take 1.5 s
 
     def list(self, folder: str) -> list[str]:
         try:
@@ -37,7 +38,7 @@ class PosixStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):        # a link to itself, a name no file can have
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):        # a link to itself; a name too long for a file
                 return None
             raise
         folder = stat.S_ISDIR(found.st_mode)
@@ -59,7 +60,7 @@ class PosixStorage:
                         begun = written
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:                  # also KeyboardInterrupt: a half-written file must not stay, then re-raise
+        except BaseException:                  # also KeyboardInterrupt: a half-written file must not stay
             with suppress(OSError):            # the first error is the one to report
                 os.remove(path)
             raise
@@ -104,7 +105,7 @@ class PosixStorage:
             try:
                 self.sync(os.path.dirname(folder) or ".")
             except OSError:
-                with suppress(OSError):         # who finds it takes its name for durable: the next attempt makes it anew
+                with suppress(OSError):         # a later call would take an existing folder for durable
                     os.rmdir(folder)
                 raise
 
@@ -115,12 +116,14 @@ class PosixStorage:
             found = os.statvfs(folder or ".")
         except OSError:
             return UNKNOWN_SPACE
-        if not (found.f_blocks and found.f_frsize):         # zeros: FUSE without statfs
+        if not (found.f_blocks and found.f_frsize):         # FUSE file systems without statfs report zeros
             return UNKNOWN_SPACE
         return found.f_bavail * found.f_frsize
 
 
 class _PosixFile:
+    """Implements ``NewFile`` with positional writes."""
+
     def __init__(self, path: str, size: int):
         self.path, self.size, self._begun = path, size, 0
         self._handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -136,7 +139,7 @@ class _PosixFile:
         while data:
             done = os.pwrite(self._handle, data, position)
             position, data = position + done, data[done:]
-        if position - self._begun >= _FLUSH_EVERY:        # of two threads both may begin with the same bytes; it is only a hint
+        if position - self._begun >= _FLUSH_EVERY:      # a race between two threads only repeats the hint
             begun, self._begun = self._begun, position
             _begin_flush(self._handle, begun, position)
 
@@ -159,20 +162,20 @@ class _PosixFile:
 
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_FALLOC_FL_KEEP_SIZE = 1                  # linux/falloc.h: blocks are reserved, the file grows as it is written
+_FALLOC_FL_KEEP_SIZE = 1        # linux/falloc.h: reserves blocks; the file grows as it is written
 _CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Reserves blocks for ``size`` bytes: full disks and quotas show before anything is written."""
+    """Reserves blocks for ``size`` bytes, so that a full disk or an exhausted quota is an error before anything is written."""
     code = _fallocate(handle, size)
     if code in _CANNOT_HOLD:
         raise OSError(code, os.strerror(code), path)
 
 
 def _fallocate(handle: int, size: int) -> int:
-    """Returns 0 or the number of an error. The system call itself, because posix_fallocate writes into every block where the file
-    system (NFS before 4.2) cannot reserve."""
+    """Calls fallocate(2). Returns 0 or an errno. posix_fallocate will not do: it writes into every block where the file system
+    cannot reserve (NFS before 4.2)."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
         return errno.ENOSYS
@@ -180,14 +183,13 @@ def _fallocate(handle: int, size: int) -> int:
     return ctypes.get_errno() if fallocate(handle, _FALLOC_FL_KEEP_SIZE, 0, size) else 0
 
 
-_FLUSH_EVERY = 32 << 20               # bytes
-_SYNC_FILE_RANGE_WRITE = 2                      # SYNC_FILE_RANGE_WRITE of linux/fs.h
+_FLUSH_EVERY = 32 << 20         # bytes
+_SYNC_FILE_RANGE_WRITE = 2      # linux/fs.h
 
 
 def _begin_flush(handle: int, start: int, end: int) -> None:
-    """Lets the device begin with these bytes while the next ones are still being hashed, so the flush at the end finds little
-    left to do. Only a hint, and without waiting: an error of the device is kept by the kernel for that flush, which reports
-    it."""
+    """Starts writing these bytes back while the next ones are hashed, so that the final fsync has little left to do. Only a hint,
+    and it does not wait: the kernel keeps an error of the device for that fsync, which reports it."""
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -1,15 +1,14 @@
-"""Keeps files in memory that were read whole, so that a checkpoint is read once from a shared disk: to be verified and to be
-loaded.
+"""Keeps files that were read completely in memory, so that verifying and loading a checkpoint read the shared disk only once.
 
     storage = ReadCache(PosixStorage(), budget)
     file_checksum(storage.open(path))       # reads the disk
-    read_tensor(storage.open(path), entry)  # reads memory: the very bytes of which the checksum is
-    storage.enough()                        # nothing else is kept
+    read_tensor(storage.open(path), entry)  # reads memory: the same bytes that were checksummed
+    storage.freeze()                        # from now on nothing is added
     storage.clear()
 
-A file is kept if one handle read it from the first byte to the last, and the budget and the number of open files allow it. It
-lies in an anonymous file of the kernel (``memfd_create``), so that everything that reads files reads it too, and its memory
-counts as that of the process.
+A file is kept if one handle read it from the first byte to the last, and the byte budget and the limit of open files allow it. It
+lies in an anonymous file of the kernel (``memfd_create``): any code that reads files can read it, and its memory counts as memory
+of this process.
 """
 from __future__ import annotations
 
@@ -25,15 +24,20 @@ from mindresume.storage.interface import Storage
 
 
 class ReadCache:
-    """A ``Storage``: ``open`` as described above, everything else is that of ``inner``. ``budget`` in bytes. ``most``: number of
-    files, each of which takes a handle of the process. Threads may share it."""
+    """Adds a cache of whole files to a ``Storage``; every operation except ``open`` is that of ``inner``. Threads may share it.
 
-    def __init__(self, inner: Storage, budget: int, most: int | None = None):
+    Args:
+        inner: the storage to read from.
+        budget: bytes that may be kept.
+        max_files: files that may be kept; each needs an open file handle of the process. None: a quarter of its limit.
+    """
+
+    def __init__(self, inner: Storage, budget: int, max_files: int | None = None):
         self.inner, self.budget = inner, budget
-        self.most = _a_quarter() if most is None else most
+        self.max_files = _default_max_files() if max_files is None else max_files
         self._handles = 0
         self._lock = threading.Lock()
-        self._taken = 0                             # bytes, of files that are being read too
+        self._reserved = 0                          # bytes, including files that are still being read
         self._kept: dict[str, tuple[int, int]] = {}             # path: (handle, size)
 
     def __getattr__(self, name: str) -> Any:
@@ -41,7 +45,7 @@ class ReadCache:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the files that are kept."""
+        """Returns the number of bytes in kept files."""
         with self._lock:
             return sum(size for _, size in self._kept.values())
 
@@ -50,112 +54,114 @@ class ReadCache:
             if path in self._kept:
                 return open(f"/proc/self/fd/{self._kept[path][0]}", "rb")       # noqa: SIM115  at a position of its own
         file = self.inner.open(path)
-        return _Recorded(self, path, file)          # type: ignore[return-value]
+        return _RecordingFile(self, path, file)          # type: ignore[return-value]
 
-    def enough(self) -> None:
-        """Keeps what there is, and adds nothing: a caller that loads a file reads it for the last time."""
+    def freeze(self) -> None:
+        """Adds no more files and keeps those it has. A caller that loads files reads each for the last time."""
         with self._lock:
             self.budget = 0
 
     def clear(self) -> None:
-        """Gives the memory back; no kept file is read any more. The files are truncated before they are closed: a process that
-        was forked meanwhile, such as a worker of a data set, has them open too, and would keep the memory."""
+        """Releases the memory and drops all kept files. Truncates them before closing: a process that was forked meanwhile,
+        such as a data set worker, has them open too and would keep the memory."""
         with self._lock:
             kept, self._kept = self._kept, {}
-            self._taken -= sum(size for _, size in kept.values())
+            self._reserved -= sum(size for _, size in kept.values())
             self._handles -= len(kept)
         for handle, _ in kept.values():
             with suppress(OSError):
                 os.ftruncate(handle, 0)
             os.close(handle)
 
-    def take(self, size: int) -> int | None:
-        """Returns the handle of an anonymous file for ``size`` bytes; None if that is too much or one too many, or it cannot be
-        made."""
+    def reserve(self, size: int) -> int | None:
+        """Reserves ``size`` bytes and returns the handle of an anonymous file for them. Returns None if the budget or the
+        limit of files does not allow it, or the kernel cannot create the file."""
         with self._lock:
-            if not 0 < size <= self.budget - self._taken or self._handles >= self.most:
+            if not 0 < size <= self.budget - self._reserved or self._handles >= self.max_files:
                 return None
-            self._taken += size
+            self._reserved += size
             self._handles += 1
         try:
             return os.memfd_create("mindresume-kept", os.MFD_CLOEXEC)
-        except (OSError, AttributeError):           # another kernel
-            self.give_back(None, size)
+        except (OSError, AttributeError):           # no memfd_create here
+            self.release(None, size)
             return None
 
-    def give_back(self, handle: int | None, size: int) -> None:
+    def release(self, handle: int | None, size: int) -> None:
+        """Releases a reservation and closes its handle."""
         with self._lock:
-            self._taken -= size
+            self._reserved -= size
             self._handles -= 1
         if handle is not None:
             os.close(handle)
 
-    def keep(self, path: str, handle: int, size: int) -> None:
+    def add(self, path: str, handle: int, size: int) -> None:
+        """Keeps a file that was read completely; releases it if another thread kept the same file first."""
         with self._lock:
             if path not in self._kept:
                 self._kept[path] = handle, size
                 return
-        self.give_back(handle, size)                # another thread was faster
+        self.release(handle, size)
 
 
-def _a_quarter() -> int:
+def _default_max_files() -> int:
     """Returns a quarter of the number of files that this process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
 
 
 def uncached(storage: Storage) -> Storage:
-    """Returns the storage without its cache: for everything that may be another file the next time it is read."""
+    """Returns the storage without its cache, for files that may have changed by the next read."""
     return storage.inner if isinstance(storage, ReadCache) else storage
 
 
-class _Recorded:
-    """A file of which everything that is read is copied to memory, as long as nothing is left out before it."""
+class _RecordingFile:
+    """Reads a file and copies its bytes into the cache, as long as they are read without a gap from the start."""
 
     def __init__(self, files: ReadCache, path: str, file: BinaryIO):
         self._files, self._path, self._file = files, path, file
-        self._size, self._filled = os.fstat(file.fileno()).st_size, 0
+        self._size, self._recorded = os.fstat(file.fileno()).st_size, 0
         self._copy: int | None = None
-        self._wanted = True
+        self._recording = True
         self.name = path
 
     def read(self, count: int = -1) -> bytes:
         start = self._file.tell()
         data = self._file.read(count)
-        self._note(start, data)
+        self._record(start, data)
         return data
 
     def readinto(self, buffer: bytearray | memoryview) -> int:
         start = self._file.tell()
         count = self._file.readinto(buffer)         # type: ignore[attr-defined]
-        self._note(start, memoryview(buffer).cast("B")[:count])
+        self._record(start, memoryview(buffer).cast("B")[:count])
         return count
 
-    def _note(self, start: int, data: bytes | memoryview) -> None:
+    def _record(self, start: int, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        if not self._wanted or not len(view) or start > self._filled:
+        if not self._recording or not len(view) or start > self._recorded:
             return
         if self._copy is None:
-            self._copy = self._files.take(self._size)
+            self._copy = self._files.reserve(self._size)
             if self._copy is None:
-                self._wanted = False
+                self._recording = False
                 return
         try:
             while len(view):
                 done = os.pwrite(self._copy, view, start)
                 start, view = start + done, view[done:]
-        except OSError:                             # no memory: then it is read again
-            self._drop()
+        except OSError:                             # no memory: the file will be read from disk again
+            self._discard()
             return
-        self._filled = max(self._filled, start)
+        self._recorded = max(self._recorded, start)
 
-    def _drop(self) -> None:
-        copy, self._copy, self._wanted = self._copy, None, False
+    def _discard(self) -> None:
+        copy, self._copy, self._recording = self._copy, None, False
         if copy is not None:
-            self._files.give_back(copy, self._size)
+            self._files.release(copy, self._size)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns other ways to read. They are not copied; such a file is not kept."""
+        """Returns any other method of the file. What it reads is not copied, so the file is not kept."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._file, name)
@@ -167,7 +173,7 @@ class _Recorded:
         return self._file.tell()
 
     def fileno(self) -> int:
-        """Returns the handle. Reads through it are not seen, so such a file is not kept."""
+        """Returns the file handle. Reads through it are not copied, so the file is not kept."""
         return self._file.fileno()
 
     @property
@@ -178,13 +184,13 @@ class _Recorded:
         if self._file.closed:
             return
         self._file.close()
-        if self._copy is not None and self._filled == self._size:
+        if self._copy is not None and self._recorded == self._size:
             copy, self._copy = self._copy, None
-            self._files.keep(self._path, copy, self._size)
+            self._files.add(self._path, copy, self._size)
         else:
-            self._drop()
+            self._discard()
 
-    def __enter__(self) -> _Recorded:
+    def __enter__(self) -> _RecordingFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""One file of tensors, safetensors or MindSpore's ckpt: what is in it, where, and the bytes of a new one.
+"""Reads and writes one file of tensors, in safetensors or MindSpore's ckpt format.
 
     with open(path, "rb") as file:
         header = read_header(file, path)                              # every name, dtype, shape and byte range, checked
@@ -7,7 +7,7 @@
     for name, piece in encode("ckpt", {"embedding.weight": weight}, {"run": "7"}):
         out.write(piece)
 
-dtypes go by numpy's names (``float32``, ``bfloat16``, ``bool``); ckpt has ``str`` besides, a text.
+dtypes have numpy's names (``float32``, ``bfloat16``, ``bool``); ckpt also has ``str``, a text.
 """
 from __future__ import annotations
 
@@ -41,29 +41,33 @@ __all__ = ["CHUNK", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec
            "plan_file",
            "read_header", "read_scalar", "read_tensor", "tensor_spec"]
 
-_MAX_SCALAR = 1 << 20       # bytes of a text that stands for one value; a file of terabytes may claim to be one
+_MAX_SCALAR = 1 << 20       # bytes of a text; a tensor of terabytes may claim to be one
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """``"safetensors"`` or ``"ckpt"`` by the extension; ValueError for any other."""
+    """Returns ``"safetensors"`` or ``"ckpt"`` by the extension. Raises ValueError for any other extension."""
     extension = os.path.splitext(os.fspath(path))[1].removeprefix(".")
     _module(extension, path)
     return extension
 
 
 def read_header(file: BinaryIO, path: str) -> Header:
-    """Names, dtypes, shapes and byte ranges of all tensors, in the order of the file; no tensor is read.
+    """Reads names, dtypes, shapes and byte ranges of all tensors, in the order of the file, but no tensor.
 
-    ``file``: opened in binary mode, seekable; ``path`` decides the format and is what errors name. CorruptFileError
-    unless the file is complete and consistent. What this cannot see: altered tensor bytes, and a ckpt written by
-    MindSpore that was cut exactly between two tensors (one written by ``encode`` then lacks its metadata).
+    Args:
+        file: opened in binary mode, seekable.
+        path: decides the format, and is named in errors.
+
+    Raises:
+        CorruptFileError: The file is incomplete or inconsistent. Not detected: altered tensor bytes, and a ckpt written by
+            MindSpore that was truncated exactly between two tensors (one written by ``encode`` then lacks its metadata).
     """
     return _module(format_of(path), path).read_header(file, path)
 
 
 def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
-    """A fresh C-contiguous array of the entry's shape and dtype, 0-d included; a ``str`` entry comes as a 0-d text
-    array. CorruptFileError if the file ends before the tensor does."""
+    """Returns a new C-contiguous array of the entry's shape and dtype (0-d if the shape is empty); a 0-d text array for a ``str``
+    entry. Raises CorruptFileError if the file ends before the tensor does."""
     raw = np.empty(entry.nbytes, np.uint8)
     read_ranges(file, entry.ranges, memoryview(raw))
     if entry.dtype == "str":
@@ -72,44 +76,45 @@ def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
 
 
 def read_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
-    """The value of a tensor of one element (any number of dimensions) or of a text; None if there is none of that name.
-    CorruptFileError if it has more or fewer elements, or the text more than 1 MiB: then nothing of it is read."""
+    """Returns the value of a text, or of a tensor with one element (of any number of dimensions); None if there is no tensor
+    of that name. Raises CorruptFileError, before reading the tensor, if it has another number of elements, or a text has more
+    than 1 MiB."""
     entry = header.tensors.get(name)
     if entry is None:
         return None
     if math.prod(entry.shape) != 1 or entry.nbytes > _MAX_SCALAR:
-        raise CorruptFileError(file_name(file), f"{name} should be one number, found shape {entry.shape}, {entry.nbytes} bytes",
+        raise CorruptFileError(file_name(file), f"expected one number in {name}, found shape {entry.shape}, {entry.nbytes} bytes",
                                tensor=name)
     return read_tensor(file, entry).item()
 
 
 def encode(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
            ) -> Iterator[tuple[str | None, memoryview]]:
-    """The pieces of the file in order, each with the name of the tensor whose bytes it holds (None: header bytes).
+    """Yields the pieces of the file in order, each with the name of the tensor whose bytes it holds (None: header bytes).
 
-    Pieces have at most ``CHUNK`` bytes, so that a piece is still in the cache when it is hashed and then written. They
-    are views of the arrays: contiguous arrays are not copied, others one at a time. An empty tensor has one empty
-    piece. Arrays must not change until the last piece is consumed. ValueError, at the call and before the first piece,
-    for a format, dtype, byte order, name or metadata that cannot be written.
+    Pieces have at most ``CHUNK`` bytes, so that a piece is still in the CPU cache when it is hashed and then written. They are
+    views of the arrays: contiguous arrays are not copied, others are copied one at a time. An empty tensor has one empty piece.
+    Arrays must not change until the last piece is consumed. Raises ValueError, at the call and before the first piece, for a
+    format, dtype, byte order, name or metadata that cannot be written.
     """
     return _pieces(plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata), tensors)
 
 
 def encoded_size(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> int:
-    """Bytes of the file that ``encode`` makes of the same arguments; ValueError as there."""
+    """Returns the size in bytes of the file that ``encode`` makes of these arguments. Raises ValueError like ``encode``."""
     return plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata).size
 
 
 def plan_file(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
-    """The file that ``encode`` makes of tensors like these, without any of their bytes. ValueError as there. In a safetensors
-    file wide dtypes come first, then names in order; a ckpt keeps the order of ``specs``."""
+    """Returns the layout of the file that ``encode`` makes of such tensors, without their bytes. A safetensors file has wide
+    dtypes first, then names in order; a ckpt keeps the order of ``specs``. Raises ValueError like ``encode``."""
     return _module(fmt).plan_file(specs, metadata)
 
 
 def _pieces(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
     name, data = None, memoryview(b"")
     for part in plan.parts:
-        if part.name is not None and part.name != name:         # one at a time: an array may have to be copied for it
+        if part.name is not None and part.name != name:         # at most one array is copied at a time
             name, data = part.name, tensor_bytes(tensors[part.name])
         whole = memoryview(part.data) if part.name is None else data[part.start:part.start + part.count]
         for piece in chunks(whole):

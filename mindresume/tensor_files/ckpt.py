@@ -1,16 +1,15 @@
-"""MindSpore's ckpt format: protocol buffers, walked by hand so that only the few bytes around each tensor are read.
+"""MindSpore's ckpt format: protocol buffers, parsed by hand so that only a few bytes around each tensor are read.
 
-    Checkpoint  { repeated Value value = 1;  bytes metadata = 1000; }      metadata: ours, see below
+    Checkpoint  { repeated Value value = 1;  bytes metadata = 1000; }      metadata: written by mindresume, see below
     Value       { string tag = 1;  TensorProto tensor = 2;  MapTensorProto maptensor = 3; }
     TensorProto { repeated int64 dims = 1;  string tensor_type = 2;  bytes tensor_content = 3; }
 
-A tensor of more than 512 MiB is spread over consecutive Values of the same tag, all with the dims of the whole tensor.
-Dims of a 0-d tensor are empty, of a text ``[0]``; MindSpore's loader takes ``[0]`` for 0-d (so it takes shape (0,) for
-0-d, too). bfloat16 lies there as its own two bytes.
+A tensor of more than 512 MiB is split over consecutive Values with the same tag, each with the dims of the whole tensor. The dims
+of a 0-d tensor are empty, those of a text ``[0]``; MindSpore's loader takes ``[0]`` for 0-d (so it takes shape (0,) for 0-d,
+too). bfloat16 is stored in its own two bytes.
 
-The format cannot tell a file that was cut between two Values. Ours therefore end with a field that MindSpore does not
-know and skips: the metadata as a JSON object, present even if empty. MindSpore may append ``crc_num`` and 10
-bytes; that is skipped.
+A file truncated between two Values is a valid ckpt. Files of mindresume therefore end with a field that MindSpore does not know
+and skips: the metadata as a JSON object, present even if empty. MindSpore may append ``crc_num`` and 10 bytes, which are skipped.
 """
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ from mindresume.tensor_files.protobuf import MAX_VARINT, decode_varint, encode_v
 SLICE_BYTES = 512 << 20     # mindspore/train/serialization.py: SLICE_SIZE, in KiB there
 METADATA_FIELD = 1000
 CRC_MARK, CRC_BYTES = b"crc_num", 17
-MAX_TEXT = 1 << 20          # bytes of a name: more is damage, and not worth the memory
-WINDOW = 8192               # bytes read at once: several small tensors, or one header
+MAX_TEXT = 1 << 20          # bytes of a name; a longer one is damage and must not use up the memory
+WINDOW = 8192               # bytes per read: several small tensors, or one header
 
 NAMES = {"float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64",
          "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint64": "UInt64", "uint32": "UInt32", "uint16": "UInt16",
@@ -49,7 +48,7 @@ _DTYPES = {tag: dtype for dtype, tag in NAMES.items()}
 
 
 class _Value(NamedTuple):
-    """One Value of the file: a tensor or a part of it. ``content``: (absolute offset, bytes)."""
+    """One Value of the file: a tensor or a part of one. ``content``: (absolute offset, bytes)."""
     name: str
     tag: str
     dims: tuple[int, ...]
@@ -57,7 +56,7 @@ class _Value(NamedTuple):
 
 
 def read_header(file: BinaryIO, path: str) -> Header:
-    """See ``mindresume.tensor_files.read_header``."""
+    """Implements ``mindresume.tensor_files.read_header``."""
     scan = _Scanner(file, path)
     if not scan.size:
         raise CorruptFileError(path, "the file is empty")
@@ -66,7 +65,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
     while position < scan.size and not scan.at_crc(position):
         number, start, end = scan.message(position, scan.size)
         if metadata is not None:
-            raise scan.damage(position, "something follows the metadata, which ends a file")
+            raise scan.damage(position, "data after the metadata, which must end the file")
         if number == METADATA_FIELD:
             raw = scan.take(start, end - start, MAX_HEADER)
             metadata = parse_metadata(parse_object(raw, path, "the metadata"), path)
@@ -77,7 +76,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
             last = value.name
             groups.setdefault(last, []).append(value)
         else:
-            raise scan.damage(position, f"field {number} is not one of a checkpoint")
+            raise scan.damage(position, f"field {number} is unknown in a checkpoint")
         position = end
     return Header("ckpt", scan.size, metadata or {}, {name: _join(path, values) for name, values in groups.items()})
 
@@ -104,7 +103,7 @@ def _tensor(scan: _Scanner, position: int, limit: int, name: str) -> tuple[str, 
         if number == 1 and wire == 0:
             size, end = scan.varint(after, limit)
             dims.append(size)
-        elif number == 1 and wire == 2:                     # the packed form, which every parser must take
+        elif number == 1 and wire == 2:                     # the packed form, which every parser must accept
             after, end = scan.span(after, limit)
             while after < end and len(dims) <= MAX_DIMENSIONS:
                 size, after = scan.varint(after, end)
@@ -129,7 +128,7 @@ def _tensor(scan: _Scanner, position: int, limit: int, name: str) -> tuple[str, 
 
 
 def _join(path: str, values: list[_Value]) -> TensorEntry:
-    """Entry of a tensor from all its parts; CorruptFileError if they do not make one."""
+    """Returns the entry of a tensor from all its parts. Raises CorruptFileError if they do not fit together."""
     name, tag, dims, _ = values[0]
     for value in values:
         if (value.tag, value.dims) != (tag, dims):
@@ -139,13 +138,13 @@ def _join(path: str, values: list[_Value]) -> TensorEntry:
     nbytes = sum(count for _, count in ranges)
     if tag == "str":
         if nbytes % 4:
-            raise CorruptFileError(path, f"text {name} has {nbytes} bytes, which is not 4 per character", tensor=name)
+            raise CorruptFileError(path, f"text {name} has {nbytes} bytes, expected a multiple of 4", tensor=name)
         return TensorEntry("str", (), ranges)
     return checked_entry(path, name, _DTYPES[tag], () if dims == (0,) and nbytes else dims, ranges)
 
 
 class _Scanner:
-    """The wire format at absolute offsets, through a small window. Methods raise CorruptFileError with the offset."""
+    """Reads the wire format at absolute offsets through a small window. Its methods raise CorruptFileError with the offset."""
 
     def __init__(self, file: BinaryIO, path: str):
         self.size = file.seek(0, 2)
@@ -155,13 +154,13 @@ class _Scanner:
         return CorruptFileError(self._path, f"at byte {position} of {self.size}: {reason}"[:400], tensor=tensor)
 
     def at_crc(self, position: int) -> bool:
-        """Whether just MindSpore's crc trailer is left."""
+        """Returns whether only MindSpore's crc trailer is left."""
         return self.size - position == CRC_BYTES and self.take(position, len(CRC_MARK)) == CRC_MARK
 
     def take(self, position: int, count: int, most: int = WINDOW) -> bytes:
-        """``count`` bytes; the caller has checked that they lie within the file."""
+        """Returns ``count`` bytes; the caller has checked that they lie within the file."""
         if count > most:
-            raise self.damage(position, f"{count} bytes where at most {most} make sense")
+            raise self.damage(position, f"a length of {count} bytes, expected at most {most}")
         if not self._start <= position <= position + count <= self._start + len(self._data):
             data = bytearray(min(max(count, WINDOW), self.size - position))
             read_ranges(self._file, [(position, len(data))], memoryview(data))
@@ -172,10 +171,10 @@ class _Scanner:
         try:
             return self.take(start, end - start, most).decode()
         except UnicodeDecodeError as error:
-            raise self.damage(start, f"a name that is not UTF-8: {error}") from error
+            raise self.damage(start, f"a name is not UTF-8: {error}") from error
 
     def varint(self, position: int, limit: int) -> tuple[int, int]:
-        """(value, position after it)"""
+        """Returns (value, position after it)."""
         try:
             value, count = decode_varint(self.take(position, min(MAX_VARINT, limit - position)))
             if value < 2**64:
@@ -186,12 +185,12 @@ class _Scanner:
                                     f"no ckpt file")
 
     def key(self, position: int, limit: int) -> tuple[int, int, int]:
-        """(field number, wire type, position after them)"""
+        """Returns (field number, wire type, position after them)."""
         key, after = self.varint(position, limit)
         return key >> 3, key & 7, after
 
     def span(self, position: int, limit: int) -> tuple[int, int]:
-        """(start, end) of what is preceded by its length"""
+        """Returns (start, end) of a field that is preceded by its length."""
         length, start = self.varint(position, limit)
         if length > limit - start:
             raise self.damage(position, f"{length} bytes should follow, {limit - start} are left: cut short, or no "
@@ -199,7 +198,7 @@ class _Scanner:
         return start, start + length
 
     def message(self, position: int, limit: int) -> tuple[int, int, int]:
-        """(field number, start, end) of a field that has a length"""
+        """Returns (field number, start, end) of a field that has a length."""
         number, wire, after = self.key(position, limit)
         if wire != 2:
             raise self.damage(position, f"field {number} has wire type {wire}, expected 2: no ckpt file, or an "
@@ -208,7 +207,7 @@ class _Scanner:
 
 
 def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
-    """See ``mindresume.tensor_files.plan_file``. The order of the tensors is kept."""
+    """Implements ``mindresume.tensor_files.plan_file``; keeps the order of the tensors."""
     known, parts = {**NAMES, "str": "str"}, []
     for name, spec in specs.items():
         tag = known[checked_dtype("ckpt", name, spec, known)]
@@ -220,12 +219,12 @@ def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> F
 
 
 def _slices(nbytes: int) -> list[tuple[int, int]]:
-    """(start, bytes) of the parts of a tensor; one empty part of an empty one."""
+    """Returns (start, bytes) of the parts of a tensor; one empty part for an empty tensor."""
     return [(start, min(SLICE_BYTES, nbytes - start)) for start in range(0, max(nbytes, 1), SLICE_BYTES)]
 
 
 def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
-    """Everything of a Value up to its content of ``count`` bytes."""
+    """Returns the bytes of a Value up to its content, which has ``count`` bytes."""
     dims = (0,) if tag == "str" else shape
     inner = b"".join(b"\x08" + encode_varint(size) for size in dims) + b"\x12" + _text(tag) + b"\x1a" + encode_varint(count)
     value = b"\x0a" + _text(name) + b"\x12" + encode_varint(len(inner) + count) + inner
@@ -235,7 +234,7 @@ def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
 def _tail(metadata: Mapping[str, str]) -> bytes:
     raw = dump_json(checked_metadata(metadata))
     if raw[-CRC_BYTES:].startswith(CRC_MARK):
-        raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and cut them off
+        raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and drop them
     if len(raw) > MAX_HEADER:
         raise ValueError(f"the metadata would have {len(raw)} bytes; at most {MAX_HEADER} can be read back")
     return encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw

@@ -1,4 +1,4 @@
-"""What both file formats share: the header of a file, the checks of one tensor, and exact reading."""
+"""Code shared by both file formats: file headers, checks of single tensors, and exact reading."""
 from __future__ import annotations
 
 import json
@@ -13,8 +13,8 @@ import numpy as np
 from mindresume.bounded_json import MAX_VALUES, parse_json
 from mindresume.errors import CorruptFileError
 
-CHUNK = 4 << 20             # bytes: fits the cache, and large enough for a system call per piece
-MAX_HEADER = 100_000_000    # bytes of JSON, the limit of the safetensors library
+CHUNK = 4 << 20             # bytes: fits the CPU cache, and is large enough for one system call per piece
+MAX_HEADER = 100_000_000    # bytes of JSON; the limit of the safetensors library
 MAX_DIMENSIONS = 32         # numpy's limit
 
 DTYPES: Mapping[str, np.dtype] = {dtype.name: dtype for dtype in map(np.dtype, (
@@ -23,7 +23,7 @@ DTYPES: Mapping[str, np.dtype] = {dtype.name: dtype for dtype in map(np.dtype, (
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies. ``ranges``: (absolute offset, bytes) in order; more than one only in a ckpt."""
+    """The position of one tensor in a file. ``ranges``: (absolute offset, bytes) in order; more than one only in a ckpt."""
     dtype: str
     shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
@@ -34,15 +34,16 @@ class TensorEntry(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that is to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt; ``nbytes`` are 4 a character)."""
+    """Describes a tensor to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt; ``nbytes`` are 4 for each
+    character)."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
 class FilePart(NamedTuple):
-    """What lies at ``offset`` of a file that is to be written: the literal bytes ``data`` if ``name`` is None, else ``count``
-    bytes of that tensor, beginning with its byte ``start``."""
+    """The content of a new file at ``offset``: the literal bytes ``data`` if ``name`` is None, else ``count`` bytes of that
+    tensor from its byte ``start``."""
     offset: int
     name: str | None
     data: bytes
@@ -52,14 +53,14 @@ class FilePart(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A whole file of ``size`` bytes before it is written: its parts in order, without gaps."""
+    """The layout of a new file of ``size`` bytes: its parts in order, without gaps."""
     format: str
     size: int
     parts: tuple[FilePart, ...]
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """{name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order of the file."""
+        """Returns {name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order of the file."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         for part in self.parts:
             if part.name is not None:
@@ -68,7 +69,7 @@ class FilePlan:
 
 
 def make_file_plan(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> FilePlan:
-    """``parts`` in order: literal bytes, or (tensor, first byte of it, bytes)."""
+    """Makes a plan of ``parts`` in order: literal bytes, or (tensor name, first byte of the tensor, bytes)."""
     rows, position = [], 0
     for part in parts:
         literal = isinstance(part, bytes)
@@ -80,7 +81,7 @@ def make_file_plan(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> F
 
 @dataclass(frozen=True)
 class Header:
-    """``size``: bytes of the whole file; ``tensors`` in the order of the file."""
+    """The content of a file header. ``size``: bytes of the whole file; ``tensors``: in the order of the file."""
     format: str
     size: int
     metadata: Mapping[str, str]
@@ -89,9 +90,10 @@ class Header:
 
 def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]
                   ) -> TensorEntry:
-    """CorruptFileError unless numpy can hold the shape and the ranges have as many bytes as shape and dtype need."""
+    """Makes the entry of a tensor. Raises CorruptFileError unless numpy can hold the shape, and the ranges have as many bytes as
+    shape and dtype need."""
     entry, itemsize = TensorEntry(dtype, shape, tuple(ranges)), DTYPES[dtype].itemsize
-    # numpy refuses (0, 2**62) too, so the factors that are not 0 must fit by themselves
+    # numpy refuses (0, 2**62) too, so the factors other than 0 must fit by themselves
     if len(shape) > MAX_DIMENSIONS or math.prod(size for size in shape if size) * itemsize >= 2**63:
         raise CorruptFileError(path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name)
     expected = math.prod(shape) * itemsize
@@ -102,80 +104,81 @@ def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], rang
 
 
 def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
-    """ValueError for an array whose bytes are not those of a file: it is big-endian."""
+    """Describes an array. Raises ValueError for a big-endian array, whose bytes are not those of a file."""
     if array.dtype.kind == "U" and array.shape == ():
         text = array.item()
-        text.encode()                       # a lone surrogate: a ValueError here, not when it is read again
+        text.encode()                       # a lone surrogate is an error now, not when the file is read
         return TensorSpec("str", (), 4 * max(len(text), 1))
     if array.dtype.str.startswith(">"):
         raise ValueError(f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
                          f"array.astype(array.dtype.newbyteorder('<'))")
-    # by name: MindSpore has a bfloat16 of its own beside the one of ml_dtypes, with the same bytes
+    # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same bytes
     return TensorSpec(array.dtype.name if array.dtype.name in DTYPES else str(array.dtype), tuple(array.shape), array.nbytes)
 
 
 def checked_dtype(fmt: str, name: str, spec: TensorSpec, known: Iterable[str]) -> str:
-    """Its dtype; ValueError if ``fmt`` cannot hold it."""
+    """Returns the dtype of a spec. Raises ValueError if the format ``fmt`` cannot hold it."""
     if not isinstance(name, str):
-        raise ValueError(f"the name of a tensor is a text, found {name!r}")
+        raise ValueError(f"the name of a tensor must be a string, found {name!r}")
     if spec.dtype not in known:
         raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
     return spec.dtype
 
 
 def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """ValueError unless it maps text to text."""
+    """Returns a copy of ``metadata``. Raises ValueError unless it maps strings to strings."""
     wrong = [item for item in metadata.items() if not all(isinstance(part, str) for part in item)]
     if wrong:
-        raise ValueError(f"metadata maps text to text, found {wrong[0][0]!r}: {wrong[0][1]!r}")
+        raise ValueError(f"metadata must map strings to strings, found {wrong[0][0]!r}: {wrong[0][1]!r}")
     return dict(metadata)
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact UTF-8; ValueError for text that UTF-8 cannot hold."""
+    """Returns compact JSON in UTF-8. Raises ValueError for text that UTF-8 cannot encode."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES) -> dict[str, Any]:
-    """The JSON object in ``data``; CorruptFileError if it is none, or a key occurs twice in it or further inside, or there are
-    more than ``values`` values in it."""
+    """Parses the JSON object in ``data``. Raises CorruptFileError if it is not one, repeats a key at any depth, or has more than
+    ``values`` values. ``what``: names it in the error."""
     try:
         value = parse_json(data, values)
     except ValueError as error:
         raise CorruptFileError(path, f"{what} is not JSON: {error}"[:400]) from error
     if not isinstance(value, dict):
-        raise CorruptFileError(path, f"{what} should be a JSON object, found {type(value).__name__}")
+        raise CorruptFileError(path, f"{what} is {type(value).__name__}, expected a JSON object")
     return value
 
 
 def parse_metadata(value: Any, path: str) -> dict[str, str]:
-    """CorruptFileError unless ``value`` maps text to text."""
+    """Returns ``value``. Raises CorruptFileError unless it maps strings to strings."""
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CorruptFileError(path, f"the metadata does not map text to text: {value!r}"[:400])
+        raise CorruptFileError(path, f"the metadata does not map strings to strings: {value!r}"[:400])
     return value
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value of JSON is a whole number >= 0 (true and false are not) that a file system can count to."""
+    """Returns whether a JSON value is an integer (not true or false) from 0 to the largest file size."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def tensor_bytes(array: np.ndarray) -> memoryview:
-    """The bytes in C order; a view if the array is contiguous, else of a copy."""
+    """Returns the bytes in C order: a view if the array is contiguous, else of a copy."""
     if array.dtype.kind == "U":
         array = np.array(array.item(), "<U")            # the dtype may be longer than the text
-    # asarray and not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes have no buffer protocol
+    # not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes do not support the buffer protocol
     return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
 
 
 def chunks(data: memoryview) -> Iterator[memoryview]:
-    """Pieces of at most CHUNK bytes; one empty piece of no data, so that every tensor is seen by who hashes them."""
+    """Yields pieces of at most CHUNK bytes; one empty piece of no data, so that a checksum is computed for every tensor."""
     for start in range(0, max(len(data), 1), CHUNK):
         yield data[start:start + CHUNK]
 
 
 def read_ranges(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
-    """Reads the ranges one after the other into ``out``, of as many bytes; CorruptFileError if the file ends before."""
+    """Reads the ranges one after the other into ``out``, which has as many bytes. Raises CorruptFileError if the file ends
+    first."""
     done = 0
     for start, count in ranges:
         file.seek(start)
@@ -183,11 +186,11 @@ def read_ranges(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryvi
         while done < end:
             found = file.readinto(out[done:end])    # one call returns at most 2 GiB
             if not found:
-                raise CorruptFileError(file_name(file), f"the file ends at byte {file.tell()}, needed are the bytes from "
-                                                      f"{start} to {start + count}: cut short while it was read")
+                raise CorruptFileError(file_name(file), f"the file ends at byte {file.tell()}, expected bytes "
+                                                      f"{start} to {start + count}: truncated while it was read")
             done += found
 
 
 def file_name(file: BinaryIO) -> str:
-    """Path of an open file, for messages."""
+    """Returns the path of an open file, for messages."""
     return str(getattr(file, "name", "<file in memory>"))

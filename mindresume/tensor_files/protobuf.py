@@ -1,12 +1,12 @@
-"""Varints of protocol buffers, as MindSpore's checkpoint and strategy files hold them: no protobuf package is imported."""
+"""Encodes and decodes protobuf varints, as in MindSpore's checkpoint and strategy files. The protobuf package is not imported."""
 from __future__ import annotations
 
-MAX_VARINT = 10             # bytes of one
+MAX_VARINT = 10             # bytes
 _BITS = (1 << 64) - 1
 
 
 def encode_varint(value: int) -> bytes:
-    """Encodes a whole number of 64 bits; a negative one takes ten bytes."""
+    """Encodes an integer of 64 bits; a negative one takes ten bytes."""
     value &= _BITS
     out = bytearray()
     while value >= 0x80:
@@ -17,10 +17,10 @@ def encode_varint(value: int) -> bytes:
 
 
 def decode_varint(data: bytes, position: int = 0) -> tuple[int, int]:
-    """Returns the unsigned number at ``position`` (of up to 70 bits: the caller checks its range) and the position behind it.
-    ValueError if it does not end within MAX_VARINT bytes, or ``data`` ends before."""
+    """Returns the unsigned integer at ``position`` (up to 70 bits: the caller checks its range) and the position after it. Raises
+    ValueError if it does not end within MAX_VARINT bytes, or ``data`` ends first."""
     found = data[position:position + MAX_VARINT]
-    if found and found[0] < 0x80:               # most numbers are tags and lengths of one byte
+    if found and found[0] < 0x80:               # fast path: most numbers are tags and lengths of one byte
         return found[0], position + 1
     value = shift = 0
     for byte in found:
@@ -28,9 +28,9 @@ def decode_varint(data: bytes, position: int = 0) -> tuple[int, int]:
         shift += 7
         if byte < 0x80:
             return value, position + shift // 7
-    raise ValueError(f"a number has no end at byte {max(position + len(found) - 1, position)}")
+    raise ValueError(f"a number does not end at byte {max(position + len(found) - 1, position)}")
 
 
 def signed(value: int) -> int:
-    """Returns the number of 64 bits in two's complement whose unsigned form is ``value``."""
+    """Returns the 64-bit two's complement integer whose unsigned form is ``value``."""
     return value if value < 1 << 63 else (value & _BITS) - (1 << 64)

@@ -1,8 +1,8 @@
-"""The safetensors format: 8 bytes little-endian length of the header, a header of JSON, the bytes of the tensors.
+"""The safetensors format: the length of the header (8 bytes, little-endian), the header in JSON, the bytes of the tensors.
 
-``{"__metadata__": {text: text}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}``; offsets
-count from the end of the header, and the tensors cover everything from there to the end of the file, without gap or
-overlap. A file cut anywhere is therefore known by its size.
+``{"__metadata__": {text: text}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}``; offsets count from
+the end of the header, and the tensors cover everything from there to the end of the file, without gap or overlap. The size
+therefore reveals any truncation.
 """
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _DTYPES = {tag: dtype for dtype, tag in NAMES.items()}
 
 
 def read_header(file: BinaryIO, path: str) -> Header:
-    """See ``mindresume.tensor_files.read_header``."""
+    """Implements ``mindresume.tensor_files.read_header``."""
     size = file.seek(0, 2)
     if size < 8:
         raise CorruptFileError(path, f"a safetensors file has at least 8 bytes, found {size}")
     length = int.from_bytes(_read(file, 0, 8), "little")
     if length > MAX_HEADER or 8 + length > size:
         raise CorruptFileError(path, f"the header should have {length} bytes; the file has {size - 8} after its first "
-                                     f"8, and the limit is {MAX_HEADER}: cut short, or no safetensors file")
+                                     f"8, and the limit is {MAX_HEADER}: truncated, or not a safetensors file")
     raw = _read(file, 8, length)
     if raw[:1] != b"{":
-        raise CorruptFileError(path, f"the header does not begin with '{{' but with {raw[:8]!r}: no safetensors file")
+        raise CorruptFileError(path, f"the header begins with {raw[:8]!r}, expected '{{': not a safetensors file")
     table = parse_object(raw, path, "the header")
     metadata = parse_metadata(table.pop(METADATA, {}), path)
     return Header("safetensors", size, metadata, _entries(table, path, 8 + length, size))
@@ -63,7 +63,7 @@ def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[st
                                          f"but begins at {offset}: a gap or an overlap", tensor=name)
         position += count
     if position != size:
-        kind = "cut short" if size < position else "something was appended"
+        kind = "truncated" if size < position else "data was appended"
         raise CorruptFileError(path, f"its header describes a file of {position} bytes, found {size}: {kind}")
     return dict(entries)
 
@@ -77,7 +77,7 @@ def _entry(path: str, name: str, row: Any, start: int) -> TensorEntry:
         raise CorruptFileError(path, f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}"[:400],
                                tensor=name)
     if not isinstance(shape, list) or not all(map(is_size, shape)):
-        raise CorruptFileError(path, f"tensor {name}: the shape is no list of sizes: {shape!r}"[:400], tensor=name)
+        raise CorruptFileError(path, f"tensor {name}: the shape is {shape!r}, expected a list of sizes"[:400], tensor=name)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)) or offsets[0] > offsets[1]:
         raise CorruptFileError(path, f"tensor {name}: data_offsets are not [begin, end]: {offsets!r}"[:400],
                                tensor=name)
@@ -92,12 +92,13 @@ def _read(file: BinaryIO, start: int, count: int) -> bytes:
 
 
 def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
-    """See ``mindresume.tensor_files.plan_file``. Wide dtypes first, then by name, so that each tensor lies aligned."""
+    """Implements ``mindresume.tensor_files.plan_file``. Orders tensors by width of dtype, widest first, then by name, so that
+    each is aligned."""
     rows: dict[str, Any] = {METADATA: checked_metadata(metadata)} if metadata else {}
     if METADATA in specs:
         raise ValueError(f"{METADATA} cannot be the name of a tensor in a safetensors file")
     if set(specs) & set(metadata):
-        # MindSpore's loader takes the metadata of that name for the dtype of the tensor
+        # MindSpore's loader takes metadata of that name for the dtype of the tensor
         raise ValueError(f"{min(set(specs) & set(metadata))} cannot be both a tensor and a key of the metadata: "
                          f"MindSpore could not load the file")
     dtypes = {name: checked_dtype("safetensors", name, spec, NAMES) for name, spec in specs.items()}

@@ -52,11 +52,11 @@ def test_a_file_is_read_once(path):
     assert storage.size == 0 and hashed(storage, path) != first and disk.opened == [path] * 2
 
 
-def test_when_it_is_enough_nothing_more_is_kept(tmp_path, path):
+def test_a_frozen_cache_keeps_nothing_more(tmp_path, path):
     (tmp_path / "second").write_bytes(DATA)
     storage = ReadCache(PosixStorage(), 30_000_000)
     hashed(storage, path)
-    storage.enough()
+    storage.freeze()
     hashed(storage, str(tmp_path / "second"))
     assert storage.size == len(DATA) and list(storage._kept) == [path]
 
@@ -108,12 +108,12 @@ def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
     for path in paths:
         with open(path, "wb") as file:
             file.write(b"1234")
-    storage = ReadCache(PosixStorage(), 20_000_000, most=2)
+    storage = ReadCache(PosixStorage(), 20_000_000, max_files=2)
     sums = [hashed(storage, path) for path in paths]
     assert storage.size == 8 and sums == [hashed(storage, path) for path in paths]
     storage.clear()
     assert hashed(storage, paths[3]) == sums[3] and storage.size == 4           # the handles were given back
-    assert ReadCache(PosixStorage(), 1).most >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
+    assert ReadCache(PosixStorage(), 1).max_files >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
 
 
 def test_two_threads_that_read_the_same_file(path):
@@ -129,9 +129,9 @@ def test_two_threads_that_read_the_same_file(path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert storage.size == len(DATA) and storage._taken == len(DATA)
+    assert storage.size == len(DATA) and storage._reserved == len(DATA)
     storage.clear()
-    assert storage._taken == 0
+    assert storage._reserved == 0
 
 
 def test_everything_else_is_that_of_the_storage_below(tmp_path, path):
