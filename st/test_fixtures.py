@@ -104,7 +104,7 @@ def header_alone(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:8])
 
 
-DAMAGE = {"cut short": (cut_short, "cut short"), "empty": (emptied, "is empty"), "header cut": (header_alone, "")}
+DAMAGE = {"truncated": (cut_short, "truncated"), "empty": (emptied, "is empty"), "header cut": (header_alone, "")}
 SHARDED = "mf190_10_ckpt_dp2tp2opt"         # every rank holds moments of its own; in PLAIN 0 and 2, 1 and 3 hold the same
 
 
@@ -177,7 +177,7 @@ def test_meta_json_is_a_hint_only(folder):
     assert status == 0 and answer["chosen"]["step"] == 15
     _, listed = call("ls", folder)
     assert len(listed["notes"]) == 3                                 # and on the number of ranks
-    assert "rank_0/meta.json is empty or cut short" in listed["notes"][0]
+    assert "rank_0/meta.json is empty or truncated" in listed["notes"][0]
     assert "rank_1/meta.json names qwen3_rank_1-9_1.safetensors" in listed["notes"][1]
 
 

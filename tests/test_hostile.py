@@ -521,7 +521,7 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
     os.truncate(path, path.stat().st_size + nbytes)
     with within(3), open(path, "rb") as file:
         header = read_header(file, str(path))
-        with pytest.raises(CorruptFileError, match="step_num should be one number"):
+        with pytest.raises(CorruptFileError, match="expected one number in step_num"):
             read_scalar(file, header, "step_num")
 
 

@@ -491,10 +491,10 @@ def test_failure_ends_with_a_readable_line(script, capsys, monkeypatch):
 
 
 def test_an_error_of_ours_ends_with_all_its_lines(script, capsys):
-    script.fail.append(NoUsableCheckpointError("out holds checkpoints, but none can be used:\n  step 5: cut short"))
+    script.fail.append(NoUsableCheckpointError("out holds checkpoints, but none can be used:\n  step 5: truncated"))
     assert script() == 1
     err = capsys.readouterr().err
-    assert "Traceback" not in err and err.splitlines()[-1] == "  step 5: cut short"
+    assert "Traceback" not in err and err.splitlines()[-1] == "  step 5: truncated"
 
 
 def test_wrong_setting_ends_with_its_text_alone(script, capsys):

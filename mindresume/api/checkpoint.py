@@ -97,7 +97,7 @@ class Checkpoint:
         Raises:
             MissingCheckpointError: It was removed meanwhile.
             NoUsableCheckpointError: Its save never completed, or its records contradict each other.
-            CorruptFileError: A file is missing, cut short, or not what its record says.
+            CorruptFileError: A file is missing, truncated, or not what its record says.
             StrategyError: Nothing says how the ranks cut its tensors: mindformers wrote it on several ranks, and there is no
                 folder ``strategy`` beside it. Give ``strategy`` to ``mindresume.open``.
             LoadError: A part of a tensor is in no file.
@@ -119,7 +119,7 @@ class Checkpoint:
         Raises:
             KeyError: There is no such tensor.
             ValueError: ``region`` has too many dimensions, or a step.
-            CorruptFileError: A byte is not what was written, or a file is cut short.
+            CorruptFileError: A byte is not what was written, or a file is truncated.
             MindResumeError: As for ``tensors``.
         """
         from mindresume.reshard.region_load import read_regions

@@ -151,7 +151,7 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
     try:
         last = read_json(storage, path, _META_LIMIT)["last_ckpt_file"]
     except (OSError, ValueError, KeyError, TypeError):
-        return [f"{folder}/{META} is empty or cut short; ignored, the files decide"]
+        return [f"{folder}/{META} is empty or truncated; ignored, the files decide"]
     if last not in names:
         return [f"{folder}/{META} names {last}, which is not there; ignored, the files decide"]
     return []

@@ -152,7 +152,7 @@ def _message(data: Any, wanted: set[int]) -> dict[int, list[Any]]:
         elif kind in (1, 2, 5):
             length, position = _varint(data, position) if kind == 2 else (8 if kind == 1 else 4, position)
             if not 0 <= length <= end - position:
-                raise ValueError(f"damaged or cut short: field {number} has {length} bytes at {position} of a message of {end}")
+                raise ValueError(f"damaged or truncated: field {number} has {length} bytes at {position} of a message of {end}")
             value, position = data[position:position + length], position + length
         else:
             raise ValueError(f"damaged: wire type {kind} before byte {position} of a message of {end}")
@@ -168,7 +168,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     try:
         value, position = decode_varint(data, position)
     except ValueError as error:
-        raise ValueError(f"damaged or cut short: {error} of a message of {len(data)} bytes") from None
+        raise ValueError(f"damaged or truncated: {error} of a message of {len(data)} bytes") from None
     return signed(value), position
 
 

@@ -12,7 +12,7 @@ from mindresume.tensor_files import Header, read_header
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """Returns the header of a file. CorruptFileError if it is missing, cut short or malformed."""
+    """Returns the header of a file. CorruptFileError if it is missing, truncated or malformed."""
     path = os.path.join(root, file.path)
     try:
         with storage.open(path) as opened:

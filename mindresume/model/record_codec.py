@@ -42,7 +42,7 @@ def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[
     checksum = file.readline(64).rstrip(b"\n")
     line = read_line(file, limit, kind)
     if xxhash.xxh3_128_hexdigest(line).encode() != checksum:
-        raise RecordError(f"not a {kind}: it is empty, cut short or altered")
+        raise RecordError(f"not a {kind}: it is empty, truncated or altered")
     with field_errors(kind):
         head = parse_line(line, kind)
         if not isinstance(head, dict):

@@ -86,7 +86,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
     """Writes all ``targets`` (their folders are there, their names are not). Returns size and checksums of each, durable.
 
     ``traffic`` is added to. On any error nothing of them is left: CorruptFileError if a
-    source is cut short or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
+    source is truncated or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
     outs: list[_OutputFile] = []

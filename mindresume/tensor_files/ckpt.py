@@ -181,7 +181,7 @@ class _Scanner:
                 return value, position + count
         except ValueError:
             pass
-        raise self.damage(position, f"a number that does not end before byte {limit}, or is too large: cut short, or "
+        raise self.damage(position, f"a number that does not end before byte {limit}, or is too large: truncated, or "
                                     f"no ckpt file")
 
     def key(self, position: int, limit: int) -> tuple[int, int, int]:
@@ -193,7 +193,7 @@ class _Scanner:
         """Returns (start, end) of a field that is preceded by its length."""
         length, start = self.varint(position, limit)
         if length > limit - start:
-            raise self.damage(position, f"{length} bytes should follow, {limit - start} are left: cut short, or no "
+            raise self.damage(position, f"{length} bytes should follow, {limit - start} are left: truncated, or no "
                                         f"ckpt file")
         return start, start + length
 

@@ -158,7 +158,7 @@ def test_which_of_a_torn_file_outside_rank_folders(tmp_path, read, call):
     status, found = read("which", path)
     assert (status, found["chosen"]) == (3, None) and found["refused"][0]["file"] == str(path)
     status, out, _ = call("which", path)
-    assert "cut short, or no safetensors file" in out
+    assert "truncated, or not a safetensors file" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "which", "verify"])
@@ -360,7 +360,7 @@ def test_verify_of_a_damaged_record(tmp_path, read):
     flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "rank_00002.json", -10)
     status, found = read("verify", tmp_path)
     problem, = found["checkpoints"][0]["problems"]
-    assert status == 1 and "rank 2" in problem["reason"] and "list of tensors is cut short or altered" in problem["reason"]
+    assert status == 1 and "rank 2" in problem["reason"] and "list of tensors is truncated or altered" in problem["reason"]
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------------

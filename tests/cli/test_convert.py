@@ -231,7 +231,7 @@ def test_a_step_that_is_not_there(source, refused):
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("write", [foreign, recorded])
-@pytest.mark.parametrize("spoil", ["missing", "cut short", "empty", "header"])
+@pytest.mark.parametrize("spoil", ["missing", "truncated", "empty", "header"])
 def test_a_file_of_the_source_is(tmp_path, refused, write, fmt, spoil):
     root, plan = tmp_path / "checkpoint", Plan.parse("tp4", LITTLE)
     write(root, plan, FEW, fmt)

@@ -259,7 +259,7 @@ def test_only_the_index_is_left(unified):
 def test_a_file_cut_short(unified):
     part = unified / "part1.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
-    refused(unified, file=part.name, says="cut short")
+    refused(unified, file=part.name, says="truncated")
 
 
 def test_a_counter_that_is_no_single_number(unified):

@@ -142,7 +142,7 @@ def test_temporary_and_other_files_are_ignored(tmp_path, name):
 
 
 @pytest.mark.parametrize("content, told", [
-    ("", "empty or cut short"), ("{", "empty or cut short"), ("[]", "empty or cut short"), ("{}", "empty or cut short"),
+    ("", "empty or truncated"), ("{", "empty or truncated"), ("[]", "empty or truncated"), ("{}", "empty or truncated"),
     ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
     ('{"last_ckpt_file": null}', "which is not there"),
 ])
@@ -163,7 +163,7 @@ def test_weights_without_counters_and_damaged_files_are_candidates_with_a_proble
     reasons = {c.files[0][0].path: c.problem.reason for c in found(tmp_path).candidates}
     assert "holds no step_num: weights only" in reasons["rank_0/net_rank_0-1_5.ckpt"]
     assert "the file is empty" in reasons["rank_0/net_rank_0-1_6.ckpt"]
-    assert "cut short, or no safetensors file" in reasons["rank_0/net_rank_0-1_7.safetensors"]
+    assert "truncated, or not a safetensors file" in reasons["rank_0/net_rank_0-1_7.safetensors"]
 
 
 def test_a_damaged_file_of_the_first_rank_does_not_hide_the_step(tmp_path):
@@ -284,7 +284,7 @@ def test_a_flipped_bit_in_a_manifest_is_said(tmp_path):
     flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json", 60)
     scanned = found(tmp_path)
     assert scanned.candidates[0].problem is None and not scanned.candidates[0].committed
-    assert "cut short or altered; judged by the records" in scanned.notes[0]
+    assert "truncated or altered; judged by the records" in scanned.notes[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"torn"])
@@ -294,7 +294,7 @@ def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_
         write_rank(tmp_path, 5, rank, 2)                            # died before the manifest
     for rank in ranks:
         (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank)).write_bytes(content)
-    candidate, = (c for c in found(tmp_path).candidates if c.attempt)
+    candidate, = (c for c in found(tmp_path).candidates if c.records_dir)
     assert candidate.maybe_completed and "cannot be read" in candidate.problem.reason
     save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1)
     assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as debris

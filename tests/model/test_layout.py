@@ -99,8 +99,8 @@ def test_broken_json_is_a_value_error(broken):
 
 
 @pytest.mark.parametrize("arguments, says", [
-    (((), ()), "one or more axes"), (((2, 0), ()), "one or more axes"), (((2,), (1,)), "not in device_matrix"),
-    (((2,), (-2,)), "not in device_matrix"), (((2, 2), (0, 0)), "cuts twice"), (((2, 2), ((1, 0), 1)), "cuts twice"),
+    (((), ()), "at least one axis"), (((2, 0), ()), "at least one axis"), (((2,), (1,)), "does not have"),
+    (((2,), (-2,)), "does not have"), (((2, 2), (0, 0)), "an axis twice"), (((2, 2), ((1, 0), 1)), "an axis twice"),
     (((4,), (-1,), 3), "3 optimizer shards do not divide 4 replicas"), (((2, 2), (0,), 4), "4 optimizer shards"),
     (((4,), (-1,), -2), "-2 optimizer shards"),
 ])

@@ -166,7 +166,7 @@ def test_a_manifest_is_no_record_and_the_other_way_round():
 def test_details_of_another_record_are_refused():
     head, other = RECORD.encode(DETAILS), RECORD.encode(Details({"v": TensorRecord("float32", (1,), "00" * 16)}))
     mixed = b"\n".join(head.split(b"\n")[:2]) + b"\n" + other.split(b"\n")[2] + b"\n"
-    with pytest.raises(RecordError, match="list of tensors is cut short or altered"):
+    with pytest.raises(RecordError, match="list of tensors is truncated or altered"):
         read_back(mixed)
 
 
@@ -268,7 +268,7 @@ def test_names_are_as_documented():
 @pytest.mark.parametrize("name", ["", "1-1f3a9c04", "0001-1F3A9C04", "0001-1f3a9c0", "0001_1f3a9c04", "x0001-1f3a9c04",
                                   "0001-1f3a9c04\n"])
 def test_the_name_of_no_run(name):
-    with pytest.raises(RecordError, match="is not the name of a run"):
+    with pytest.raises(RecordError, match="is not a run id"):
         run_sequence(name)
 
 

@@ -395,7 +395,7 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
     places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
     targets = targets_of(tmp_path / "to", target, "safetensors")
-    ends = r"the file ends at byte .* cut short since its header was read"
+    ends = r"the file ends at byte .* truncated since its header was read"
     with leaves_nothing(tmp_path), pytest.raises(CorruptFileError, match=ends) as found:
         transform(weights, STORAGE, targets, workers, 512)
     assert found.value.path == path

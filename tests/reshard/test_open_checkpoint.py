@@ -70,7 +70,7 @@ def cut_short(root, step):
 
 def altered_header(root, step):
     flip_bit(path_of(root, step, 2), 3)
-    return r"net_rank_2-.*cut short, or no safetensors file"
+    return r"net_rank_2-.*truncated, or not a safetensors file"
 
 
 def empty(root, step):
@@ -81,7 +81,7 @@ def empty(root, step):
 def damaged_record(root, step):
     path, = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
     flip_bit(path, 40)
-    return r"rank 2: not a record: it is empty, cut short or altered"
+    return r"rank 2: not a record: it is empty, truncated or altered"
 
 
 def missing_record(root, step):

@@ -197,7 +197,7 @@ def test_a_file_that_is_cut_short_since(tmp_path):
     read_regions(weights, regions)
     path = tmp_path / candidate.files[1][0].path
     os.truncate(path, path.stat().st_size - 4)
-    with pytest.raises(CorruptFileError, match="the file ends at byte .* cut short since its header was read"):
+    with pytest.raises(CorruptFileError, match="the file ends at byte .* truncated since its header was read"):
         read_regions(weights, regions)
 
 

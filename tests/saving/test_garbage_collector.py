@@ -508,7 +508,7 @@ def test_what_cannot_be_removed_is_emitted_once(saved):
 
 
 def test_trash_of_the_same_attempt_is_in_nobodys_way(saved):
-    """Its removal was cut short, the checkpoint was copied back by hand."""
+    """Its removal was interrupted, the checkpoint was copied back by hand."""
     name = attempt_name(5, RUN)
     for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
         shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)

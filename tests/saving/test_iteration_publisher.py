@@ -778,7 +778,7 @@ def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training
     path = records_of(making(tmp_path, 10), 10) / record_name(0)
     path.write_bytes(path.read_bytes()[:-20])
     committer = Committer(place_of(tmp_path))
-    with pytest.raises(RecordError, match="cut short"):
+    with pytest.raises(RecordError, match="truncated"):
         committer.try_commit(10)
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == []

@@ -126,7 +126,7 @@ def test_scalars(fmt):
     values = [read_scalar(file, header, name) for name in ("zero_d", "one_d", "half", "absent")]
     assert values == [7, 65536.0, 1.5, None] and [type(value) for value in values[:3]] == [int, float, float]
     for name in ("two", "none"):
-        with pytest.raises(CorruptFileError, match=f"{name} should be one number, found shape"):
+        with pytest.raises(CorruptFileError, match=f"expected one number in {name}, found shape"):
             read_scalar(file, header, name)
 
 
