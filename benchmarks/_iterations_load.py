@@ -75,7 +75,8 @@ class Ours:
     def prove(self, root: str) -> None:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
-        from mindresume.resume.verifier import VerifiedShard, verify_rank
+        from mindresume.resume.verified_shard import VerifiedShard
+        from mindresume.resume.verifier import verify_rank
         from mindresume.storage.posix import PosixStorage
         storage = PosixStorage()
         candidate = scan(storage, root).candidates[0]

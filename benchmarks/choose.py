@@ -34,7 +34,7 @@ from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import _CandidateQueue, select
+from mindresume.resume.shared_selection import CandidateQueue, select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.operations import parallel
@@ -99,14 +99,14 @@ class Bench:
         root, expected = self.root(world, story), self.steps * EVERY
 
         def rank_0() -> int:
-            chooser = _CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
+            chooser = CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
             message = decide(SingleProcess(), lambda: chooser.next([]))
             self.message[f"{world} {story}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]
 
         def whole() -> int:
             policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: [0])
-            return select(PosixStorage(), root, SingleProcess(), policy).chosen.step
+            return select_shared(PosixStorage(), root, SingleProcess(), policy).chosen.step
 
         def mindformers() -> int:
             return int(self.built_in(root).rpartition("_")[2].partition(".")[0])

@@ -15,11 +15,12 @@ from mindresume.formats.consolidated import read_complete
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
-from mindresume.reshard.checkpoint_view import CheckpointView, view_of_candidate, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_complete
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.reshard.output_plan import rank_files
+from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.target_files import rank_files
 from mindresume.reshard.transform_processes import run
 from mindresume.tensor_files import read_header, read_tensor
 from st.jobs import ROOT
@@ -66,7 +67,7 @@ class Case:
 
 def weights_of(root: Path, plan: Plan, tensors, fmt: str = "safetensors", dedup: bool = False) -> CheckpointView:
     candidate = replace(foreign(root, plan, tensors, fmt, dedup), world_size=plan.world_size)
-    return view_of_candidate(STORAGE, str(root), candidate, plan.strategy())
+    return view_of_rank_folders(STORAGE, str(root), candidate, plan.strategy())
 
 
 def case_of(root: Path, text: str) -> Case:

@@ -22,8 +22,9 @@ import pytest
 
 from mindresume.formats.rank_folder_naming import free_suffix, parse_name
 from mindresume.model.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
+from mindresume.resume.choice import Choice
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import Choice, select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.storage.atomic_publish import TEMPORARY
@@ -103,7 +104,7 @@ class Story:
         if complete:
             assert (choice.chosen.run, chosen) == max(complete, key=lambda save: (run_sequence(save[0]), save[1]))
         else:
-            assert choice.fresh and not saver.committed and not self.chosen
+            assert choice.is_fresh_start and not saver.committed and not self.chosen
         assert chosen >= max([self.chosen, *saver.committed]), f"reported as committed: {saver.committed}"
         if choice.chosen:
             self.resumed += 1
@@ -117,7 +118,7 @@ class Story:
 
     def choose(self) -> Choice:
         """As all ranks of the next life would, each in its own thread. They must agree."""
-        choices = Ranks(self.ranks).run(lambda group: select(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
+        choices = Ranks(self.ranks).run(lambda group: select_shared(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
         assert all(isinstance(choice, Choice) for choice in choices), choices
         assert len({(choice.chosen.run, choice.chosen.step) if choice.chosen else None for choice in choices}) == 1
         return choices[0]
@@ -206,7 +207,7 @@ def test_a_save_that_nobody_can_commit_any_more_is_removed(tmp_path):
     for rank in range(4):
         write_rank(tmp_path, 10, rank, 4, run_name(1, "0000aaaa"))
     shutil.rmtree(tmp_path / "rank_3")
-    assert Ranks(4).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
+    assert Ranks(4).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
     later = run_name(2, "0000bbbb")
     assert Committer(place_of(tmp_path, 0, 4, later)).adopt() == []
     for step in (20, 30, 40):

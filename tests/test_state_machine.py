@@ -31,8 +31,9 @@ from mindresume.formats.rank_folder_naming import META, FileName, folder_name, f
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.model.training_state import TrainingState
+from mindresume.resume.choice import Choice
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.selector import Choice, select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, plan
@@ -167,7 +168,7 @@ class Training(RuleBasedStateMachine):
 
     def _choose(self, group, world: int) -> Choice | NoUsableCheckpointError:
         try:
-            return select(STORAGE, self.root, group, SelectionPolicy(
+            return select_shared(STORAGE, self.root, group, SelectionPolicy(
                 world, ranks_to_verify=every_rank if group.size == 1 else own_rank))
         except NoUsableCheckpointError as error:
             return error
@@ -185,7 +186,7 @@ class Training(RuleBasedStateMachine):
                         assert f"saved by {entry.world} ranks, this job has {world}" in str(result)
             else:
                 assert isinstance(result, Choice), result
-                assert result.chosen is None and result.fresh, f"took what cannot be used: {result.chosen}"
+                assert result.chosen is None and result.is_fresh_start, f"took what cannot be used: {result.chosen}"
                 assert not maybe_completed, f"a fresh start, though there was {maybe_completed}"
             return result
         assert isinstance(result, Choice), f"{expected} is whole, and: {result}"
@@ -448,8 +449,9 @@ def test_one_altered_label_does_not_make_a_save_that_never_completed_complete(tm
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2, fmt=fmt)
         os.remove(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank))
-    assert select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).fresh
+    assert select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).is_fresh_start
     path = path_of(tmp_path, 5, 0, fmt=fmt)
     flip_bit(path, path.read_bytes().index(b"mindresume") + 1)
     with suppress(NoUsableCheckpointError):         # to refuse is right, or to begin afresh
-        assert select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen is None
+        assert select_shared(STORAGE, str(tmp_path), SingleProcess(),
+                             SelectionPolicy(2, ranks_to_verify=every_rank)).chosen is None

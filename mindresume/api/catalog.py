@@ -44,12 +44,13 @@ from mindresume.formats.location import locate
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume import listing as surveys
-from mindresume.resume.full_verification import verify_checkpoints
+from mindresume.resume.candidates import find_candidates, world_size_notes
+from mindresume.resume.choice import describe_candidate
+from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.selection import CheckpointSources, preview_selection
 from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, every_rank
-from mindresume.resume.selector import candidates_for, describe, world_size_notes
-from mindresume.resume.verifier import read_size
+from mindresume.resume.verified_shard import read_size
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -209,17 +210,18 @@ class Catalog:
             storage, path, SingleProcess(), verify, resume=True)[0])
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
-        chosen = CheckpointStatus(choice.chosen, None, choice.remarks) if choice.chosen else None
+        chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.error:                                   # then its root is the path, and not what is below it
             with suppress(UnusableCheckpointError):
-                found, _ = candidates_for(self._storage, self.path)
+                found, _ = find_candidates(self._storage, self.path)
                 root = found.root
                 local = preview.node_local and info_of(self._storage, root, surveys.status_of_candidate(
                     self._storage, found, preview.node_local, strategy_of))
         return Selection(
             root, self._checkpoint(self._locate(), root, chosen) if chosen else None,
-            tuple(problem_of(root, refusal) for refusal in choice.refused), choice.notes, choice.fresh, choice.complete,
-            describe(choice.chosen, choice.complete) if choice.chosen else "", local, preview.error)
+            tuple(problem_of(root, refusal)
+                  for refusal in choice.refused), choice.notes, choice.is_fresh_start, choice.bytes_verified,
+            describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "", local, preview.error)
 
     # ---- is every byte as written ------------------------------------------------------------------------------------
 
@@ -296,9 +298,9 @@ class Catalog:
             found, rows = consolidated_checkpoint.survey(self._storage, place.path)
             yield from ((found, row) for row in rows if step is None or row.candidate.step == step)
             return
-        found, _ = candidates_for(self._storage, place.path)
-        if found.fresh_start_refusal:
-            raise MissingCheckpointError(found.fresh_start_refusal)
+        found, _ = find_candidates(self._storage, place.path)
+        if found.strange:
+            raise MissingCheckpointError(found.strange)
         strategy_of = strategy_lookup(self._storage)
         for candidate in found.candidates:
             if step is None or candidate.step == step:

@@ -31,10 +31,10 @@ from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.huggingface import read_config
 from mindresume.reshard.huggingface_export import KEEP, Export, to_huggingface, verify_composed
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.output_plan import PART_BYTES
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
+from mindresume.reshard.target_files import PART_BYTES
 from mindresume.storage.posix import PosixStorage
 
 SAME, ITERATION = "same", "iteration"

@@ -121,7 +121,8 @@ def info_of(storage: Storage, root: str, seen: CheckpointStatus) -> CheckpointIn
     """Returns the listing of one row of a survey of ``root``; looks up the size of each file."""
     found: Candidate = seen.candidate
     return CheckpointInfo(
-        found.step, found.epoch, seen.state, problem_of(root, seen.problem) if seen.problem else None, seen.remarks, found.format,
+        found.step, found.epoch, seen.state, problem_of(root,
+                                                        seen.problem) if seen.problem else None, seen.warnings, found.format,
         found.iteration_dir or None, found.origin, found.run, found.committed, found.world_size,
         found.missing_ranks, found.local_ranks, found.saved_at,
         size_of(storage, root, found), tuple(os.path.join(root, file.path) for file in found.all_files))

@@ -17,10 +17,11 @@ from mindresume.formats.metadata import read_metadata
 from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, attempts, parse_attempt
-from mindresume.resume.advisories import damaged_metadata_files
+from mindresume.resume.checkpoint_warnings import damaged_metadata_files
+from mindresume.resume.choice import Choice
+from mindresume.resume.file_checks import check_files
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import Choice, select
-from mindresume.resume.verifier import check_files
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder
@@ -61,7 +62,7 @@ def _newer(saved: Saved) -> tuple[str, int]:
 
 def _resume(world: World, storage: Storage, due: Saved | None) -> Verdict:
     try:
-        choice = select(storage, world.root, SingleProcess(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
+        choice = select_shared(storage, world.root, SingleProcess(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
     except UnusableCheckpointError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
@@ -159,7 +160,7 @@ def _follow_tracker(world: World) -> None:
                 read_header(file, name)
         if len(rows) != 2:
             raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
-    choice = select(PosixStorage(), folder, SingleProcess(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
+    choice = select_shared(PosixStorage(), folder, SingleProcess(), SelectionPolicy(world.ranks, ranks_to_verify=every_rank))
     wrong = _wrong(world, choice, (choice.chosen.run or "", step))
     if wrong:
         raise ValueError(wrong)

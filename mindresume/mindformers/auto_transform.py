@@ -39,8 +39,9 @@ from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_complete, with_world_size
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for
+from mindresume.resume.choice import Choice
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import Choice, select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.storage.interface import Storage
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
@@ -119,7 +120,7 @@ def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Sto
     if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(group, source.weights, regions):
         folder = transform_files(config, context, storage, source)
         emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
-        return select(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
+        return select_shared(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
     traffic, until_read = traffic_of_load(bytes_of(source.weights, regions), emit)
     arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
     return arrays, traffic.read, source.what

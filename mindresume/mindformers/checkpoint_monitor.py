@@ -28,9 +28,9 @@ from mindresume.mindformers.monitor_arguments import checked
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.state_collector import StateCollector
 from mindresume.resume.health import add
-from mindresume.resume.remote_fetch import number_runs
 from mindresume.resume.resume_summary import random_state_row
 from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import Policy, policy_of
 from mindresume.saving.save_request import SaveOptions, Saves, Step
 from mindresume.saving.save_session import SaveSession

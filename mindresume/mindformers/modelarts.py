@@ -10,7 +10,7 @@ from typing import Any
 from mindresume.errors import ConfigError
 from mindresume.events import Emit, ignore, warning
 from mindresume.mindformers import adapter
-from mindresume.resume.remote_fetch import CHECKPOINT
+from mindresume.resume.remote_selection import CHECKPOINT
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.object_store import FsspecStore, MoxingStore
 

@@ -10,8 +10,8 @@ from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
-from mindresume.resume.selector import Choice
 from mindresume.storage.interface import Storage
 
 

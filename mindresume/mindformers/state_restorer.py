@@ -19,10 +19,10 @@ from mindresume.mindformers.load_progress import waiting
 from mindresume.mindformers.network_state import check_fit
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
 from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.resume.choice import Choice
 from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, data_wish, fresh_position, resume_progress
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
-from mindresume.resume.selector import Choice
-from mindresume.resume.verifier import VerifiedShard
+from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum

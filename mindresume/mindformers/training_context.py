@@ -34,12 +34,12 @@ from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import own_shard
 from mindresume.resume.lost_work import LostWork
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.resume_summary import SummaryRow
-from mindresume.resume.selector import Choice
-from mindresume.resume.verifier import VerifiedShard
+from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings

@@ -34,8 +34,8 @@ from mindresume.model.training_state import is_transient
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
-from mindresume.resume.job_selection import islands_of, locate_checkpoints
-from mindresume.resume.verifier import ShardSource
+from mindresume.resume.job_selection import locate_checkpoints, shared_groups_of
+from mindresume.resume.verified_shard import ShardSource
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
@@ -71,7 +71,7 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
     path = locate_checkpoints(storage, path, group, context.emit)
     converts = bool(config.get("auto_trans_ckpt"))
     apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
-        islands_of(storage, path, group, context.resources.topology, context.emit).is_split
+        shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
     plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
                             resume=False, as_it_is=not converts)
     choice, chosen = plan.choice, plan.choice.chosen

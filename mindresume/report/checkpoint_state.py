@@ -45,7 +45,7 @@ def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
     found, seen = list_checkpoints(storage, root, strategy_lookup(storage))
     rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
                              saved.committed, saved.saved_at, row.state,
-                             row.problem.reason if row.problem else "; ".join(row.remarks))
+                             row.problem.reason if row.problem else "; ".join(row.warnings))
             for row in seen for saved in [row.candidate]]
     leases = {holder.run: is_alive(holder) for holder in known_lease_holders(storage, found.root) if holder.purpose == SAVING}
     return CheckpointState(found.root, found.exists, tuple(rows), found.notes, leases)

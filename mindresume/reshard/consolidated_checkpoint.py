@@ -19,8 +19,8 @@ from mindresume.reshard.conversion_manifest import ConversionManifest, conversio
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
 from mindresume.reshard.region_load import check_tensors
+from mindresume.resume.choice import Choice
 from mindresume.resume.listing import CheckpointStatus
-from mindresume.resume.selector import Choice
 from mindresume.resume.verifier import OnBytesRead
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import read_header

@@ -21,10 +21,9 @@ from mindresume.formats.rank_folder_naming import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name
-from mindresume.reshard.direct_engine import TargetFile
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.output_plan import METADATA, PART_BYTES, complete_files, iteration_files, rank_files
 from mindresume.reshard.scalar_tensors import with_counters
+from mindresume.reshard.target_files import METADATA, PART_BYTES, TargetFile, complete_files, iteration_files, rank_files
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from mindresume.model.record_details import Details, TensorRecord
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import ConversionPlan
-from mindresume.reshard.direct_engine import TargetFile
 from mindresume.reshard.geometry import shape_of
+from mindresume.reshard.target_files import TargetFile
 from mindresume.saving.committer import Committer
 from mindresume.saving.lineage import continued
 from mindresume.saving.shard_writer import SaveTarget

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,38 +20,17 @@ from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, SaveError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
-from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, whole, within
+from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.target_files import TargetFile, in_order
 from mindresume.storage.interface import NewFile, Storage
-from mindresume.tensor_files import FilePlan, TensorSpec, plan_file
+from mindresume.tensor_files import FilePlan
 from mindresume.tensor_files.checksum import Checksums
 from mindresume.tensor_files.header import DTYPES
 
 TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
 MAX_BLOCKS_IN_TILE = 512          # small tensors
 BUFFERS = 3                 # of TILE bytes, a worker
-
-
-@dataclass(frozen=True)
-class TargetFile:
-    """Describes a file to write. ``holds``: {tensor: region}; ``metadata``: of the file."""
-    path: str
-    format: str
-    holds: Mapping[str, Region]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    def plan_file(self, tensors: Mapping[str, Tensor]) -> FilePlan:
-        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
-        specs = {}
-        for name in in_order(self.holds, tensors):
-            shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
-            specs[name] = TensorSpec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
-        return plan_file(self.format, specs, self.metadata)
-
-
-def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a safetensors file."""
-    return sorted(names, key=lambda name: (-DTYPES[tensors[name].dtype].itemsize, name))
 
 
 def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, Region]]]:
@@ -309,7 +288,3 @@ class _Transfer:
                 for out in outs:
                     for position, piece in out.pieces(tensor.name, start, data):
                         yield out, tensor.name, position, piece
-
-
-def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
-    return {name: whole(tensor.shape) for name, tensor in tensors.items()}

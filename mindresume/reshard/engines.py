@@ -14,7 +14,8 @@ from mindresume.errors import ConfigError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.converter import Conversion, Writer
-from mindresume.reshard.direct_engine import BUFFERS, TILE, TargetFile, Traffic, transform
+from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic, transform
+from mindresume.reshard.target_files import TargetFile
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import remove_tree
 from mindresume.tensor_files.checksum import Checksums

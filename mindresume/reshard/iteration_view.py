@@ -17,13 +17,13 @@ from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import load_metadata, load_metadata_bytes
 from mindresume.formats.metadata import TensorMetadata, read_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar
 from mindresume.model.record_details import Details
 from mindresume.model.training_state import is_transient
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.resume.verifier import record_of
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 
@@ -67,7 +67,7 @@ class _Records:
     def details(self, rank: int) -> Details:
         with self._lock:
             if rank not in self._details:
-                self._details[rank] = record_of(self.storage, self.candidate, rank)[1]
+                self._details[rank] = details_of(self.storage, self.candidate.attempt or "", rank)
             return self._details[rank]
 
     def checksum(self, rank: int, name: str) -> str | None:

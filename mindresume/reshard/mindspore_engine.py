@@ -24,9 +24,9 @@ from mindresume.formats.strategy import Strategy
 from mindresume.formats.strategy_codec import encode_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.direct_engine import TargetFile, transform, whole_tensors
+from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.geometry import Region, shape_of
-from mindresume.reshard.output_plan import METADATA, holdings
+from mindresume.reshard.target_files import METADATA, TargetFile, holdings, whole_tensors
 from mindresume.reshard.transform_processes import COMMAND, failure, run
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage

@@ -31,14 +31,15 @@ from mindresume.formats.scalar_state import is_without_step, state_from_scalars
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState, is_count, is_number
-from mindresume.reshard.checkpoint_view import CheckpointView, view_of_candidate, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_complete
 from mindresume.reshard.conversion_manifest import ConversionManifest, check_names, conversion_manifest_of
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration_view import view_of_iteration
+from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
-from mindresume.resume.iteration_checks import IterationMetadata
-from mindresume.resume.selector import candidates_for
+from mindresume.resume.candidates import find_candidates
+from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
@@ -144,7 +145,7 @@ def open_checkpoint(storage: Storage, path: str, step: int | None = None, strate
 
 def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> OpenCheckpoint:
     """Opens the newest candidate that can be used. _Gone if the folder changes meanwhile."""
-    found, insists = candidates_for(storage, path)
+    found, insists = find_candidates(storage, path)
     if found.fresh_start_refusal:
         raise MissingCheckpointError(found.fresh_start_refusal)
     wanted = [c for c in found.candidates if step is None or c.step == step]
@@ -177,7 +178,7 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
         raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} knows its layouts; leave {strategy} away")
     layouts = None if candidate.iteration_dir else strategy_for(storage, root, candidate, strategy, identity)
     candidate = with_world_size(root, candidate, layouts)
-    known = IterationMetadata(storage, root, candidate)
+    known = MetadataVerifier(storage, root, candidate)
     proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, layouts=known),
                       sorted(candidate.files))
     for proof in proofs:
@@ -192,13 +193,13 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
 def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
               scalars: Mapping[str, Any]) -> OpenCheckpoint:
     """Opens a candidate that was verified; its number of ranks must be known (``with_world_size``). ``scalars``: counters of its
-    first file, for one without records. StrategyError, LoadError: see ``view_of_candidate``."""
+    first file, for one without records. StrategyError, LoadError: see ``view_of_rank_folders``."""
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
     if candidate.iteration_dir:
         weights = view_of_iteration(storage, root, candidate)
     else:
-        weights = view_of_candidate(storage, root, candidate, strategy)
+        weights = view_of_rank_folders(storage, root, candidate, strategy)
     what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
     return OpenCheckpoint(weights, state, name, identity, what, root, candidate)
 

@@ -1,10 +1,10 @@
-"""Selects the checkpoint with which a job begins, on all ranks together, and protects it from removal until it is loaded.
+"""Selects the checkpoint from which a job starts, on all ranks together, and protects it from removal until it is loaded.
 
     found = CheckpointSelector(storage, group, settings, emit, select_consolidated, ...).select(SelectionRequest(path))
     found.choice                # None: a fresh start
 
-    locate the checkpoints that the path means ─▶ which ranks share that folder ─▶ wait until the ranks that select list it all
-    ─▶ ``selection.select_checkpoint`` ─▶ events for every refusal ─▶ a fresh start or an error; else a read lock until all ranks
+    locate the checkpoints that the path means ─▶ find out which ranks share that folder ─▶ wait until all of them list the same
+    ─▶ ``selection.select_checkpoint`` ─▶ an event for each refusal ─▶ a fresh start or an error; else a read lock until all ranks
     have loaded it, and a load attempt that ends with the first step (``saving.crash_loop``)
 """
 from __future__ import annotations
@@ -34,14 +34,15 @@ from mindresume.events import (
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS
 from mindresume.formats.location import find as find_checkpoints
+from mindresume.resume.choice import Choice, describe_candidate
+from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.health import unhealthy_files
 from mindresume.resume.lost_work import LostWork, find_lost_work
 from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
-from mindresume.resume.remote_fetch import RemoteSource
+from mindresume.resume.remote_selection import RemoteSource
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.selector import Choice, describe, forget_kept
-from mindresume.resume.verifier import VerifiedShard
+from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
@@ -51,16 +52,16 @@ from mindresume.storage.read_cache import ReadCache, uncached
 
 @dataclass(frozen=True)
 class SelectionRequest:
-    """What a job asks for.
+    """A request of a job for a checkpoint.
 
     Args:
         path: folder or file, as given by the user.
-        requested: one checkpoint in it, by the name of a file, iteration folder or step.
+        requested: one checkpoint in it: the name of a file or an iteration folder, or a step.
         any_layout: the number of ranks may differ, so all ranks together verify all files.
-        resume: False: weights alone are wanted, so a fresh start is an error.
-        keep_layout: with ``any_layout``: what mindformers saved on as many ranks as the job has is loaded as it is; it needs no
-            layouts.
-        fresh_weights: ends the message of a fresh start, ``weights ...``.
+        resume: False: only weights are wanted, so a fresh start is an error.
+        keep_layout: with ``any_layout``: a checkpoint that mindformers saved on as many ranks as the job has is loaded as it is,
+            without layouts.
+        fresh_weights: ends the message of a fresh start: "weights ...".
         health_dir: folder of the list of mindformers' health monitor; unhealthy checkpoints are refused. None: health is ignored.
         output_dir: the job's output folder, if the job will report its first finished step; failed loads are then counted.
     """
@@ -80,8 +81,8 @@ class SelectedCheckpoint:
 
     Args:
         choice: None: a fresh start.
-        uses_layouts: whether it is loaded by regions of its tensors, instead of each rank its own file.
-        lost_work: on rank 0, the steps that a job that died had done after this checkpoint.
+        uses_layouts: each rank loads regions of tensors, instead of its own file.
+        lost_work: on rank 0, the steps that the job which died had done after this checkpoint.
         read_lock: keeps the checkpoint from being removed. Release it when all ranks have read it.
         load_attempt: counts this load until a step is done. None: loads are not counted.
     """
@@ -97,11 +98,11 @@ class CheckpointSelector:
     """Selects for one training.
 
     Args:
-        storage: verifies the checkpoint and then loads it (``caching_storage``).
+        storage: reads the checkpoint, first to verify it and then to load it (``caching_storage``).
         emit: receives the events of the selection.
-        select_consolidated, strategy_of: as of ``selection.CheckpointSources``.
+        select_consolidated, strategy_of: see ``selection.CheckpointSources``.
         remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to()``.
-        shared_groups: which ranks share a folder, by its real path. What is found out is added.
+        shared_groups: which ranks share a folder, by its real path. New findings are added.
     """
     storage: Storage
     group: Group
@@ -126,8 +127,9 @@ class CheckpointSelector:
             requested = None
         path = locate_checkpoints(disk, path, group, emit)
         # A collective: all ranks must take part, whatever each of them finds.
-        one = request.any_layout or any(report(group, lambda: _is_file(disk, path)))
-        shared_groups = single_group(group.size) if one else islands_of(disk, path, group, self.shared_groups, emit)
+        is_one_place = request.any_layout or any(report(group, lambda: _is_file(disk, path)))
+        shared_groups = single_group(group.size) if is_one_place else \
+            shared_groups_of(disk, path, group, self.shared_groups, emit)
         visibility = wait_until_visible(disk, path, group, shared_groups)
         if visibility.wait_seconds or visibility.missing:
             emit(VisibilityWaited(visibility.wait_seconds, visibility.missing))
@@ -138,8 +140,8 @@ class CheckpointSelector:
             emit(Notice(note))
         if choice.chosen is None and visibility.missing:
             raise NoUsableCheckpointError(
-                f"{path} seems to hold no checkpoint, but {'; '.join(visibility.missing)}. The job does not start afresh: check "
-                f"that all hosts have mounted the same folder, and start it again")
+                f"{path} seems to hold no checkpoint, but {'; '.join(visibility.missing)}. The job does not start afresh. Check "
+                f"that all hosts mount the same folder, and start the job again")
         if choice.chosen is None:
             self._start_afresh(request, path)
             return SelectedCheckpoint()
@@ -154,49 +156,50 @@ class CheckpointSelector:
 
     def _select(self, request: SelectionRequest, path: str, requested: str | None, shared_groups: SharedGroups) -> Choice:
         if shared_groups.is_split:
-            self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all of them have is selected"))
+            self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all nodes have is selected"))
         remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
         sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, shared_groups)
         return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
                                  ProgressReporter("checking", self.emit))
 
     def _unhealthy(self, folder: str) -> Collection[str]:
-        """Returns the names of unhealthy files; empty on other ranks than 0, because rank 0 decides."""
-        names, trouble = unhealthy_files(uncached(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
-        if trouble:
-            self.emit(warning(trouble))
+        """Returns the names of unhealthy files on rank 0, which decides; nothing on other ranks."""
+        names, problem = unhealthy_files(uncached(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
+        if problem:
+            self.emit(warning(problem))
         return names
 
     def _start_afresh(self, request: SelectionRequest, path: str) -> None:
-        """Reports a fresh start. Raises MissingCheckpointError if weights were asked for."""
-        forget_kept(self.storage)
-        known = any(report(self.group, lambda: uncached(self.storage).status(path) is not None))
-        reason = "holds no checkpoint that was ever complete" if known else "does not exist"
+        """Emits FreshStart. Raises MissingCheckpointError if weights were requested."""
+        drop_cached_files(self.storage)
+        exists = any(report(self.group, lambda: uncached(self.storage).status(path) is not None))
+        reason = "holds no checkpoint that was ever complete" if exists else "does not exist"
         if not request.resume:
-            raise MissingCheckpointError(f"{path} {reason}; initial weights were asked for (no_load_optim: True, "
-                                         f"resume_training: False). Give another load_checkpoint (load_path), or none for random "
-                                         f"weights")
-        self.emit(FreshStart(path, reason, request.fresh_weights, is_expected=known))
+            raise MissingCheckpointError(f"{path} {reason}, and initial weights were requested (no_load_optim: "
+                                         f"True, resume_training: False). Set another load_checkpoint (load_path), or none for "
+                                         f"random weights")
+        self.emit(FreshStart(path, reason, request.fresh_weights, is_expected=exists))
 
     def _protect(self, request: SelectionRequest, choice: Choice, uses_layouts: bool) -> SelectedCheckpoint:
-        """Locks the selected checkpoint against removal and reports it."""
+        """Acquires the read lock and the load attempt of the selected checkpoint, and emits CheckpointSelected."""
         group, disk, chosen, resume = self.group, uncached(self.storage), choice.chosen, request.resume
-        lost = None
+        lost_work = None
         if resume and group.rank == 0:
             with suppress(OSError):
-                lost = find_lost_work(disk, choice.root, chosen)
+                lost_work = find_lost_work(disk, choice.root, chosen)
         lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
         try:
             limit = self.settings.max_failed_loads
             attempt = LoadAttempt(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
                 resume and limit and request.output_dir is not None) else None
-            self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root, describe(chosen, choice.complete),
+            self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root,
+                                         describe_candidate(chosen, choice.bytes_verified),
                                          weights_only=not resume))
             self._report_kept(choice)
             if isinstance(self.storage, ReadCache):
-                self.storage.freeze()
-            for remark in choice.remarks:
-                self.emit(warning(remark))
+                self.storage.enough()
+            for text in choice.warnings:
+                self.emit(warning(text))
             in_rank_folders = chosen.origin == MINDFORMERS and not chosen.iteration_dir
             if uses_layouts and request.keep_layout and group.size > 1 and in_rank_folders:
                 uses_layouts = not all(report(group, lambda: own_shard(choice, group) is not None))
@@ -204,13 +207,13 @@ class CheckpointSelector:
             if lock is not None:
                 lock.release()
             raise
-        return SelectedCheckpoint(choice, uses_layouts, lost, lock, attempt)
+        return SelectedCheckpoint(choice, uses_layouts, lost_work, lock, attempt)
 
     def _report_kept(self, choice: Choice) -> None:
-        """Emits how much of the checkpoint is read a second time."""
+        """Emits how many bytes the load reads from memory, and how many from disk a second time."""
         storage = self.storage
         if not isinstance(storage, ReadCache) or choice.chosen.origin == MINDFORMERS:
-            return                                          # without checksums only headers were read
+            return                                          # without checksums, only headers were read
         read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
         if read or storage.size:
             self.emit(VerifiedBytesKept(storage.size, max(read - storage.size, 0), storage.budget))
@@ -219,8 +222,8 @@ class CheckpointSelector:
 def caching_storage(storage: Storage, settings: Settings, group: Group) -> Storage:
     """Returns a storage that keeps verified files in memory until they are loaded. All ranks call it together.
 
-    It keeps at most half of this rank's share of the free memory of the host, because the arrays into which the files are loaded
-    need the other half, and at most ``staging_gib``."""
+    It keeps at most half of this rank's share of the host's free memory, because the loaded arrays need the other half, and at
+    most ``staging_gib``."""
     if settings.verify != "full":
         return storage
     budget = share_of_rank(group) // 2
@@ -232,32 +235,32 @@ def caching_storage(storage: Storage, settings: Settings, group: Group) -> Stora
 def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) -> str:
     """Returns the folder of checkpoints that ``path`` means (``formats.location``), the same on all ranks.
 
-    Rank 0 looks. If it finds none, all ranks look: where nodes share no storage, some of them may have none.
+    Rank 0 searches. If it finds none, all ranks search: where nodes share no storage, some of them may have none.
     Raises:
         MissingCheckpointError: on all ranks, if they find several folders.
     """
-    def look() -> list[str]:
+    def search() -> list[str]:
         try:
             return [find_checkpoints(storage, path) or "", ""]
         except MissingCheckpointError as error:
             return ["", str(error)]
-    rows = [decide(group, look, Waiting(f"looking for checkpoints below {path}"))]
+    rows = [decide(group, search, Waiting(f"searching for checkpoints below {path}"))]
     if rows == [["", ""]]:
-        rows = report(group, look, Waiting(f"looking for checkpoints below {path}"))
-    places, several = sorted({place for place, _ in rows if place}), next((text for _, text in rows if text), "")
-    if len(places) > 1:
-        several = f"the ranks of this job find checkpoints in different folders: {', '.join(places)}; give one of them"
-    if several:
-        raise MissingCheckpointError(several)
-    if not places or places[0] == path:
+        rows = report(group, search, Waiting(f"searching for checkpoints below {path}"))
+    folders, problem = sorted({folder for folder, _ in rows if folder}), next((text for _, text in rows if text), "")
+    if len(folders) > 1:
+        problem = f"the ranks of this job find checkpoints in different folders: {', '.join(folders)}; set load_checkpoint to one"
+    if problem:
+        raise MissingCheckpointError(problem)
+    if not folders or folders[0] == path:
         return path
-    emit(Notice(f"{path} holds no checkpoints itself; those in {places[0]} count"))
-    return places[0]
+    emit(Notice(f"{path} holds no checkpoints itself; those in {folders[0]} are used"))
+    return folders[0]
 
 
-def islands_of(storage: Storage, path: str, group: Group, known: dict[str, SharedGroups], emit: Emit) -> SharedGroups:
-    """Returns which ranks see the same folder. It is taken for a folder that all share where no rank has it, or one cannot write
-    there, which is how this is found out."""
+def shared_groups_of(storage: Storage, path: str, group: Group, known: dict[str, SharedGroups], emit: Emit) -> SharedGroups:
+    """Returns which ranks see the same folder: all of them, if the folder does not exist on any rank or a rank cannot write the
+    probe file there."""
     root = os.path.realpath(path)
     if root not in known:
         if not any(report(group, lambda: storage.status(root) is not None)):
@@ -265,17 +268,18 @@ def islands_of(storage: Storage, path: str, group: Group, known: dict[str, Share
         try:
             known[root] = find_shared_groups(storage, root, group)
         except CollectiveError as error:
-            emit(Notice(f"{root} is taken for a folder that all nodes share: {error}"))
-            return single_group(group.size)             # not remembered: a save there must find it out
+            emit(Notice(f"{root} is assumed to be a folder that all nodes share: {error}"))
+            return single_group(group.size)             # not remembered: a save into it must probe again
     return known[root]
 
 
 def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[str, SharedGroups], emit: Emit) -> Lease | None:
-    """Publishes that the selected checkpoint is being read, so that neither the retention of a job that still saves there nor
-    ``mindresume prune`` removes it. Rank 0 does so, or where nodes share no storage the first rank of each node. A folder that
-    cannot be written to is read without a lock.
+    """Publishes a read lock, so that neither the retention of a job that still saves there nor ``mindresume prune`` removes the
+    selected checkpoint. Rank 0 does so, or where nodes share no storage the first rank of each node. A read-only folder is read
+    without a lock.
 
-    Returns: the lock of this rank; None if it has none.
+    Returns:
+        The lock of this rank; None if it has none.
     Raises:
         LoadError: on all ranks, if the checkpoint was removed since it was selected.
     """
@@ -284,18 +288,18 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
         return None
     held: list[Lease] = []
 
-    def work() -> bool:
+    def lock() -> bool:
         try:
             lease = acquire_read_lock(storage, choice.root, chosen.name, chosen.commit_dir)
         except OSError as error:
-            emit(Notice(f"{choice.root} is read without a lock: {error}"))
+            emit(Notice(f"{choice.root} is read without a lock, because none can be written: {error}"))
             return True
         held.extend([lease] if lease is not None else [])
         return lease is not None
     shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
     try:
-        if not all(report(group, lambda: work() if shared_groups.is_leader(group.rank) else True)):
-            raise LoadError(f"{chosen.records_dir} was removed while it was selected; start the job again")
+        if not all(report(group, lambda: lock() if shared_groups.is_leader(group.rank) else True)):
+            raise LoadError(f"{chosen.attempt} was removed while it was selected; start the job again")
     except BaseException:
         for lease in held:
             lease.release()
@@ -304,8 +308,8 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
 
 
 def own_shard(choice: Choice | None, group: Group) -> VerifiedShard | None:
-    """Returns what this rank verified of the selected checkpoint and loads. None if the checkpoint has another number of ranks:
-    it is loaded by its layouts."""
+    """Returns the files that this rank verified and loads. None if the checkpoint has another number of ranks: it is then loaded
+    by its layouts."""
     chosen = choice.chosen if choice else None
     shards = choice.shards if chosen and chosen.world_size == group.size else ()
     return next((shard for shard in shards if shard.rank == group.rank), None)

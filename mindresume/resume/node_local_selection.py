@@ -1,10 +1,10 @@
 """Selects the checkpoint of a resume where nodes share no storage: the newest that every rank finds in its own folder.
 
-    each rank    scan of its own folder ─▶ candidates whose files for this rank pass the cheap checks ─▶ their names to all
-    all ranks    the first name, in the order of rank 0, that all ranks have ─▶ each verifies its files ─▶ all verdicts to all
-    all ranks    every verdict good: take it; else the next name that all have
+    each rank    scan its own folder ─▶ candidates whose files for this rank pass the cheap checks ─▶ gather their names
+    all ranks    the first name, in the order of rank 0, that all ranks have ─▶ each verifies its files ─▶ gather the refusals
+    all ranks    no refusal: take it; else the next name that all ranks have
 
-``mindresume.resume.selector`` selects in a folder that all ranks see. Both return a ``Choice``.
+``mindresume.resume.shared_selection`` selects in a folder that all ranks see. Both return a ``Choice``.
 """
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.formatting import listed
+from mindresume.resume.candidates import find_candidates
+from mindresume.resume.choice import Choice
+from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
 from mindresume.resume.health import is_unhealthy
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import Choice, advisories_of, candidates_for, forget_kept, verify_on_all_ranks
 from mindresume.storage.interface import Storage
 
-_NEWEST = 64                    # names of checkpoints that one rank sends to the others
+_MAX_OFFERS = 64                # names of checkpoints that one rank sends to the others
 
 
 @dataclass
 class _LocalCheckpoints:
-    """The checkpoints in the folder of one rank. ``offers``: usable ones by name, newest first. ``is_explicit``: as of
-    ``candidates_for``."""
+    """The checkpoints in the folder of one rank. ``offers``: usable ones by name, newest first. ``is_explicit``: see
+    ``find_candidates``."""
     found: Scan
     is_explicit: bool
     offers: dict[str, Candidate] = field(default_factory=dict)
@@ -38,55 +40,58 @@ def select_node_local(storage: Storage, path: str, group: Group, policy: Selecti
     """Selects the newest checkpoint that every rank finds in its own ``path`` and has verified.
 
     Args:
-        policy: as of ``select.select``. The job has as many ranks as the checkpoint, each verifies its own, and failed loads are
-            not counted. Of ``unhealthy`` the names that rank 0 knows count.
+        policy: see ``SelectionPolicy``. The job must have as many ranks as the checkpoint, each rank verifies its own files, and
+            failed loads are not counted. ``unhealthy`` is known to rank 0 only.
     Raises:
         NoUsableCheckpointError: on all ranks, if there are checkpoints, but none that all ranks can use.
-        MissingCheckpointError: on all ranks, if the requested checkpoint is not one of those.
+        MissingCheckpointError: on all ranks, unless all of them can use the requested checkpoint.
     """
-    policy, complete = policy or SelectionPolicy(), (policy or SelectionPolicy()).verifies_bytes
+    policy = policy or SelectionPolicy()
     local: list[_LocalCheckpoints] = []
 
-    def look() -> dict[str, object]:
-        here = _look(storage, path, group, policy)
+    def scan_local() -> dict[str, object]:
+        here = _scan_local(storage, path, group, policy)
         local.append(here)
-        return {"offers": list(here.offers)[:_NEWEST], "maybe_completed": any(c.maybe_completed for c in here.found.candidates),
+        return {"offers": list(here.offers)[:_MAX_OFFERS], "maybe_completed": any(c.maybe_completed
+            for c in here.found.candidates),
                 "is_explicit": here.is_explicit, "fresh_start_refusal": here.found.fresh_start_refusal}
-    rows = report(group, look, Waiting(f"looking at the checkpoints below {path}"))
-    mine, tried = local[0], []
+    rows = report(group, scan_local, Waiting(f"scanning the checkpoints below {path}"))
+    mine, refused = local[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:
         candidate = mine.offers[name]
-        forget_kept(storage)
-        verdicts, shards, lost = verify_on_all_ranks(storage, mine.found.root, candidate, [group.rank], group, None, complete)
-        if not verdicts:
-            return Choice(candidate, tuple(tried), tuple(mine.found.notes), False, shards, mine.found.root, complete,
-                          advisories_of(storage, mine.found.root, candidate, lost, group))
-        tried.append(verdicts[0])
-    lacking = [*tried, *_lacking(rows, mine.refused)]
+        drop_cached_files(storage)
+        refusals, shards, missing = verify_on_all_ranks(storage, mine.found.root, candidate, [group.rank], group, None,
+                                                         policy.verifies_bytes)
+        if not refusals:
+            return Choice(candidate, tuple(refused), tuple(mine.found.notes), False, shards, mine.found.root,
+                          policy.verifies_bytes, collect_warnings(storage, mine.found.root, candidate, missing, group))
+        refused.append(refusals[0])
+    refused += _differences(rows, mine.refused)
     if rows[0]["is_explicit"]:
-        raise MissingCheckpointError(_text("the requested checkpoint cannot be used by all ranks", lacking),
-                                     tuple(lacking))
+        raise MissingCheckpointError(_text("the requested checkpoint cannot be used by all ranks", refused),
+                                     tuple(refused))
     if any(row["maybe_completed"] for row in rows):
         raise NoUsableCheckpointError(
-            _text(f"nodes share no disk, and no checkpoint below {path} is there for all ranks", lacking) +
-            "\nStart the nodes in the order of the job that saved, bring the folders of all of them together on a shared disk, "
-            "or, to start afresh, set resume_training: False", tuple(lacking))
+            _text(f"nodes share no disk, and no checkpoint below {path} exists for all ranks", refused) +
+            "\nStart the nodes in the same order as in the job that saved, copy the folders of all nodes to one shared disk, "
+            "or, to start afresh, set resume_training: False", tuple(refused))
     for rank, row in enumerate(rows):
         if row["fresh_start_refusal"]:
             raise MissingCheckpointError(f"rank {rank}: {row['fresh_start_refusal']}")
-    return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, complete)
+    return Choice(None, tuple(mine.refused), tuple(mine.found.notes), True, (), mine.found.root, policy.verifies_bytes)
 
 
-def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) -> _LocalCheckpoints:
+def _scan_local(storage: Storage, path: str, group: Group, policy: SelectionPolicy) -> _LocalCheckpoints:
+    """Returns the checkpoints below ``path`` as this rank sees them, split into usable and refused ones."""
     try:
-        found, is_explicit = candidates_for(storage, path, policy.requested, group.size)
+        found, is_explicit = find_candidates(storage, path, policy.requested, group.size)
     except MissingCheckpointError:                          # other ranks may have it
         return _LocalCheckpoints(Scan(path, exists=False), True)
     own = _LocalCheckpoints(found, is_explicit)
     for candidate in found.candidates:
-        refusal = candidate.problem or _for_rank(candidate, group)
-        if candidate.records_dir is None:                       # the scan counted only the files of this node
+        refusal = candidate.problem or _refuse_for_rank(candidate, group)
+        if candidate.attempt is None:                       # the scan counted only the files of this node
             candidate = replace(candidate, world_size=group.size)
         if refusal is None and policy.unhealthy is not None and not is_explicit and is_unhealthy(candidate, policy.unhealthy):
             refusal = candidate.refuse("it was unhealthy when it was saved")
@@ -97,7 +102,8 @@ def _look(storage: Storage, path: str, group: Group, policy: SelectionPolicy) ->
     return own
 
 
-def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
+def _refuse_for_rank(candidate: Candidate, group: Group) -> Refusal | None:
+    """Returns why this rank cannot load the candidate from a disk that other nodes do not see; None if it can."""
     if candidate.iteration_dir:
         return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.iteration_dir)
     if candidate.records_dir and candidate.world_size != group.size:
@@ -113,16 +119,17 @@ def _for_rank(candidate: Candidate, group: Group) -> Refusal | None:
 
 
 def _name(candidate: Candidate) -> str:
-    """Returns a name that is the same on all nodes: that of the folder of records, or of mindformers' files without the rank."""
-    if candidate.records_dir:
+    """Returns a name that is the same on all nodes: the name of the folder of records, or of mindformers' files without the
+    rank."""
+    if candidate.attempt:
         return candidate.name
     name = os.path.basename(candidate.first.path)
     parsed = parse_name(name)
     return f"{candidate.step} {parsed._replace(rank=0) if parsed else ''}"
 
 
-def _lacking(rows: list[dict[str, object]], refused: list[Refusal]) -> list[Refusal]:
-    """Returns what each group of ranks has, where it differs, then why this rank refused its newest checkpoints."""
+def _differences(rows: list[dict[str, object]], refused: list[Refusal]) -> list[Refusal]:
+    """Returns which checkpoints each group of ranks has, if they differ, then why this rank refused its newest ones."""
     by_offers: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
         by_offers.setdefault(", ".join(row["offers"][:3]) or "nothing usable", []).append(rank)
@@ -130,5 +137,5 @@ def _lacking(rows: list[dict[str, object]], refused: list[Refusal]) -> list[Refu
     return [*(groups if len(groups) > 1 else ()), *refused[:3]]
 
 
-def _text(what: str, refusals: list[Refusal]) -> str:
-    return f"{what}:\n" + "\n".join(f"  {refusal}" for refusal in refusals)
+def _text(problem: str, refusals: list[Refusal]) -> str:
+    return f"{problem}:\n" + "\n".join(f"  {refusal}" for refusal in refusals)

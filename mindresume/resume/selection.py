@@ -3,10 +3,10 @@
     choice = select_checkpoint(storage, path, group, policy, sources)           # by all ranks; raises if none can be used
     preview = preview_selection(storage, path, policy, sources)                 # by one process for all ranks; reports instead
 
-    shared storage          ``select``, the newest that all ranks verified
-    node-local storage      ``select_apart``, the newest that all nodes have
+    shared storage          ``shared_selection``: the newest that all ranks verified
+    node-local storage      ``node_local_selection``: the newest that all nodes have
     consolidated weights    ``sources.select_consolidated``
-    an object store         what is newer there is fetched before the choice (``restore``)
+    an object store         ``remote_selection``: newer checkpoints are fetched before the selection
 """
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.consolidated import is_complete
 from mindresume.formats.location import locate
+from mindresume.resume.candidates import find_candidates
+from mindresume.resume.choice import Choice
+from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
 from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
 from mindresume.resume.node_local_selection import select_node_local
-from mindresume.resume.remote_fetch import RemoteSource, select_with_remote
+from mindresume.resume.remote_selection import RemoteSource, select_with_remote
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import Choice, ProgressMeter, candidates_for, forget_kept, select
+from mindresume.resume.shared_selection import ProgressMeter, select_shared
 from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import uncached
@@ -34,12 +37,12 @@ from mindresume.storage.read_cache import uncached
 
 @dataclass(frozen=True)
 class CheckpointSources:
-    """What a selection looks at besides the folder itself.
+    """The sources of a selection besides the folder itself.
 
     Args:
         strategy_of: returns the strategy of the job that saved a candidate without a manifest.
         select_consolidated: ``(storage, path) -> Choice`` of consolidated (merged) weights. None: they are not accepted.
-        remote: the object store in which newer checkpoints may lie.
+        remote: the object store that may hold newer checkpoints.
         shared: which ranks see the same folder. None: all of them.
     """
     strategy_of: StrategyOf = unknown_strategy
@@ -50,8 +53,8 @@ class CheckpointSources:
 
 @dataclass(frozen=True)
 class SelectionPreview:
-    """What a resume would do. ``choice.chosen`` None: it starts afresh (``choice.fresh``), or stops with ``error``.
-    ``node_local``: the newest step of which this node's files are whole, where nodes share no storage: the job decides together
+    """What a resume would do. ``choice.chosen`` None: it starts afresh (``choice.is_fresh_start``), or stops with ``error``.
+    ``node_local``: where nodes share no storage, the newest step whose files of this node are intact; the job selects together
     with the other nodes."""
     choice: Choice
     error: str = ""
@@ -64,20 +67,20 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
 
     Args:
-        storage: verifies the files; what it keeps in memory (``ReadCache``) is dropped whenever a candidate is refused.
+        storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
         path: the folder or file in which the checkpoints lie (``formats.location``).
         progress: receives the bytes that are verified.
     Raises:
-        MissingCheckpointError, NoUsableCheckpointError, CollectiveError: on all ranks together, as ``select``.
+        MissingCheckpointError, NoUsableCheckpointError, CollectiveError: on all ranks, see ``select_shared``.
     """
     sources, disk = sources or CheckpointSources(), uncached(storage)
     split = sources.shared is not None and sources.shared.is_split
 
     def pick() -> Choice:
-        forget_kept(storage)                                # a download may have replaced what was verified before
+        drop_cached_files(storage)                          # a download may have replaced files that were verified before
         if split:
             return select_node_local(storage, path, group, policy)
-        return select(storage, path, group, policy, sources.strategy_of, progress)
+        return select_shared(storage, path, group, policy, sources.strategy_of, progress)
     if split:
         policy = replace(policy, world_size=group.size, max_failed_loads=0)
     elif sources.select_consolidated is not None and decide(group, lambda: is_consolidated(disk, path, policy.any_layout)):
@@ -89,7 +92,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
 
 def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,
                       progress: ProgressMeter | None = None) -> SelectionPreview:
-    """Returns what the job would select, as one process sees it that verifies the files of all ranks.
+    """Returns what the job would select. One process verifies the files of all ranks.
 
     Args:
         path: any folder or file that ``load_checkpoint`` may name.
@@ -100,7 +103,7 @@ def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sour
     def consolidated(storage: Storage, path: str) -> Choice:
         try:
             return sources.select_consolidated(storage, path)
-        except CollectiveError as error:                     # damage, which ends the job
+        except CollectiveError as error:                     # damage ends the job
             raise NoUsableCheckpointError(str(error).removeprefix("rank 0: ")) from error
     try:
         place = locate(storage, path)
@@ -109,18 +112,18 @@ def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sour
                                    progress=progress)
     except UnusableCheckpointError as failure:
         root = path
-        with suppress(UnusableCheckpointError, OSError):              # files of refusals are relative to the root of the scan
-            root = candidates_for(storage, path, world_size=policy.world_size)[0].root
-        found = None
+        with suppress(UnusableCheckpointError, OSError):              # refusals name files relative to the root of the scan
+            root = find_candidates(storage, path, world_size=policy.world_size)[0].root
+        local = None
         if failure.refused and policy.requested is None:
-            found = newest_node_local(storage, path, policy, sources.strategy_of)
-        return SelectionPreview(Choice(None, tuple(failure.refused), (), False, (), root), str(failure), found)
-    notes = choice.notes if place == path else (f"{path} holds no checkpoints itself; those in {place} count", *choice.notes)
+            local = newest_node_local(storage, path, policy, sources.strategy_of)
+        return SelectionPreview(Choice(None, tuple(failure.refused), (), False, (), root), str(failure), local)
+    notes = choice.notes if place == path else (f"{path} holds no checkpoints itself; those in {place} are used", *choice.notes)
     return SelectionPreview(replace(choice, notes=notes))
 
 
 def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf) -> Candidate | None:
-    """Returns the newest step of which the files of this node's ranks are all here and verified; None if there is none."""
+    """Returns the newest step for which all files of this node's ranks are present and verified; None if there is none."""
     try:
         found, rows = list_checkpoints(storage, path, strategy_of)
     except UnusableCheckpointError:
@@ -134,7 +137,7 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
 
 
 def is_consolidated(storage: Storage, path: str, any_layout: bool) -> bool:
-    """Returns whether ``path`` holds consolidated weights: a folder of them, or where any layout may be loaded one file."""
+    """Returns whether ``path`` holds consolidated weights: a folder of them, or one file if any layout may be loaded."""
     if not is_complete(storage, path):
         return False
     if any_layout:

@@ -17,28 +17,29 @@ def own_rank(group: Group, candidate: Candidate) -> Sequence[int]:
 
 
 def every_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns this process's share of all ranks of the checkpoint; of a single process these are all.
+    """Returns this process's share of all ranks of the checkpoint; a single process verifies all of them.
 
-    Checkpoints of mindformers keep their counters in the files alone, so each process verifies the first rank of them as well."""
+    Checkpoints of mindformers keep their counters only in the files, so each process also verifies the first rank of them."""
     own = [rank for rank in candidate.files if rank % group.size == group.rank]
     return own if candidate.state else sorted({min(candidate.files), *own})
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """What a selection accepts. Where ranks have different policies, that of rank 0 decides which candidates are offered.
+    """What a selection accepts. If ranks have different policies, the one of rank 0 decides which candidates are offered.
 
     Args:
-        world_size: number of ranks of the job that would resume. None: any number; that of a checkpoint is then taken from its
-            manifest, else from the strategy files, else it is estimated (``Scan.expected_ranks``).
+        world_size: number of ranks of the job that would resume. None: any number; the number of ranks of a checkpoint is then
+            taken from its manifest, else from the strategy files, else it is estimated (``Scan.expected_ranks``).
         requested: file name, iteration folder or step that the user asked for (``resume_training: NAME``). Nothing else is
-            considered, and health and failed loads do not count. None: the newest usable checkpoint.
+            considered, and health and failed loads are ignored. None: the newest usable checkpoint.
         verify: FULL or QUICK.
         ranks_to_verify: which ranks of the checkpoint this process verifies.
-        any_layout: the checkpoint is loaded in another layout, so that a single file counts as consolidated weights.
+        any_layout: the checkpoint may be loaded in another layout, so a single file counts as consolidated weights.
         unhealthy: names of files that mindformers' health monitor found unhealthy. They are refused, and so is a checkpoint whose
             own state says so. None: health is ignored.
-        max_failed_loads: a checkpoint after which so many jobs in a row died is taken last (``saving.crash_loop``). 0: no limit.
+        max_failed_loads: a checkpoint is taken last if so many jobs in a row died after they loaded it (``saving.crash_loop``).
+            0: no limit.
         require_counters: refuse files that hold no step number. False: weights alone are wanted.
     """
     world_size: int | None = None

@@ -7,25 +7,24 @@ headers and counters are checked. Each rank verifies what it is going to read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
 
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal
+from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.rank_folder_naming import LABEL, parse_label
+from mindresume.formats.records import details_of
 from mindresume.formats.scalar_state import scalars_of
 from mindresume.formats.strategy import Strategy
-from mindresume.formats.weight_files import file_sizes, header_of
-from mindresume.formatting import listed
+from mindresume.formats.weight_files import header_of
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, Record, attempts, read_details, read_record, record_name
 from mindresume.model.record_details import Details, TensorRecord
-from mindresume.model.training_state import TrainingState
-from mindresume.resume.iteration_checks import IterationMetadata, needs_metadata
+from mindresume.resume.file_checks import wrong_size
+from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.missing_ranks import details_by_strategy, differing_replica, replica_sources
-from mindresume.storage.atomic_publish import error_text
+from mindresume.resume.replica_files import replica_files
+from mindresume.resume.verified_shard import ShardSource, VerifiedShard
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 from mindresume.tensor_files.checksum import damaged_tensors, file_checksum, tensor_checksum
@@ -33,108 +32,8 @@ from mindresume.tensor_files.checksum import damaged_tensors, file_checksum, ten
 OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
-@dataclass(frozen=True)
-class ShardSource:
-    """Tensors to read from one file. ``names`` None: all of them."""
-    file: FileRecord
-    names: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class VerifiedShard:
-    """What one rank of the checkpoint reads.
-
-    Args:
-        sources: its own files, or where those are missing replicas of their tensors on other ranks.
-        state: None for files without records.
-        details: checksums and random state; None for files without records.
-        scalars: counters that were read from files without records.
-    """
-    rank: int
-    sources: tuple[ShardSource, ...]
-    state: TrainingState | None = None
-    details: Details | None = None
-    scalars: Mapping[str, Any] = field(default_factory=dict)
-
-    def missing_files(self, candidate: Candidate) -> list[tuple[int, str]]:
-        """Returns (rank, path) of each of its files that is missing and is replaced by replicas."""
-        there = {source.file.path for source in self.sources}
-        return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
-
-
-def check_files(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
-                files: bool = True) -> Refusal | None:
-    """Returns None if the files of all ranks seem to be there and their layouts are known; else why not.
-
-    Args:
-        world_size: ranks of the job that would resume. None: any number.
-        files: False: sizes are not checked, because each rank verifies its own files anyway.
-    """
-    if candidate.problem is not None:
-        return candidate.problem
-    if candidate.origin == MINDFORMERS:
-        problem = _wrong_ranks(candidate, world_size)
-    elif candidate.local_ranks:
-        problem = _wrong_files(storage, root, candidate) if files else None
-        return problem or candidate.refuse(
-            f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes that share no "
-            f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job bring their "
-            f"folders together")
-    elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
-        problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
-                                   f"number of ranks set auto_trans_ckpt: True")
-    else:
-        problem = None
-    if problem is None and needs_metadata(candidate):
-        problem = IterationMetadata(storage, root, candidate).problem()
-    if problem is not None or not files:
-        return problem
-    return _wrong_files(storage, root, candidate)
-
-
-def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
-    """Returns a refusal for the first file that is missing without replicas, or has another size."""
-    try:
-        found = file_sizes(storage, root, candidate.all_files)
-    except OSError as error:
-        return candidate.refuse(f"its files cannot be checked: {error}")
-    rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
-    for (rank, file), size in zip(rows, found, strict=True):
-        if size is None and candidate.records_dir:
-            elsewhere = replica_files(storage, root, candidate, rank)
-            if isinstance(elsewhere, Refusal):
-                return elsewhere
-            continue
-        if size is None:
-            return candidate.refuse(f"the file of rank {rank} is missing", file.path, rank)
-        if size == 0 or file.size not in (None, size):
-            return _wrong_size(candidate, rank, file, size)
-    return None
-
-
-def _wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> Refusal:
-    return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)" if size == 0 else
-                            f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
-
-
-def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
-    if world_size is None or candidate.iteration_dir:
-        return None
-    missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.missing_ranks]
-    if missing:
-        name = candidate.first.path
-        return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name}); without "
-                                f"strategy files of that job it is not known whether these hold everything",
-                                rank=missing[0])
-    more = [rank for rank in candidate.files if rank >= world_size]
-    if more:
-        return candidate.refuse(f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the number "
-                                f"of ranks set auto_trans_ckpt: True", candidate.files[more[0]][0].path, more[0])
-    return None
-
-
 def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
-                full: bool = True, strategy: Strategy | None = None, layouts: IterationMetadata | None = None
+                full: bool = True, strategy: Strategy | None = None, layouts: MetadataVerifier | None = None
                 ) -> VerifiedShard | Refusal:
     """Reads everything that ``rank`` is going to load from this candidate, and verifies it.
 
@@ -160,7 +59,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
                 if label is not None and label[1] != candidate.step:
                     return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
                                             f"are mixed", file.path, rank)
-            metadata = layouts or IterationMetadata(storage, root, candidate)
+            metadata = layouts or MetadataVerifier(storage, root, candidate)
             problem = metadata.mismatch(rank, dict(zip(files, headers, strict=True)))
             return problem or VerifiedShard(rank, tuple(map(ShardSource, files)), candidate.state)
         header = headers[0]
@@ -187,7 +86,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
 
 def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
                      full: bool) -> VerifiedShard | Refusal:
-    record, details, checksum = record_of(storage, candidate, rank)
+    record, details, checksum = _read_record(storage, candidate, rank)
     files = candidate.files[rank]
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
         return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} of "
@@ -212,9 +111,9 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
     """Verifies what a rank reads that was lost before its job saved for the last time: replicas of its tensors on other ranks.
     Its random state is lost."""
     try:
-        details_of = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
-            lambda other: record_of(storage, candidate, other)[1])
-        found = replica_sources(rank, candidate.files, candidate.world_size, details_of)
+        held_by = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
+            lambda other: details_of(storage, candidate.attempt or "", other))
+        found = replica_sources(rank, candidate.files, candidate.world_size, held_by)
         if isinstance(found, str):
             return candidate.refuse(f"rank {rank} wrote nothing, and {found}", rank=rank)
         names: dict[FileRecord, list[str]] = {}
@@ -246,7 +145,7 @@ def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, f
                         if (names := tuple(name for name in source.names or () if name in recorded)))
         return _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
     if status.size != file.size:
-        return _wrong_size(candidate, rank, file, status.size)
+        return wrong_size(candidate, rank, file, status.size)
     header = header_of(storage, root, file)                  # its errors are more specific than "another checksum"
     problem = _unlike(candidate, recorded, header)
     if problem:
@@ -276,53 +175,12 @@ def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: H
     return ""
 
 
-def record_of(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:
+def _read_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:
     """Returns a record, its details and the checksum of its head. Raises RecordError or OSError if it cannot be read."""
     with storage.open(os.path.join(candidate.records_dir or "", record_name(rank))) as file:
         _, checksum = read_record(file)
         file.seek(0)
         return *read_details(file), checksum
-
-
-def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
-    """Returns files of other ranks that hold the tensors of the missing files of ``rank``, by records with the same name, dtype,
-    shape and checksum; a Refusal if one tensor is on no other rank."""
-    lost = candidate.files[rank][0]
-    try:
-        there = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
-        lost = next(file for index, file in enumerate(candidate.files[rank]) if index not in there)
-        wanted = {name: row for name, row in record_of(storage, candidate, rank)[1].tensors.items() if row.file not in there}
-        sources = []
-        for other in _likely_holders(wanted, rank, candidate):
-            if not wanted:
-                break
-            theirs = record_of(storage, candidate, other)[1].tensors
-            for index, file in enumerate(candidate.files[other]):
-                names = tuple(name for name, row in wanted.items() if name in theirs and theirs[name].file == index and
-                              (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
-                              (row.dtype, row.shape, row.checksum))
-                if names and storage.status(os.path.join(root, file.path)) is not None:
-                    sources.append(ShardSource(file, names))
-                    wanted = {name: row for name, row in wanted.items() if name not in names}
-    except (RecordError, OSError) as error:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", lost.path, rank)
-    if wanted:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
-                                f"rank, for example {next(iter(wanted))}", lost.path, rank)
-    return tuple(sources)
-
-
-def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
-    """Returns all other ranks that have files, those first that hold the same slices by the layout of one sharded tensor. To
-    read a record takes some milliseconds, and there may be thousands of ranks."""
-    others = [other for other in candidate.files if other != rank]
-    for row in tensors.values():
-        if row.layout is not None and row.global_shape is not None:
-            first = rank - rank % row.layout.stage_size
-            slices = row.layout.slices(rank - first, row.global_shape)
-            likely = {first + holder for holder in row.layout.holders(slices, row.global_shape)}
-            return sorted(others, key=lambda other: other not in likely)
-    return others
 
 
 def _verify_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
@@ -338,8 +196,3 @@ def _verify_replicas(storage: Storage, root: str, candidate: Candidate, rank: in
                 if progress:
                     progress(header.tensors[name].nbytes)
     return sources
-
-
-def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
-    """Returns the bytes that ``verify_rank`` will read for these ranks."""
-    return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))

@@ -34,7 +34,7 @@ _LEASES: dict[str, Lease] = {}          # of this process, by folder: it trains 
 
 
 class Resumed(Protocol):
-    """A checkpoint from which a training goes on (a ``mindresume.resume.selector.Choice``), and the folder that it lies in."""
+    """A checkpoint from which a training goes on (a ``mindresume.resume.choice.Choice``), and the folder that it lies in."""
 
     @property
     def chosen(self) -> Candidate | None: ...

@@ -20,11 +20,12 @@ from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.resume.full_verification import verify_checkpoints
+from mindresume.resume.choice import Choice
+from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import Choice, select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, wrong_content
@@ -147,7 +148,7 @@ def judge_conversions(disks: Mapping[str, Disk], history: History, training: Tra
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
-        choice = select(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select_shared(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
     except MindResumeError as error:
         yield Finding(WRONG, f"{target} has its name, and cannot be used: {error}")
         return

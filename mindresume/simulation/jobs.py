@@ -22,12 +22,12 @@ from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import run_sequence
 from mindresume.model.training_state import TrainingState
+from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
-from mindresume.resume.remote_fetch import number_runs
-from mindresume.resume.selector import Choice
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_request import SaveOptions, Step
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard

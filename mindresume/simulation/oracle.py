@@ -27,11 +27,11 @@ from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import META, folder_name, folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, attempts, parse_attempt
-from mindresume.resume.advisories import damaged_metadata_files
+from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.listing import COMPLETE, list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
@@ -106,7 +106,7 @@ def _look(disks: Mapping[str, Disk], history: History, training: Training
             ranks = None if training.converts else training.ranks
             policy = SelectionPolicy(ranks, ranks_to_verify=every_rank, unhealthy=frozenset() if training.monitored else None,
                                      max_failed_loads=training.settings.max_failed_loads)
-            choice = select(storage, training.root, SingleProcess(), policy)
+            choice = select_shared(storage, training.root, SingleProcess(), policy)
             rows = list_checkpoints(storage, training.root, unknown_strategy, ranks)[1]
         except (MindResumeError, OSError) as error:
             findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
@@ -265,7 +265,8 @@ def _tidied(disks: Mapping[str, Disk], training: Training, newest: Saved) -> lis
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        choice = select(storage, training.root, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select_shared(storage, training.root, SingleProcess(),
+                               SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
         chosen = choice.chosen
         if chosen is None or (chosen.run, chosen.step) != newest:
             findings.append(Finding(LOST, f"after the next life: {chosen and chosen.name} is taken, not {newest}"))

@@ -307,7 +307,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
     """Chooses and reads as a conversion does, with a hold on what it reads: the newest, and the oldest by its name."""
     from mindresume.coordination.collectives import SingleProcess
     from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-    from mindresume.resume.selector import select
+    from mindresume.resume.shared_selection import select_shared
     from mindresume.simulation.jobs import wrong_content
     storage, training = Mount(play.cluster, running()), play.training
     for number in range(6):
@@ -315,7 +315,7 @@ def _read(play: Play, pause: float = 0.8) -> None:
         oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
         named = oldest and oldest.first and (oldest.iteration_dir or os.path.basename(oldest.first.path))
         try:
-            choice = select(storage, training.root, SingleProcess(),
+            choice = select_shared(storage, training.root, SingleProcess(),
                             SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
         except MissingCheckpointError:
             continue                                            # it was removed

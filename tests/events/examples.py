@@ -53,7 +53,7 @@ EXAMPLES = (
     ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", 710),
     ev.TrainingEnded(ev.NOTHING_TO_TRAIN, "step 1000 is the end of 1 epoch of 1000 steps; for more, raise runner_config.epochs"),
     ev.TrainingEnded(ev.FAILED, "ValueError: the loss is not finite", 812),
-    ev.Notice("/data/output holds no checkpoints itself; those in /data/output/checkpoint count"),
+    ev.Notice("/data/output holds no checkpoints itself; those in /data/output/checkpoint are used"),
     ev.warning("the uploader is off: no space left on device"),
 )
 

@@ -17,8 +17,8 @@ from mindresume.fault_injection.scenarios import RUNS, World, save_quietly, shar
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.resume.choice import Choice
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import Choice
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import write_shard

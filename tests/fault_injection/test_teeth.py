@@ -26,8 +26,8 @@ from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, 
 from mindresume.formats.records import scan_records
 from mindresume.model.file_record import FORMATS
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
-from mindresume.resume import selector, verifier
-from mindresume.resume.verifier import ShardSource, VerifiedShard
+from mindresume.resume import candidates, group_verification, shared_selection, verifier
+from mindresume.resume.verified_shard import ShardSource, VerifiedShard
 from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer, sync_saver
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer
@@ -59,7 +59,8 @@ class Mutant:
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """In every module that has imported it."""
     for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition, sync_saver,
-                   garbage_collector, scenarios, judging, rank_folders, verifier, selector):
+                   garbage_collector, scenarios, judging, rank_folders, verifier, candidates,
+                   group_verification, shared_selection):
         if hasattr(module, name):
             patch.setattr(module, name, value)
 
@@ -199,45 +200,45 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
 # ---- choosing ------------------------------------------------------------------------------------------------------
 
 def oldest_first(patch: Patch) -> None:
-    right = selector.scan
-    patch.setattr(selector, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+    right = candidates.scan
+    patch.setattr(candidates, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
         right(disk, root)))
 
 
 def highest_step_first(patch: Patch) -> None:
     """Of whatever run."""
-    right = selector.scan
-    patch.setattr(selector, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
+    right = candidates.scan
+    patch.setattr(candidates, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
         found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
 
 
 def missing_ranks_forgiven(patch: Patch) -> None:
     """A save without manifest counts as soon as one rank recorded it."""
-    right = selector.scan
+    right = candidates.scan
 
     def scan(disk, root):
         found = right(disk, root)
         return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
                                                for c in found.candidates))
-    patch.setattr(selector, "scan", scan)
+    patch.setattr(candidates, "scan", scan)
 
 
 def only_manifests_count(patch: Patch) -> None:
     """What all ranks recorded and nobody committed is not looked at."""
-    right = selector.scan
+    right = candidates.scan
 
     def scan(disk, root):
         found = right(disk, root)
         return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
-    patch.setattr(selector, "scan", scan)
+    patch.setattr(candidates, "scan", scan)
 
 
 def believe_everything(patch: Patch) -> None:
     """Records and files are taken as they are."""
     def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, layouts=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
-    patch.setattr(selector, "verify_rank", prove_nothing)
-    patch.setattr(selector, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
+    patch.setattr(group_verification, "verify_rank", prove_nothing)
+    patch.setattr(shared_selection, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
 
 
 def believe_everything_and_write_in_place(patch: Patch) -> None:

@@ -18,7 +18,7 @@ from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, auto_transform, job_start, state_restorer, training_context  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
-from mindresume.resume.selector import select  # noqa: E402
+from mindresume.resume.shared_selection import select_shared  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 
 NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
@@ -250,7 +250,7 @@ def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):
     """The newest is damaged: weights and step are those of the one before."""
     plan, source = Plan.parse("dp2", NET), Plan.parse("tp4", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS)
-    chosen = select(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
+    chosen = select_shared(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
         rank=0, size=1, broadcast=lambda message: message, gather=lambda message: [message]))
     assert chosen.chosen.step == STEP
     flip_bit(tmp_path / "checkpoint" / chosen.chosen.files[3][0].path)

@@ -12,8 +12,9 @@ from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.events import WARNING, warning  # noqa: E402
 from mindresume.mindformers import adapter, modelarts  # noqa: E402
-from mindresume.resume import remote_fetch  # noqa: E402
+from mindresume.resume import remote_selection  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
+from mindresume.saving import remote_run_number  # noqa: E402
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints  # noqa: E402
 from mindresume.storage.object_store import FsspecStore  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
@@ -89,10 +90,11 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked, events = [], []
-    monkeypatch.setattr(remote_fetch.RemoteFetch, "select", lambda self, pick: (asked.append(self.root), pick())[1])
+    monkeypatch.setattr(remote_selection.RemoteSelection, "select", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
-    source = remote_fetch.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.saved_to(config))
-    picked = remote_fetch.select_with_remote(lambda: "choice", path, source, SingleProcess(), PosixStorage(), SelectionPolicy(1),
+    source = remote_selection.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.saved_to(config))
+    picked = remote_selection.select_with_remote(lambda: "choice", path, source, SingleProcess(), PosixStorage(),
+                                                 SelectionPolicy(1),
                                              events.append)
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
@@ -103,6 +105,6 @@ def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(tmp_path):
         def list(self, prefix):
             raise RemoteError("403")
     events = []
-    remote_fetch.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
-    remote_fetch.number_runs(None, events.append, PosixStorage(), str(tmp_path))
+    remote_run_number.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
+    remote_run_number.number_runs(None, events.append, PosixStorage(), str(tmp_path))
     assert events == [warning("403")]

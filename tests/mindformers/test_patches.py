@@ -40,7 +40,7 @@ from mindresume.mindformers.upstream import Kind  # noqa: E402
 from mindresume.model.manifest import FOLDER  # noqa: E402
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
-from mindresume.resume.selector import select  # noqa: E402
+from mindresume.resume.shared_selection import select_shared  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
@@ -622,7 +622,7 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     save(tmp_path, 5, world=4)
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
-    choice = select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
+    choice = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
     arrays, deduplicated = state_restorer.read_shard(STORAGE, str(tmp_path), choice.shards[0])
     assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
@@ -686,7 +686,7 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
         return pick()
     monkeypatch.setattr(selection, "select_with_remote", restore)
     together = SimpleNamespace(is_split=True, is_leader=lambda rank: True)
-    monkeypatch.setattr(job_selection, "islands_of", lambda *arguments: together)
+    monkeypatch.setattr(job_selection, "shared_groups_of", lambda *arguments: together)
     current.resources.remote = object()
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 15

@@ -166,7 +166,7 @@ def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
     plan = Plan.parse("tp2", NET)
     recorded(tmp_path / "checkpoint", plan, TENSORS)
     for module in (job_selection, weights_only):
-        monkeypatch.setattr(module, "islands_of", lambda *arguments: SharedGroups((0, 1)))
+        monkeypatch.setattr(module, "shared_groups_of", lambda *arguments: SharedGroups((0, 1)))
     for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
         assert not isinstance(network, Exception), network
         right(network, plan, rank)

@@ -28,8 +28,9 @@ from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats.consolidated import read_complete
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_complete
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
+from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_tensor
 from mindresume.tensor_files.checksum import array_checksum
@@ -43,7 +44,7 @@ def plan_of(text, model=LITTLE):
 
 
 def weights_of(root, candidate, strategy=None):
-    return view_of_candidate(STORAGE, str(root), candidate, strategy)
+    return view_of_rank_folders(STORAGE, str(root), candidate, strategy)
 
 
 def content(weights, name):
@@ -363,13 +364,13 @@ class Counting(PosixStorage):
 def test_one_header_and_one_record_a_stage_are_read(tmp_path, write):
     plan, storage = plan_of("dp2tp2pp2"), Counting()
     candidate = write(tmp_path, plan, TENSORS)
-    view_of_candidate(storage, str(tmp_path), candidate, plan.strategy())
+    view_of_rank_folders(storage, str(tmp_path), candidate, plan.strategy())
     assert sum(storage.opened.values()) == 2 * (1 if write is foreign else 2), storage.opened
 
 
 def test_headers_are_read_once(tmp_path):
     plan, storage = plan_of("tp4"), Counting()
-    weights = view_of_candidate(storage, str(tmp_path), recorded(tmp_path, plan, TENSORS))
+    weights = view_of_rank_folders(storage, str(tmp_path), recorded(tmp_path, plan, TENSORS))
     for _ in range(2):
         for name, tensor in weights.tensors.items():
             for cut in tensor.cuts(whole(tensor.shape)):

@@ -16,8 +16,9 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, n
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_complete
 from mindresume.reshard import compare as module
-from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_complete
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES, by_size, comparable, compare
+from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.header import DTYPES
 
@@ -43,7 +44,7 @@ def opened(root, kind, text, fmt="safetensors", tensors=TENSORS):
     plan = Plan.parse(text, MODEL)
     write = foreign if "foreign" in kind else recorded
     candidate = write(root, plan, tensors, fmt, dedup="dedup" in kind)
-    return view_of_candidate(STORAGE, str(root), candidate, plan.strategy() if "foreign" in kind else None)
+    return view_of_rank_folders(STORAGE, str(root), candidate, plan.strategy() if "foreign" in kind else None)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
     foreign(tmp_path / "a", plan, TENSORS)
     with open(path, "rb") as file:
         flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0] + byte)
-    a = view_of_candidate(STORAGE, str(tmp_path / "a"), newest(tmp_path / "a"), plan.strategy())
+    a = view_of_rank_folders(STORAGE, str(tmp_path / "a"), newest(tmp_path / "a"), plan.strategy())
     (it,) = compare(a, b, tile=256)
     array = TENSORS.get(name, COUNTERS.get(name))
     indices = np.arange(array.size).reshape(array.shape)
@@ -219,4 +220,4 @@ def test_a_file_cut_short_and_a_piece_that_is_nowhere(tmp_path):
         candidate = newest(tmp_path / "a")
         lose(tmp_path / "a", candidate, [1])
         with pytest.raises(LoadError, match="is nowhere"):
-            compare(view_of_candidate(STORAGE, str(tmp_path / "a"), candidate), b)
+            compare(view_of_rank_folders(STORAGE, str(tmp_path / "a"), candidate), b)

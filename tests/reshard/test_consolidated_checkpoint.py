@@ -17,7 +17,7 @@ from mindresume.reshard.conversion_plan import to_complete
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint, open_complete
-from mindresume.resume.selector import describe
+from mindresume.resume.choice import describe_candidate
 from mindresume.tensor_files import read_header
 
 TINY = {"embedding.weight": Spec((16, 8), 0, "first"), "layers.0.weight": Spec((8, 8), 1, 0),
@@ -126,7 +126,7 @@ def test_weights_of_others_have_no_checksums(tmp_path):
     folder = complete(tmp_path / "theirs", TENSORS)
     candidate, problems, read = verify(folder)
     assert (candidate.origin, candidate.step, problems, read) == ("mindformers", STEP, [], 0)
-    assert "written by mindformers without records" in describe(candidate)
+    assert "written by mindformers without records" in describe_candidate(candidate)
     ours = consolidated_checkpoint.look(STORAGE, str(merge(tmp_path)))[0]
-    assert "complete weights that mindresume wrote, every byte of the tensors checked" in describe(ours)
+    assert "complete weights that mindresume wrote, every byte of the tensors checked" in describe_candidate(ours)
     assert set(COUNTERS) <= set(open_complete(STORAGE, str(folder)).weights.tensors)

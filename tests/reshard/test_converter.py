@@ -37,7 +37,7 @@ from mindresume.reshard.converter import LOCK, Conversion, remove_tree
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum
 
@@ -634,12 +634,12 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt):
     recorded(tmp_path / "a", Plan.parse("tp4"), ALL, fmt)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2pp2opt2", fmt)
     check(tmp_path / "b", plan)
-    choice = select(STORAGE, str(tmp_path / "b"), SingleProcess(),
+    choice = select_shared(STORAGE, str(tmp_path / "b"), SingleProcess(),
                     SelectionPolicy(8, ranks_to_verify=lambda _, candidate: range(8)))
     candidate, run = choice.chosen, choice.chosen.run
     assert (candidate.step, candidate.world_size, candidate.format, candidate.committed) == (STEP, 8, fmt, True)
     assert candidate.state == state_of(STEP) and run_sequence(run) == 1 and run != RUN
-    assert choice.refused == choice.notes == () and choice.complete and len(choice.shards) == 8
+    assert choice.refused == choice.notes == () and choice.bytes_verified and len(choice.shards) == 8
     for rank in range(8):
         attempt = tmp_path / "b" / FOLDER / f"step-{STEP:010d}-run-{run}"
         with open(attempt / f"rank_{rank:05d}.json", "rb") as file:
@@ -743,7 +743,7 @@ def test_lost_files_of_the_target_stand_in_for_each_other(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2")
     (tmp_path / "b" / "rank_3" / "net_rank_3-2_5.safetensors").unlink()
-    choice = select(STORAGE, str(tmp_path / "b"), SingleProcess(),
+    choice = select_shared(STORAGE, str(tmp_path / "b"), SingleProcess(),
                     SelectionPolicy(4, ranks_to_verify=lambda _, candidate: range(4)))
     assert choice.chosen.step == STEP and not choice.refused
     convert(tmp_path / "b", tmp_path / "c", "tp4")

@@ -24,9 +24,10 @@ from mindresume.formats.strategy_codec import decode_strategy
 from mindresume.mindformers import transform_worker
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import transform_processes
-from mindresume.reshard.checkpoint_view import view_of_candidate, view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_complete
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, source_strategy
+from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.tensor_files import read_header, read_tensor
 
 SMALL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.proj.weight": Spec((4, 8), 1, 0, "float16"),
@@ -39,7 +40,7 @@ def weights_of(root, plan, tensors=TENSORS, fmt="safetensors", dedup=False, lose
     candidate = foreign(root, plan, tensors, fmt, dedup)
     for rank in lose:
         os.remove(root / candidate.files[rank][0].path)
-    return view_of_candidate(STORAGE, str(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
+    return view_of_rank_folders(STORAGE, str(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
 
 
 @pytest.fixture
@@ -207,7 +208,7 @@ def test_a_parameter_of_several_stages(tmp_path, work):
     for rank in (2, 3):
         put(tmp_path / "b" / candidate.files[rank][0].path, {**alone.shard(TENSORS, rank), **COUNTERS, "embedding.weight":
             part_of(TENSORS["embedding.weight"], two.stages[1]["embedding.weight"], rank % 2)})
-    weights = view_of_candidate(STORAGE, str(tmp_path / "b"), candidate, two)
+    weights = view_of_rank_folders(STORAGE, str(tmp_path / "b"), candidate, two)
     refused(weights, one.strategy(), work, "embedding.weight", "several stages")
     for name, fine in (("same", weights), ("ckpt", weights_of(tmp_path / "c", one, fmt="ckpt"))):
         (tmp_path / name).mkdir()

@@ -22,10 +22,10 @@ from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.reshard import open_checkpoint as source_module
-from mindresume.reshard.direct_engine import whole_tensors
 from mindresume.reshard.open_checkpoint import identity_of, open_and_hold, open_checkpoint
 from mindresume.reshard.open_checkpoint import state_of as state_from
 from mindresume.reshard.region_load import read_regions
+from mindresume.reshard.target_files import whole_tensors
 
 MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
          "layers.1.weight": Spec((4, 8), 1, 1, "float16"), "norm.weight": Spec((4,), None, "last")}
@@ -474,7 +474,7 @@ def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monk
 def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
     commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
-    open_one, scan = source_module.open_candidate, source_module.candidates_for
+    open_one, scan = source_module.open_candidate, source_module.find_candidates
 
     def moved(*values):
         monkeypatch.setattr(source_module, "open_candidate", open_one)
@@ -486,7 +486,7 @@ def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, 
             aside.rename(commit_dir)
         return scan(*values)
     monkeypatch.setattr(source_module, "open_candidate", moved)
-    monkeypatch.setattr(source_module, "candidates_for", looked)
+    monkeypatch.setattr(source_module, "find_candidates", looked)
     assert opened(tmp_path).state.step == 5
 
 

@@ -11,9 +11,10 @@ from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_complete
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import region_load
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_candidate, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_complete
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import elements, whole
+from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.reshard.region_load import check_tensors, read_regions, wanted_regions
 from mindresume.tensor_files import read_header
 
@@ -36,7 +37,7 @@ def roots(tmp_path_factory):
 
 def weights_of(roots, text, write=recorded):
     root, candidate = roots(text, write)
-    return view_of_candidate(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
+    return view_of_rank_folders(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
 
 
 def wanted_of(plan, rank, model=MODEL):
@@ -134,7 +135,7 @@ def test_no_byte_more_than_that_is_read(tmp_path, fmt, target):
     model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
     tensors, plan = random_tensors(model), Plan.parse(target, model)
     candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
-    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
+    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
     for rank in range(plan.world_size):
         wanted, layouts = wanted_of(plan, rank, model)
         traffic, shown = Traffic(), []
@@ -160,7 +161,7 @@ def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
     with open(path, "rb") as file:
         ranges = read_header(file, str(path)).tensors[name].ranges
     flip_bit(path, ranges[-1][0] + ranges[-1][1] - 1)
-    return view_of_candidate(STORAGE, str(tmp_path), candidate), str(path)
+    return view_of_rank_folders(STORAGE, str(tmp_path), candidate), str(path)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -192,7 +193,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
 
 def test_a_file_that_is_cut_short_since(tmp_path):
     candidate = recorded(tmp_path, Plan.parse("tp2"), TENSORS)
-    weights = view_of_candidate(STORAGE, str(tmp_path), candidate)
+    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
     regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
     read_regions(weights, regions)
     path = tmp_path / candidate.files[1][0].path

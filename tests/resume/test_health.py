@@ -8,7 +8,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.resume.health import LIST, unhealthy_files
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 
 
 def listed(folder, *rows):
@@ -18,7 +18,8 @@ def listed(folder, *rows):
 
 
 def choose(root, sick, named=None):
-    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=sick))
+    return select_shared(STORAGE, str(root), SingleProcess(),
+                         SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=sick))
 
 
 @pytest.mark.parametrize("write", [save, write_foreign])
@@ -94,5 +95,5 @@ def test_ours_carry_it_themselves(tmp_path):
     place = place_of(tmp_path, 0, 1, RUN)
     write_shard(place, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
     Committer(place).saved(10)
-    found = select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=()))
+    found = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=()))
     assert found.chosen.step == 5 and "unhealthy" in found.refused[0].reason

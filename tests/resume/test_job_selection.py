@@ -24,7 +24,7 @@ from mindresume.reshard import consolidated_checkpoint
 from mindresume.resume import job_selection, selection
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.settings import Settings
 from mindresume.storage.read_cache import ReadCache
 
@@ -130,7 +130,7 @@ def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
         monkeypatch.setattr(job_selection, "report", lambda group, work: [work(), False])
         error = LoadError
     else:
-        monkeypatch.setattr(job_selection, "describe", lambda *_: 1 / 0)
+        monkeypatch.setattr(job_selection, "describe_candidate", lambda *_: 1 / 0)
         error = ZeroDivisionError
     with pytest.raises(error):
         chooser()._protect(SelectionRequest("x"), taken(tmp_path), False)
@@ -138,7 +138,7 @@ def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
 
 
 def taken(root):
-    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
+    return select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
 
 
 def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
@@ -248,4 +248,4 @@ def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_pa
         raise CollectiveError("rank 1: OSError: no space left")
     monkeypatch.setattr(job_selection, "find_shared_groups", fail)
     known = {}
-    assert not job_selection.islands_of(STORAGE, str(tmp_path), SingleProcess(), known, ignore).is_split and known == {}
+    assert not job_selection.shared_groups_of(STORAGE, str(tmp_path), SingleProcess(), known, ignore).is_split and known == {}

@@ -11,7 +11,7 @@ from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
 from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints, size_of
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 
 TENSORS = random_tensors(MODEL)
 FOUR = Plan.parse("dp2tp2", MODEL)
@@ -42,7 +42,7 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     next_job(root, folder, plan)
     _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
     assert (seen.state, seen.candidate.missing_ranks) == (COMPLETE, lost)
-    choice = select(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
+    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
                     strategy_of=strategy_lookup(STORAGE))
     assert choice.chosen == seen.candidate and choice.refused == ()
 

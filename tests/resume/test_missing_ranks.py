@@ -19,7 +19,7 @@ from mindresume.model.record_details import Details, TensorRecord
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.missing_ranks import replica_sources
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import plan
 from mindresume.saving.retention import KEEP_ALL
@@ -71,7 +71,7 @@ def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):
 
 def choose(root, world=WORLD, **options):
     policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
-    return select(STORAGE, str(root), SingleProcess(), policy, **options)
+    return select_shared(STORAGE, str(root), SingleProcess(), policy, **options)
 
 
 def loaded(choice, rank):
@@ -133,7 +133,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     with open(tmp_path / file, "rb") as opened:
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
-    choice = select(STORAGE, str(tmp_path), SingleProcess(),
+    choice = select_shared(STORAGE, str(tmp_path), SingleProcess(),
                     SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.missing_ranks else [0]))
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
@@ -141,7 +141,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
 def test_all_ranks_of_a_group_take_it(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
-    choices = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    choices = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
     assert [choice.chosen.step for choice in choices] == [7] * WORLD
     for rank, choice in enumerate(choices):
         assert [shard.rank for shard in choice.shards] == [rank]
@@ -174,7 +174,7 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
 def test_alone_and_lacking_it_is_a_fresh_start(tmp_path):
     """Nothing was ever complete there."""
     last_save(tmp_path, 7, LACKING)
-    assert choose(tmp_path).fresh
+    assert choose(tmp_path).is_fresh_start
 
 
 def test_a_record_that_cannot_be_read_is_not_taken_for_lost(tmp_path):
@@ -236,7 +236,7 @@ def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
     foreign(tmp_path, 7, COVERING, fmt)
     for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
         policy = SelectionPolicy(WORLD, ranks_to_verify=ranks)
-        choice = select(STORAGE, str(tmp_path), SingleProcess(), policy, strategy_of=lambda root, candidate: alien)
+        choice = select_shared(STORAGE, str(tmp_path), SingleProcess(), policy, strategy_of=lambda root, candidate: alien)
         assert choice.chosen.step == 5
         assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
 

@@ -79,7 +79,7 @@ def test_a_folder_that_is_lost_is_read_from_its_replica_on_the_same_node_or_refu
 
 def test_nothing_anywhere_is_a_fresh_start(tmp_path):
     choices = choose(tmp_path)
-    assert step_of(choices) is None and all(choice.fresh for choice in choices)
+    assert step_of(choices) is None and all(choice.is_fresh_start for choice in choices)
 
 
 def test_a_folder_of_something_else_on_one_node_is_no_fresh_start(tmp_path):

@@ -9,10 +9,10 @@ from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableC
 from mindresume.formats import MERGED, Candidate
 from mindresume.model.file_record import FileRecord
 from mindresume.resume import selection
-from mindresume.resume.remote_fetch import RemoteSource
+from mindresume.resume.choice import Choice
+from mindresume.resume.remote_selection import RemoteSource
 from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
-from mindresume.resume.selector import Choice
 
 WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
 
@@ -60,7 +60,7 @@ def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_previ
     with pytest.raises(CollectiveError):
         select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
     found = preview(weights, sources=sources)
-    assert found.error == "part0.safetensors is damaged" and found.choice.chosen is None and not found.choice.fresh
+    assert found.error == "part0.safetensors is damaged" and found.choice.chosen is None and not found.choice.is_fresh_start
 
 
 def test_a_requested_name_is_not_asked_of_consolidated_weights_by_job_and_preview_alike(weights):
@@ -90,7 +90,7 @@ def test_a_preview_reports_why_none_can_be_used(tmp_path):
     save(tmp_path, 5, world=2)
     flip_bit(path_of(tmp_path, 5, 1))
     found = preview(tmp_path)
-    assert found.choice.chosen is None and not found.choice.fresh and found.node_local is None
+    assert found.choice.chosen is None and not found.choice.is_fresh_start and found.node_local is None
     assert str(tmp_path) in found.error and [refusal.rank for refusal in found.choice.refused] == [1]
     found = preview(path_of(tmp_path, 5, 0))
     assert found.choice.chosen is None and found.choice.root == str(tmp_path)
@@ -108,7 +108,7 @@ def test_files_of_refusals_are_relative_to_the_root_that_a_preview_returns(tmp_p
 
 def test_a_preview_of_no_folder_is_a_fresh_start(tmp_path):
     found = preview(tmp_path / "none")
-    assert found.choice.fresh and found.error == ""
+    assert found.choice.is_fresh_start and found.error == ""
 
 
 # ---- node-local storage ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import async_saver
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
@@ -65,7 +65,7 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, kind, fmt):
                 assert read_tensor(file, header.tensors[name]).tobytes() == array.tobytes(), name
     assert saver.finish(PATIENCE) == []
     assert steps(tmp_path) == [10, 5]
-    assert select(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step == 10
+    assert select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step == 10
 
 
 def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
@@ -210,7 +210,7 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "died (exit status -9)" in str(outcome.error)
-    assert select(STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)).chosen.step == 1
+    assert select_shared(STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)).chosen.step == 1
     (tmp_path / "go").touch()
     saver.save(Save(shard(10)))
     assert saver.finish(PATIENCE)[0].saved

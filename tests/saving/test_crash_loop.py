@@ -11,7 +11,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LoadError
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import crash_loop as module
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
 from mindresume.saving.garbage_collector import plan
@@ -22,7 +22,7 @@ NAN = RuntimeError("loss is nan")
 
 
 def choose(root, limit=2, named=None):
-    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit))
+    return select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit))
 
 
 class Job:

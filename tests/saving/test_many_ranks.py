@@ -16,7 +16,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, Record, attempt_name, re
 from mindresume.model.record_details import Details
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import committer as commit
 from mindresume.saving import garbage_collector
 from mindresume.saving.committer import Committer
@@ -243,5 +243,5 @@ def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_sid
         disk.put(f"{ROOT}/{folder_name(rank)}/{name_of(5, rank)}", data)
         disk.put(f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode())
     disk.done.clear()
-    assert select(disk, ROOT, SingleProcess(), SelectionPolicy(64)).chosen.step == 5
+    assert select_shared(disk, ROOT, SingleProcess(), SelectionPolicy(64)).chosen.step == 5
     assert sum(disk.done.values()) - sum(together) < 40 and sum(together) > 64 * 3

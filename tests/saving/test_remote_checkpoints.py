@@ -33,13 +33,15 @@ from mindresume.fault_injection.ranks import Turns
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import remote_fetch
-from mindresume.resume.remote_fetch import RemoteFetch, keep_run_marker
+from mindresume.resume.choice import Choice
+from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.selector import Choice, select
+from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import garbage_collector
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, record_path
+from mindresume.saving.remote_run_number import keep_run_marker
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.uploader import AGAIN, Uploader
 from mindresume.simulation.standins import here
@@ -117,8 +119,8 @@ class World:
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
-        found = RemoteFetch(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
-        return found.select(lambda: select(STORAGE, str(self.disk), group, policy))
+        found = RemoteSelection(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
+        return found.select(lambda: select_shared(STORAGE, str(self.disk), group, policy))
 
     def restore_all(self, size=None, **how):
         """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
@@ -202,7 +204,7 @@ def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
     before = content(world.disk)
     world.empty_disk()
     choice = world.restore_all()
-    assert choice.chosen.step == 10 and choice.chosen.committed and choice.complete
+    assert choice.chosen.step == 10 and choice.chosen.committed and choice.bytes_verified
     name = attempt_name(10, RUN)
     if world.fmt == "2.0":
         assert iterations.tracker(world.disk) == "10" and choice.chosen.iteration_dir == "iteration_00000010"
@@ -217,7 +219,7 @@ def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
     world.upload(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
-    choice = select(STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank))
+    choice = select_shared(STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank))
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
@@ -228,14 +230,14 @@ def test_what_is_newer_here_stays(world):
 
 
 def test_a_fresh_start_where_nothing_was_ever_committed(world):
-    assert world.restore_all().fresh
+    assert world.restore_all().is_fresh_start
     uploaders = world.uploaders(patience=3)
     world.save(5)
     uploaders[0].enqueue(5)                             # rank 1 never does
     uploaders[0].work()
     assert world.remote.scan().objects and world.committed() == []
     world.empty_disk()
-    assert world.restore_all().fresh
+    assert world.restore_all().is_fresh_start
 
 
 def test_what_is_damaged_here_is_mended(world):
@@ -355,7 +357,7 @@ def test_a_store_that_cannot_be_asked(world, monkeypatch):
     assert world.restore_all().chosen.step == 5
     assert any(event.level == WARNING and "403" in event.text for event in kinds(world, Notice))
     world.empty_disk()
-    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*403 Forbidden"):
+    with pytest.raises(RemoteError, match="newer checkpoint: .*403 Forbidden"):
         world.restore_all()
 
 
@@ -367,7 +369,7 @@ def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world
         raise RuntimeError("503 Slow Down")
     monkeypatch.setattr(moxing.file, "list_directory", refuse)
     monkeypatch.setattr(moxing.file, "exists", lambda url: False)
-    with pytest.raises(RemoteError, match="whether there is something newer is not known: .*503 Slow Down"):
+    with pytest.raises(RemoteError, match="newer checkpoint: .*503 Slow Down"):
         world.restore_all()
 
 
@@ -407,8 +409,8 @@ def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
             store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        found = RemoteFetch(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
-        return found.select(lambda: select(storage, str(world.disk), group, SelectionPolicy(2)))
+        found = RemoteSelection(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
+        return found.select(lambda: select_shared(storage, str(world.disk), group, SelectionPolicy(2)))
     return world, Ranks(2).run(work)
 
 
@@ -438,7 +440,7 @@ def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypa
     world.upload(5)
     world.empty_disk()
     with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
-        RemoteFetch(STORAGE, world.remote, str(world.disk), SingleProcess()).select(lambda: Choice(None, (), (), True))
+        RemoteSelection(STORAGE, world.remote, str(world.disk), SingleProcess()).select(lambda: Choice(None, (), (), True))
 
 
 def test_another_number_of_ranks(world):
@@ -470,9 +472,9 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
         one.enqueue(10)
     world.first.work()
     world.empty_disk()
-    found = RemoteFetch(STORAGE, world.remote, str(world.disk), SingleProcess(), emit=world.events.append)
+    found = RemoteSelection(STORAGE, world.remote, str(world.disk), SingleProcess(), emit=world.events.append)
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
-    choice = found.select(lambda: select(STORAGE, str(world.disk), SingleProcess(), policy))
+    choice = found.select(lambda: select_shared(STORAGE, str(world.disk), SingleProcess(), policy))
     assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
@@ -992,8 +994,8 @@ def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_pat
             except Died:
                 pass
             monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-            alone = select(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
-            assert alone.chosen is None and alone.fresh or alone.chosen.step == 10
+            alone = select_shared(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+            assert alone.chosen is None and alone.is_fresh_start or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
         assert at > 10
 
@@ -1010,14 +1012,15 @@ def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
         machine = Machine(STORAGE, Turns(1, random.Random(0)), Fault("kill all", at), random.Random(0))
         view = machine.view(0)
         try:
-            RemoteFetch(view, world.remote, str(world.disk), SingleProcess()).select(
-                lambda view=view: select(view, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)))
+            RemoteSelection(view, world.remote, str(world.disk), SingleProcess()).select(
+                lambda view=view: select_shared(view, str(world.disk), SingleProcess(),
+                                                SelectionPolicy(ranks_to_verify=every_rank)))
             break
         except Killed:
             pass
-        alone = select(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+        alone = select_shared(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
         seen.fresh += alone.chosen is None
         seen.taken += alone.chosen is not None
-        assert alone.fresh if alone.chosen is None else alone.chosen.step == 10
+        assert alone.is_fresh_start if alone.chosen is None else alone.chosen.step == 10
         assert world.restore_all().chosen.step == 10
     assert seen.fresh > 20 and seen.taken > 3

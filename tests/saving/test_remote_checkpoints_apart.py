@@ -16,7 +16,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume.node_local_selection import select_node_local
-from mindresume.resume.remote_fetch import RemoteFetch
+from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.saving import uploader as uploaders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
@@ -64,7 +64,7 @@ def save(tmp_path, *steps, late=()):
 def resume(tmp_path, storage=lambda: STORAGE):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
-        found = RemoteFetch(own, remote(), root, group, SelectionPolicy(4), shared_groups=ISLANDS)
+        found = RemoteSelection(own, remote(), root, group, SelectionPolicy(4), shared_groups=ISLANDS)
         return found.select(lambda: select_node_local(own, root, group))
     found = Ranks(4).run(one)
     for error in found:

@@ -8,9 +8,9 @@ from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError, UnusableCheckpointError
 from mindresume.events import SaveNotStaged
 from mindresume.reshard import open_checkpoint
-from mindresume.resume import remote_fetch, selector
-from mindresume.resume.remote_fetch import RemoteFetch
-from mindresume.resume.selector import Choice
+from mindresume.resume import remote_selection, shared_selection
+from mindresume.resume.choice import Choice
+from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.sync_saver import SaveJob
@@ -206,13 +206,13 @@ def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
 
 
 def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
-    candidates_for = selector.candidates_for
+    find_candidates = shared_selection.find_candidates
 
     def by_time(storage, path, *more):
-        scan, insists = candidates_for(storage, path, *more)
+        scan, insists = find_candidates(storage, path, *more)
         rows = sorted(scan.candidates, key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime, reverse=True)
         return replace(scan, candidates=tuple(rows)), insists
-    monkeypatch.setattr(selector, "candidates_for", by_time)
+    monkeypatch.setattr(shared_selection, "find_candidates", by_time)
     assert "lost" in found("copied", 20)
 
 
@@ -243,7 +243,7 @@ def test_a_target_that_is_not_whole_is_found(monkeypatch):
 
 
 def test_a_verify_that_looks_once_is_found(monkeypatch):
-    monkeypatch.setattr("mindresume.resume.full_verification._MAX_LISTINGS", 0)
+    monkeypatch.setattr("mindresume.resume.folder_verification._MAX_LISTINGS", 0)
     assert "wrong" in found("verify", 30)
 
 
@@ -254,19 +254,19 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
         bucket.unreadable |= {url for url in bucket.objects if url.endswith("manifest.json")}
         return kinds_of(play)
     assert kinds() == set()
-    select_ = RemoteFetch.select
+    select_ = RemoteSelection.select
 
     def afresh(self, pick):
         try:
             return select_(self, pick)
         except UnusableCheckpointError:
             return Choice(None, (), (), True)
-    monkeypatch.setattr(RemoteFetch, "select", afresh)
+    monkeypatch.setattr(RemoteSelection, "select", afresh)
     assert kinds() == {"wrong"}
 
 
 def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
-    monkeypatch.setattr(RemoteFetch, "_refuse", lambda self, attempt, reason: self._tried.update(
+    monkeypatch.setattr(RemoteSelection, "_refuse", lambda self, attempt, reason: self._tried.update(
         self.remote.scan().committed()))
     assert found("bucket unreadable", 60)
 
@@ -278,6 +278,6 @@ def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
 
 
 def test_an_unhealthy_checkpoint_that_is_taken_from_a_bucket_is_found(monkeypatch):
-    monkeypatch.setattr(remote_fetch, "is_unhealthy", lambda *_: False)
-    monkeypatch.setattr(selector, "is_unhealthy", lambda *_: False)
+    monkeypatch.setattr(remote_selection, "is_unhealthy", lambda *_: False)
+    monkeypatch.setattr(shared_selection, "is_unhealthy", lambda *_: False)
     assert kinds_of(played("bucket health")) & {"unequal", "wrong"}

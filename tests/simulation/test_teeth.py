@@ -23,7 +23,7 @@ import pytest
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
 from mindresume.formats import iteration_scan, records
 from mindresume.model import manifest
-from mindresume.resume import job_selection, remote_fetch, selector
+from mindresume.resume import group_verification, job_selection, remote_selection
 from mindresume.saving import (
     async_saver,
     checkpoint_manager,
@@ -168,7 +168,8 @@ MUTANTS = [
              "only_scheduled=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("a manifest in the bucket that cannot be read ends the start", [
-        Edit(remote_fetch.RemoteFetch, "_offer", "except (RecordError, RemoteError) as error:", "except RecordError as error:")],
+        Edit(remote_selection.RemoteSelection, "_offer", "except (RecordError, RemoteError) as error:",
+             "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
     mutant("a manifest in the bucket that cannot be read ends all retention there", [
         Edit(remote_checkpoints.RemoteCheckpoints, "_known", "except (RecordError, RemoteError) as error:",
@@ -271,7 +272,7 @@ MUTANTS = [
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{UNTIDY} {LOST}",
         first=4),
     mutant("what rank 0 finds decides alone", [
-        Edit(selector, "verify_on_all_ranks", 'for row in rows if "refusal" in row]',
+        Edit(group_verification, "verify_on_all_ranks", 'for row in rows if "refusal" in row]',
              'for row in rows[:1] if "refusal" in row]')],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a rank that is asked to leave leaves alone", [

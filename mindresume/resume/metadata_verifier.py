@@ -30,7 +30,7 @@ def needs_metadata(candidate: Candidate) -> bool:
     return candidate.origin == MINDFORMERS and bool(candidate.iteration_dir) and candidate.problem is None
 
 
-class IterationMetadata:
+class MetadataVerifier:
     """``metadata.json`` of one candidate, read once for all ranks that one process verifies. Several threads may use it."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):

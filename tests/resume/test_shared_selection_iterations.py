@@ -26,13 +26,14 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER
 from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import select
+from mindresume.resume.shared_selection import select_shared
 
 NEXT = run_name(2, "0000bbbb")
 
 
 def choose(root, named=None, world=None, **options):
-    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+    return select_shared(STORAGE, str(root), SingleProcess(),
+                         SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
 def told(choice):
@@ -58,7 +59,7 @@ def saved(tmp_path):
 def test_what_the_tracker_names(saved):
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and choice.chosen.iteration_dir == "iteration_00000015"
-    assert (choice.refused, choice.notes, choice.fresh) == ((), (), False)
+    assert (choice.refused, choice.notes, choice.is_fresh_start) == ((), (), False)
     assert [proof.details.random for proof in choice.shards] == [{"python": f"of rank {rank}"} for rank in range(2)]
 
 
@@ -188,7 +189,7 @@ def test_one_rank_missing_is_no_checkpoint(saved):
 def test_a_first_save_that_never_completed_is_a_fresh_start(tmp_path):
     write_rank(tmp_path, 10, 0)
     choice = choose(tmp_path)
-    assert choice.chosen is None and choice.fresh
+    assert choice.chosen is None and choice.is_fresh_start
     assert refused(choice) == [(10, "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 1")]
 
 
@@ -267,7 +268,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
 
 def test_all_ranks_take_the_same_and_the_damage_that_one_sees_counts_for_all(saved):
     flip_bit(weights_of(saved, 15, 1))
-    choices = Ranks(2).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(2)))
+    choices = Ranks(2).run(lambda group: select_shared(STORAGE, str(saved), group, SelectionPolicy(2)))
     assert [taken(choice) for choice in choices] == [(10, RUN)] * 2
     assert {choice.refused[0].rank for choice in choices} == {1}
 
@@ -506,7 +507,7 @@ def test_without_a_tracker_missing_files_are_a_first_save_that_died(tmp_path):
     foreign(tmp_path, steps=(10,), tracked=False)
     without(COMMON)(folder_of(tmp_path, 10))
     choice = choose(tmp_path)
-    assert choice.chosen is None and choice.fresh and "common.json is missing" in refused(choice)[0][1]
+    assert choice.chosen is None and choice.is_fresh_start and "common.json is missing" in refused(choice)[0][1]
 
 
 def test_with_a_tracker_missing_files_are_an_error(tmp_path):
@@ -524,7 +525,7 @@ def test_without_a_tracker_what_is_whole_is_taken(tmp_path):
 def test_an_empty_iteration_folder_is_left_by_a_first_save_that_died(tmp_path):
     folder_of(tmp_path, 10).mkdir()
     choice = choose(tmp_path)
-    assert choice.chosen is None and choice.fresh
+    assert choice.chosen is None and choice.is_fresh_start
 
 
 def test_a_file_named_like_an_iteration_is_none(saved):

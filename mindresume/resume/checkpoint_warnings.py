@@ -24,7 +24,7 @@ from mindresume.storage.interface import Storage
 from mindresume.tensor_files.checksum import file_checksum
 
 
-def replica_text(lost: Iterable[tuple[int, str]]) -> list[str]:
+def replica_warning(lost: Iterable[tuple[int, str]]) -> list[str]:
     """Returns one sentence on missing files that replicas replace; an empty list without such files. ``lost``: (rank, path)."""
     rows = list(lost)
     return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
@@ -32,7 +32,7 @@ def replica_text(lost: Iterable[tuple[int, str]]) -> list[str]:
             ] if rows else []
 
 
-def manifest_text(candidate: Candidate) -> list[str]:
+def manifest_warning(candidate: Candidate) -> list[str]:
     """Returns one sentence if the manifest cannot be used, but the records can."""
     if not candidate.manifest_problem or candidate.problem is not None:
         return []
@@ -43,8 +43,8 @@ def manifest_text(candidate: Candidate) -> list[str]:
 def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
     """Returns refusals for files besides the weights that differ from what was written: the manifest, ``common.json`` and
     ``metadata.json``. A resume by mindresume does not need them; mindformers alone needs the last two."""
-    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), root)
-    found = [candidate.refuse(text, path) for text in manifest_text(candidate)]
+    path = os.path.relpath(os.path.join(candidate.attempt or "", MANIFEST), root)
+    found = [candidate.refuse(text, path) for text in manifest_warning(candidate)]
     if not found:
         damaged = _by_checksums(storage, root, candidate)
     else:

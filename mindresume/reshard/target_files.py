@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,13 +18,36 @@ from mindresume.formats.scalar_state import SCALARS
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import listed
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.direct_engine import TargetFile, in_order
-from mindresume.reshard.geometry import Region, held, whole
+from mindresume.reshard.geometry import Region, elements, held, shape_of, whole
 from mindresume.reshard.parameter_families import missing_parameters, prefix_splits
+from mindresume.tensor_files import FilePlan, TensorSpec, plan_file
+from mindresume.tensor_files.header import DTYPES
 
 PART_BYTES = 3 << 30                # bytes of a part of complete weights, as of MindSpore's unified_safetensors
 METADATA = {"format": "ms"}
 IN_COMMON = frozenset(SCALARS) - {"global_step"}       # which is a parameter of the optimizer
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """Describes a file to write. ``holds``: {tensor: region}; ``metadata``: of the file."""
+    path: str
+    format: str
+    holds: Mapping[str, Region]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def plan_file(self, tensors: Mapping[str, Tensor]) -> FilePlan:
+        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
+        specs = {}
+        for name in in_order(self.holds, tensors):
+            shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
+            specs[name] = TensorSpec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
+        return plan_file(self.format, specs, self.metadata)
+
+
+def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a safetensors file."""
+    return sorted(names, key=lambda name: (-DTYPES[tensors[name].dtype].itemsize, name))
 
 
 def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
@@ -122,3 +146,7 @@ def complete_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BY
     if kind == MINDSPORE and hyper:
         files.append(TargetFile(HYPER, "safetensors", {name: whole(tensors[name].shape) for name in hyper}, METADATA))
     return files, index_document(kind, weight_map, sum(sizes.values()))
+
+
+def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
+    return {name: whole(tensor.shape) for name, tensor in tensors.items()}

@@ -9,8 +9,8 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
-from mindresume.resume.selector import _CandidateQueue, select
-from mindresume.resume.verifier import VerifiedShard
+from mindresume.resume.shared_selection import CandidateQueue, select_shared
+from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -20,7 +20,8 @@ WORLD = 4
 
 def choose(root, world=WORLD, named=None, **options):
     """The choice of one process that proves all ranks, as `mindresume which` does."""
-    return select(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+    return select_shared(STORAGE, str(root), SingleProcess(),
+                         SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
 def attempt(root, step, run=RUN):
@@ -42,7 +43,7 @@ def refusals(choice):
 def test_the_newest_complete_one(saved):
     choice = choose(saved)
     assert (choice.chosen.step, choice.chosen.epoch, choice.chosen.run) == (15, 2, RUN)
-    assert choice.refused == () and not choice.fresh
+    assert choice.refused == () and not choice.is_fresh_start
     assert choice.shards[2].details.random == {"python": "of rank 2"}
     assert choice.shards[0].state.step == 15
 
@@ -208,7 +209,7 @@ def test_after_a_fall_back_the_new_run_is_newer(saved):
 # ---- fresh start or error --------------------------------------------------------------------------------------------
 
 def test_nothing_there_is_a_fresh_start(tmp_path):
-    assert choose(tmp_path).fresh and choose(tmp_path / "missing").fresh
+    assert choose(tmp_path).is_fresh_start and choose(tmp_path / "missing").is_fresh_start
 
 
 def test_debris_of_a_first_save_is_a_fresh_start(tmp_path):
@@ -216,12 +217,12 @@ def test_debris_of_a_first_save_is_a_fresh_start(tmp_path):
     (tmp_path / "rank_1").mkdir()
     (tmp_path / "rank_1" / f".net_rank_1-1_5.safetensors.{RUN}.mindresume-tmp").write_bytes(b"half")
     choice = choose(tmp_path)
-    assert choice.fresh and choice.chosen is None and refusals(choice)[0][0] == 5
+    assert choice.is_fresh_start and choice.chosen is None and refusals(choice)[0][0] == 5
 
 
 def test_empty_rank_folders_are_a_fresh_start(tmp_path):
     (tmp_path / "rank_0").mkdir()
-    assert choose(tmp_path).fresh
+    assert choose(tmp_path).is_fresh_start
 
 
 def test_never_a_silent_fresh_start_when_something_was_complete(tmp_path):
@@ -341,7 +342,7 @@ def test_weights_without_counters_are_no_training_state(tmp_path):
 
 def test_one_bad_verdict_moves_all_ranks(saved):
     flip_bit(path_of(saved, 15, 2))
-    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
+    results = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
     assert [result.chosen.step for result in results] == [10] * WORLD
     assert [result.shards[0].rank for result in results] == [0, 1, 2, 3]
     assert all(isinstance(result.shards[0], VerifiedShard) for result in results)
@@ -351,7 +352,7 @@ def test_one_bad_verdict_moves_all_ranks(saved):
 def test_an_error_of_rank_0_reaches_all(tmp_path):
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 3))
-    results = Ranks(WORLD).run(lambda group: select(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    results = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
     assert [type(result) for result in results] == [NoUsableCheckpointError] * WORLD
 
 
@@ -376,7 +377,7 @@ def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_r
         for rank in range(world // 2 if trouble else 0):
             write_rank(root, 30, rank, world)
         counting = Counting()
-        chooser = _CandidateQueue(counting, str(root), SelectionPolicy(world))
+        chooser = CandidateQueue(counting, str(root), SelectionPolicy(world))
         assert chooser.next([])["candidate"]["step"] == 20
         counts.append(counting.operations)
     assert counts[0] == counts[1]

@@ -7,7 +7,7 @@ from folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
 
 from mindresume.coordination.read_locks import read_locks
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.resume.full_verification import verify_checkpoints
+from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.saving.committer import Committer

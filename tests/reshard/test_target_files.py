@@ -12,7 +12,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.output_plan import METADATA, check_names, complete_files, holdings, rank_files
+from mindresume.reshard.target_files import METADATA, check_names, complete_files, holdings, rank_files
 from mindresume.tensor_files.header import DTYPES
 
 PLAIN = TensorLayout((1,), (-1, -1))

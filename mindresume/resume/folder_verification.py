@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindresume.formats import Candidate, Refusal
-from mindresume.resume.advisories import damaged_metadata_files, replica_text
-from mindresume.resume.iteration_checks import IterationMetadata
+from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
 from mindresume.resume.listing import CheckpointStatus
+from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.verifier import OnBytesRead, verify_rank
 from mindresume.storage.interface import Storage
 
@@ -58,12 +58,12 @@ def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointS
 def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:
     """Returns what is damaged or missing of one step; an empty list if all is as it was written."""
     candidate, problem = row.candidate, None if row.candidate.local_ranks else row.problem     # partial on purpose
-    layouts = IterationMetadata(storage, root, candidate)
+    layouts = MetadataVerifier(storage, root, candidate)
     proofs = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, layouts=layouts)
                                            for rank in candidate.files]
     bad = [proof for proof in proofs if isinstance(proof, Refusal)]
     lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.missing_files(candidate)]
-    bad += [candidate.refuse(replica_text([(rank, path)])[0], path, rank) for rank, path in lost]
+    bad += [candidate.refuse(replica_warning([(rank, path)])[0], path, rank) for rank, path in lost]
     bad += damaged_metadata_files(storage, root, candidate)
     bad = list(dict.fromkeys(bad))                      # every rank reports the same of metadata.json
     return bad or ([problem] if problem else [])

@@ -1,0 +1,102 @@
+"""Finds the candidates that a path means, as ``load_checkpoint`` and ``resume_training`` of a job name them."""
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
+from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats.iteration_naming import parse_iteration, parse_weight_file
+from mindresume.formats.iteration_scan import is_iteration
+from mindresume.formats.location import below, fresh_start_refusal
+from mindresume.formats.rank_folder_naming import folder_rank, name_for_rank
+from mindresume.formats.scalar_state import no_step, scalars_of
+from mindresume.formats.scan import scan, scan_one
+from mindresume.formats.weight_files import header_of
+from mindresume.formatting import ranks_count
+from mindresume.model.file_record import FORMATS, FileRecord
+from mindresume.model.training_state import is_count
+from mindresume.storage.interface import Storage
+from mindresume.tensor_files import format_of
+
+
+def find_candidates(storage: Storage, path: str, requested: str | None = None, world_size: int | None = None
+                    ) -> tuple[Scan, bool]:
+    """Returns the candidates that ``path`` means, and whether the user asked for a single one explicitly.
+
+    Args:
+        path: ``load_checkpoint``: a root folder, a folder above one, a rank folder, an iteration folder or a file.
+        requested: ``resume_training``: the name of a file or an iteration folder, or a step.
+        world_size: the number of ranks that read a file outside of rank folders.
+    Raises:
+        MissingCheckpointError: the requested checkpoint does not exist, or several folders below ``path`` hold checkpoints.
+        ConfigError: ``path`` is a file of another kind.
+    """
+    status = storage.status(path)
+    if status is not None and not status.is_folder:
+        return _of_file(storage, path, world_size), True
+    path = path.rstrip("/") or path
+    if is_iteration(storage, path):
+        return scan_one(storage, path), True
+    root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
+    found = scan(storage, root)
+    if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
+        inner = below(storage, path)
+        if inner:
+            found, is_explicit = find_candidates(storage, inner, requested, world_size)
+            notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)
+            return replace(found, notes=notes), is_explicit
+        found = replace(found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates)))
+    if requested is None:
+        return found, False
+    matching = [c for c in found.candidates if _is_requested(c, requested)]
+    if not matching:
+        offered = sorted({c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first})
+        where = f"no rank folder of {root} has such a file" if any(
+            not c.iteration_dir for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
+        there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
+        raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
+    return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
+
+
+def _is_requested(candidate: Candidate, requested: str) -> bool:
+    """Returns whether ``resume_training: requested`` means this candidate."""
+    if candidate.iteration_dir:
+        step = int(requested) if requested.isascii() and requested.isdigit() else parse_iteration(requested.rstrip("/"))
+        return candidate.step == step is not None
+    return any(os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
+               for rank, (file, *_) in candidate.files.items())
+
+
+def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
+    """Returns the candidate that a single file means: in a rank folder, the files of all ranks with its name; in an iteration
+    folder, the iteration; elsewhere this file, which every rank reads."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if folder_rank(os.path.basename(folder)) is not None:
+        return find_candidates(storage, os.path.dirname(folder), name)[0]
+    if parse_weight_file(name) is not None and is_iteration(storage, folder):
+        return scan_one(storage, folder)
+    if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
+        raise ConfigError(f"{path} is no checkpoint: expected a folder, or a file that ends in .{' or .'.join(FORMATS)}")
+    file = FileRecord(name, format_of(name))
+    ranks = world_size or 1
+    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks, (0.0,))
+    try:
+        scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
+    except CorruptFileError as error:
+        return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
+    except OSError as error:
+        return Scan(folder, (replace(candidate, problem=Refusal(None, f"cannot be read: {error.strerror or error}", name)),))
+    step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
+    if not is_count(step):
+        return Scan(folder, (replace(candidate, problem=no_step(name)),))
+    return Scan(folder, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
+
+
+def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
+    """Returns one sentence that states the assumed number of ranks; none if the user or the manifests give it."""
+    foreign = any(candidate.origin == MINDFORMERS and not candidate.iteration_dir for candidate in found.candidates)
+    if world_size is not None or not foreign or found.expected_ranks is None:
+        return []
+    return [f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, because mindformers writes no "
+            f"manifest"]
