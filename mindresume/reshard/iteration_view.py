@@ -67,7 +67,7 @@ class _Records:
     def details(self, rank: int) -> Details:
         with self._lock:
             if rank not in self._details:
-                self._details[rank] = details_of(self.storage, self.candidate.attempt or "", rank)
+                self._details[rank] = details_of(self.storage, self.candidate.records_dir or "", rank)
             return self._details[rank]
 
     def checksum(self, rank: int, name: str) -> str | None:

@@ -179,7 +179,7 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     layouts = None if candidate.iteration_dir else strategy_for(storage, root, candidate, strategy, identity)
     candidate = with_world_size(root, candidate, layouts)
     known = MetadataVerifier(storage, root, candidate)
-    proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, layouts=known),
+    proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, metadata=known),
                       sorted(candidate.files))
     for proof in proofs:
         if isinstance(proof, Refusal):

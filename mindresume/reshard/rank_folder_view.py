@@ -60,11 +60,11 @@ class _RankFolders:
 
     def details(self, rank: int) -> Details | None:
         """Returns the details in the record of a rank; None if mindformers wrote it, without records."""
-        if self.candidate.attempt is None or rank not in self.candidate.files:
+        if self.candidate.records_dir is None or rank not in self.candidate.files:
             return None
         with self._lock:
             if rank not in self._details:
-                self._details[rank] = details_of(self.storage, self.candidate.attempt or "", rank)
+                self._details[rank] = details_of(self.storage, self.candidate.records_dir or "", rank)
             return self._details[rank]
 
     def checksum(self, rank: int, name: str) -> str | None:
@@ -78,7 +78,7 @@ class _RankFolders:
         stages = range(0, self.candidate.world_size, size)
         held_by = [self._held(first, size, strategy.stages[stage] if strategy else ()) for stage, first in enumerate(stages)]
         if strategy:
-            strategy = strategy.fitted({name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()})
+            strategy = strategy.fit_dimensions({name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()})
         found: dict[str, Tensor] = {}
         lost: list[str] = []
         for stage, first in enumerate(stages):

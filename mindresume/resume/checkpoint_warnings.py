@@ -1,10 +1,9 @@
-"""Finds what is wrong with a checkpoint that can be used all the same. This is reported whenever the checkpoint is selected,
-listed or verified.
+"""Finds defects of a checkpoint that do not prevent its use. They are reported when it is selected, listed or verified.
 
-    a file of a rank is missing       other ranks hold every tensor of it, proven by the records
-    the manifest cannot be read       the records of all ranks are there and agree: they are the commit
-    common.json, metadata.json        are damaged, and the records hold the same facts. Their checksums are in the manifest; if
-                                      that is damaged, the expected contents are derived from the records
+    a file of a rank is missing           other ranks hold every tensor of it, by the records
+    the manifest cannot be read           the records of all ranks exist and agree: they are the commit
+    common.json or metadata.json differ   the records hold the same facts. The manifest holds their checksums; if it is damaged,
+                                          the expected contents are derived from the records
 """
 from __future__ import annotations
 
@@ -24,37 +23,38 @@ from mindresume.storage.interface import Storage
 from mindresume.tensor_files.checksum import file_checksum
 
 
-def replica_warning(lost: Iterable[tuple[int, str]]) -> list[str]:
-    """Returns one sentence on missing files that replicas replace; an empty list without such files. ``lost``: (rank, path)."""
-    rows = list(lost)
+def replica_warning(missing: Iterable[tuple[int, str]]) -> list[str]:
+    """Returns one sentence about missing files that replicas replace; an empty list without such files. ``missing``: (rank,
+    path)."""
+    rows = list(missing)
     return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
-            f"({listed([path for _, path in rows], 2)}); other ranks hold every tensor of it, so a resume goes on with those"
+            f"({listed([path for _, path in rows], 2)}); other ranks hold every tensor of it, so a resume uses those"
             ] if rows else []
 
 
 def manifest_warning(candidate: Candidate) -> list[str]:
-    """Returns one sentence if the manifest cannot be used, but the records can."""
+    """Returns one sentence if the manifest cannot be used but the records can; else an empty list."""
     if not candidate.manifest_problem or candidate.problem is not None:
         return []
-    return [f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks are there and agree, "
-            f"so a resume goes by them"]
+    return [f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks exist and agree, "
+            f"so a resume uses them"]
 
 
 def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
-    """Returns refusals for files besides the weights that differ from what was written: the manifest, ``common.json`` and
-    ``metadata.json``. A resume by mindresume does not need them; mindformers alone needs the last two."""
-    path = os.path.relpath(os.path.join(candidate.attempt or "", MANIFEST), root)
+    """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that differs from what was written. A
+    resume by mindresume does not need them; mindformers without mindresume needs the last two."""
+    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), root)
     found = [candidate.refuse(text, path) for text in manifest_warning(candidate)]
     if not found:
         damaged = _by_checksums(storage, root, candidate)
     else:
         damaged = _by_records(storage, root, candidate) if candidate.iteration_dir else []
-    return found + [candidate.refuse(f"{text}; a resume goes by the records, mindformers alone could not", file)
+    return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file)
                     for text, file in damaged]
 
 
 def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
-    """Returns (what is wrong, file) of each metadata file whose checksum is not that of the manifest."""
+    """Returns (problem, file) for each metadata file whose checksum differs from the one in the manifest."""
     found = []
     for file in candidate.metadata_files:
         try:
@@ -70,19 +70,19 @@ def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tup
 
 
 def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
-    """Returns (what is wrong, file) of each metadata file that contradicts the records. Values are compared, not bytes: another
+    """Returns (problem, file) for each metadata file that contradicts the records. Values are compared, not bytes: another
     version may have encoded them differently."""
     common, metadata, found = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}", []
     try:
         there, expected = load_common(storage, root, candidate.iteration_dir), common_from_state(candidate.state)
         if there != expected:
-            found.append((f"{common} is not what was written: {there}, by the records {expected}", common))
+            found.append((f"{common} is not what was written: it holds {there}, the records {expected}", common))
     except CorruptFileError as error:
         found.append((f"{common}: {error.reason}", common))
     try:
-        if candidate.world_size > 1 and load_metadata(storage, os.path.join(root, candidate.iteration_dir)) != _recorded(storage,
-              candidate):
-            found.append((f"{metadata} is not what was written: the records say something else", metadata))
+        if candidate.world_size > 1 and (load_metadata(storage, os.path.join(root, candidate.iteration_dir)) !=
+                                         _metadata_by_records(storage, candidate)):
+            found.append((f"{metadata} is not what was written: the records hold other values", metadata))
     except CorruptFileError as error:
         found.append((f"{metadata}: {error.reason}", metadata))
     except (RecordError, ValueError, OSError) as error:
@@ -90,7 +90,7 @@ def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple
     return found
 
 
-def _recorded(storage: Storage, candidate: Candidate) -> object:
+def _metadata_by_records(storage: Storage, candidate: Candidate) -> object:
     """Returns the parsed ``metadata.json`` that the records imply."""
     files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
     pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated,

@@ -1,4 +1,4 @@
-"""Checks quickly that the files of all ranks of a candidate are there and have the recorded sizes. Contents are not read."""
+"""Checks that the files of all ranks of a candidate exist and have the recorded sizes. Contents are not read."""
 from __future__ import annotations
 
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
@@ -12,11 +12,11 @@ from mindresume.storage.interface import Storage
 
 def check_files(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
                 files: bool = True) -> Refusal | None:
-    """Returns None if the files of all ranks seem to be there and their layouts are known; else why not.
+    """Returns why the candidate cannot be used; None if the files of all ranks exist and their layouts are known.
 
     Args:
         world_size: ranks of the job that would resume. None: any number.
-        files: False: sizes are not checked, because each rank verifies its own files anyway.
+        files: False: existence and sizes are not checked, because each rank verifies its own files anyway.
     """
     if candidate.problem is not None:
         return candidate.problem
@@ -26,8 +26,8 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
         problem = _wrong_files(storage, root, candidate) if files else None
         return problem or candidate.refuse(
             f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes that share no "
-            f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job bring their "
-            f"folders together")
+            f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job, copy the "
+            f"folders of all nodes to one shared disk")
     elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
         problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
@@ -48,10 +48,10 @@ def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal |
         return candidate.refuse(f"its files cannot be checked: {error}")
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
     for (rank, file), size in zip(rows, found, strict=True):
-        if size is None and candidate.attempt:
-            elsewhere = replica_files(storage, root, candidate, rank)
-            if isinstance(elsewhere, Refusal):
-                return elsewhere
+        if size is None and candidate.records_dir:
+            replicas = replica_files(storage, root, candidate, rank)
+            if isinstance(replicas, Refusal):
+                return replicas
             continue
         if size is None:
             return candidate.refuse(f"the file of rank {rank} is missing", file.path, rank)
@@ -61,18 +61,20 @@ def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal |
 
 
 def wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> Refusal:
+    """Returns the refusal of a file that has ``size`` bytes instead of the recorded ones."""
     return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)" if size == 0 else
                             f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
 
 
 def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
+    """Returns a refusal if files of mindformers in rank folders are of fewer or more ranks than the job has."""
     if world_size is None or candidate.iteration_dir:
         return None
     missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.missing_ranks]
     if missing:
         name = candidate.first.path
         return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name}); without "
-                                f"strategy files of that job it is not known whether these hold everything",
+                                f"strategy files of that job it is unknown whether the other files hold all tensors",
                                 rank=missing[0])
     more = [rank for rank in candidate.files if rank >= world_size]
     if more:

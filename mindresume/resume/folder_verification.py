@@ -1,9 +1,9 @@
-"""Compares every byte of every checkpoint with what was written (``mindresume verify``), also while a job saves there.
+"""Verifies every byte of every checkpoint of a folder (``mindresume verify``), also while a job saves into it.
 
-    for candidate, bad in verify_checkpoints(storage, root, rows, list_again, progress): ...
+    for candidate, refusals in verify_checkpoints(storage, root, rows, list_again, progress): ...
 
-Such a job completes and removes checkpoints during the verification. Before one is reported as damaged, the folder is listed
-again: a checkpoint that was removed is not damaged, and one that was completed meanwhile is verified as it is now.
+A job may complete and remove checkpoints during the verification. Before a checkpoint is reported as damaged, the folder is
+listed again: a removed checkpoint is not damaged, and one that was completed meanwhile is verified as it is now.
 """
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.verifier import OnBytesRead, verify_rank
 from mindresume.storage.interface import Storage
 
-_MAX_LISTINGS = 20                      # each follows a change of the folder
+_MAX_LISTINGS = 20                      # each after a change of the folder
 Verdict = tuple[Candidate, list[Refusal]]
 
 
 def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointStatus],
-                       again: Callable[[], Iterable[CheckpointStatus]],
+                       list_again: Callable[[], Iterable[CheckpointStatus]],
                        progress: OnBytesRead = lambda count: None) -> list[Verdict]:
-    """Returns (candidate, what is damaged or missing) for ``rows``, without checkpoints that were removed meanwhile.
+    """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints that were removed meanwhile.
 
     Args:
-        again: lists the checkpoints anew.
+        list_again: lists the checkpoints again.
         progress: receives the bytes that are read.
     """
     found = [(row.candidate, find_damage(storage, root, row, progress)) for row in rows]
     for _ in range(_MAX_LISTINGS):
         if not any(candidate.maybe_completed for candidate, bad in found if bad):
             break
-        now = {_identity(row.candidate): row for row in again()}
-        gone = [verdict for verdict in found if verdict[1] and not _is_there(storage, verdict[0], now)]
+        now = {_identity(row.candidate): row for row in list_again()}
+        gone = [verdict for verdict in found if verdict[1] and not _is_unchanged(storage, verdict[0], now)]
         if not gone:
             break
         known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
@@ -46,24 +46,25 @@ def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointSta
 
 
 def _identity(candidate: Candidate) -> Any:
+    """Returns a value that changes if the checkpoint is completed or renamed."""
     return candidate.commit_dir, candidate.run, candidate.step, tuple(file.path
                                                                       for file in candidate.all_files), candidate.committed
 
 
-def _is_there(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
-    """Returns whether it is there as it was read. A listing can be stale; the status of one name is not."""
+def _is_unchanged(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
+    """Returns whether the checkpoint still exists as it was read. A listing can be stale; the status of one name is not."""
     return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
 
 
 def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None) -> list[Refusal]:
-    """Returns what is damaged or missing of one step; an empty list if all is as it was written."""
+    """Returns a refusal for each damaged or missing file of one step; an empty list if all is as it was written."""
     candidate, problem = row.candidate, None if row.candidate.local_ranks else row.problem     # partial on purpose
-    layouts = MetadataVerifier(storage, root, candidate)
-    proofs = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, layouts=layouts)
+    metadata = MetadataVerifier(storage, root, candidate)
+    results = [] if candidate.problem else [verify_rank(storage, root, candidate, rank, progress, metadata=metadata)
                                            for rank in candidate.files]
-    bad = [proof for proof in proofs if isinstance(proof, Refusal)]
-    lost = [row for proof in proofs if not isinstance(proof, Refusal) for row in proof.missing_files(candidate)]
-    bad += [candidate.refuse(replica_warning([(rank, path)])[0], path, rank) for rank, path in lost]
+    bad = [result for result in results if isinstance(result, Refusal)]
+    missing = [row for result in results if not isinstance(result, Refusal) for row in result.missing_files(candidate)]
+    bad += [candidate.refuse(replica_warning([(rank, path)])[0], path, rank) for rank, path in missing]
     bad += damaged_metadata_files(storage, root, candidate)
-    bad = list(dict.fromkeys(bad))                      # every rank reports the same of metadata.json
+    bad = list(dict.fromkeys(bad))                      # every rank reports the same defect of metadata.json
     return bad or ([problem] if problem else [])

@@ -49,7 +49,7 @@ def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks
 
     def check() -> Any:
         for rank in ranks:
-            strategy = strategy_of(root, candidate) if candidate.missing_ranks and candidate.attempt is None else None
+            strategy = strategy_of(root, candidate) if candidate.missing_ranks and candidate.records_dir is None else None
             result = verify_rank(storage, root, candidate, rank, counted, verifies_bytes, strategy, metadata)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}

@@ -197,7 +197,7 @@ class CheckpointSelector:
                                          weights_only=not resume))
             self._report_kept(choice)
             if isinstance(self.storage, ReadCache):
-                self.storage.enough()
+                self.storage.freeze()
             for text in choice.warnings:
                 self.emit(warning(text))
             in_rank_folders = chosen.origin == MINDFORMERS and not chosen.iteration_dir
@@ -299,7 +299,7 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
     shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
     try:
         if not all(report(group, lambda: lock() if shared_groups.is_leader(group.rank) else True)):
-            raise LoadError(f"{chosen.attempt} was removed while it was selected; start the job again")
+            raise LoadError(f"{chosen.records_dir} was removed while it was selected; start the job again")
     except BaseException:
         for lease in held:
             lease.release()

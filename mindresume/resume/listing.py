@@ -61,7 +61,7 @@ def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, str
 
 def _warnings(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:
     """Returns the warnings that are known without reading contents."""
-    rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.attempt else []
+    rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.records_dir else []
     found = file_sizes(storage, root, [file for _, file in rows])
     lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
     return (*replica_warning(lost), *manifest_warning(candidate), *filter(None, [missing_ranks_text(candidate)]))

@@ -1,5 +1,5 @@
-"""Checks the metadata of an iteration folder without records before it is selected: ``metadata.json``, and by it the headers of
-all files. Such folders have no checksums, so nothing else is known of their contents.
+"""Verifies an iteration folder without records: ``metadata.json``, and the headers of all files against it. Such folders have no
+checksums, so nothing else is known about their contents.
 
     all ranks at once    metadata.json can be read, and a file exists for every slice that it names
     each rank            the headers of its files hold every slice that they should, in the dtype and shape of the layout
@@ -26,12 +26,13 @@ from mindresume.tensor_files import Header
 
 
 def needs_metadata(candidate: Candidate) -> bool:
-    """Returns whether the layouts of its tensors are known from ``metadata.json`` alone."""
+    """Returns whether only ``metadata.json`` holds the layouts of its tensors."""
     return candidate.origin == MINDFORMERS and bool(candidate.iteration_dir) and candidate.problem is None
 
 
 class MetadataVerifier:
-    """``metadata.json`` of one candidate, read once for all ranks that one process verifies. Several threads may use it."""
+    """Verifies with ``metadata.json`` of one candidate, which is read once for all ranks that one process verifies. Several
+    threads may use it."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):
         self.storage, self.root, self.candidate = storage, root, candidate
@@ -42,7 +43,7 @@ class MetadataVerifier:
         self._problem: Refusal | None = None
 
     def problem(self) -> Refusal | None:
-        """Returns why the metadata cannot be used; None if it can. Files of weights are not opened."""
+        """Returns why the metadata cannot be used; None if it can. Weight files are not opened."""
         with self._lock:
             if not self._read:
                 self._problem, self._read = self._open(), True
@@ -58,20 +59,23 @@ class MetadataVerifier:
             return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
         except OSError as error:
             return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path)
-        there = {os.path.basename(file.path) for file in self.candidate.all_files}
+        present = {os.path.basename(file.path) for file in self.candidate.all_files}
         for row in self._rows.values():
             for number, copies in row.stored.items():
                 files = {copy.file for copy in copies}
-                if there.isdisjoint(files):
-                    return self.candidate.refuse(f"{METADATA} says that slice {number} of {row.name} is in "
-                                                 f"{listed(sorted(files), 3)}, which is not there", path)
+                if present.isdisjoint(files):
+                    return self.candidate.refuse(f"{METADATA} names {listed(sorted(files), 3)} for slice {number} "
+                                                 f"of {row.name}, and no such file exists", path)
                 for file in files:
                     self._by_file.setdefault(file, []).append((row, number))
         return None
 
     def mismatch(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """Returns how the files of ``rank`` differ from the metadata; None if they do not. Raises CorruptFileError if another
-        file that has to be read for this is damaged."""
+        """Returns how the files of ``rank`` differ from the metadata; None if they do not.
+
+        Raises:
+            CorruptFileError: a file of another rank, which holds a copy, is damaged.
+        """
         if problem := self.problem():
             return problem
         for file, header in headers.items():
@@ -79,22 +83,22 @@ class MetadataVerifier:
                 entry = header.tensors.get(row.name)
                 if entry is None and not any(self._has(copy.file, row.name) for copy in row.stored[number]):
                     return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
-                                                 f"they are of different saves", file.path, rank)
+                                                 f"the two are of different saves", file.path, rank)
                 expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
                 if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
                     return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
                                                  f"{METADATA} it is {row.dtype} of shape {expected}", file.path, rank)
-        return self._unnamed(rank, headers)
+        return self._find_unnamed(rank, headers)
 
-    def _unnamed(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """Returns a refusal if tensors are not in the metadata, so that their layouts are unknown. Counters never are."""
+    def _find_unnamed(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
+        """Returns a refusal if the metadata does not name some tensors, so their layouts are unknown. It never names counters."""
         if self.candidate.world_size == 1 or rank != min(self.candidate.files):
             return None
         for file, header in headers.items():
-            lost = [name for name, entry in header.tensors.items()
+            unnamed = [name for name, entry in header.tensors.items()
                     if name not in self._rows and not is_transient(name) and not is_scalar(entry.shape)]
-            if lost:
-                return self.candidate.refuse(f"{METADATA} does not name {listed(lost, 5)}, so their layouts are not known",
+            if unnamed:
+                return self.candidate.refuse(f"{METADATA} does not name {listed(unnamed, 5)}, so their layouts are unknown",
                                              file.path, rank)
         return None
 

@@ -91,7 +91,7 @@ def _scan_local(storage: Storage, path: str, group: Group, policy: SelectionPoli
     own = _LocalCheckpoints(found, is_explicit)
     for candidate in found.candidates:
         refusal = candidate.problem or _refuse_for_rank(candidate, group)
-        if candidate.attempt is None:                       # the scan counted only the files of this node
+        if candidate.records_dir is None:                       # the scan counted only the files of this node
             candidate = replace(candidate, world_size=group.size)
         if refusal is None and policy.unhealthy is not None and not is_explicit and is_unhealthy(candidate, policy.unhealthy):
             refusal = candidate.refuse("it was unhealthy when it was saved")
@@ -121,7 +121,7 @@ def _refuse_for_rank(candidate: Candidate, group: Group) -> Refusal | None:
 def _name(candidate: Candidate) -> str:
     """Returns a name that is the same on all nodes: the name of the folder of records, or of mindformers' files without the
     rank."""
-    if candidate.attempt:
+    if candidate.records_dir:
         return candidate.name
     name = os.path.basename(candidate.first.path)
     parsed = parse_name(name)

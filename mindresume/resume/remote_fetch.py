@@ -84,7 +84,7 @@ class RemoteFetch:
         several hosts share a disk that is too small, the download itself fails."""
         def measure() -> list[Any]:
             try:
-                return [socket.gethostname(), rank.find_missing(), self.storage.room(self.root), None]
+                return [socket.gethostname(), rank.find_missing(), self.storage.free_space(self.root), None]
             except OSError as error:
                 return ["", 0, 0, f"{self.root}: {error}"]
         rows = report(self.group, measure, Waiting("looking for room"))

@@ -1,4 +1,4 @@
-"""Finds files of other ranks that hold the tensors of missing files."""
+"""Finds files of other ranks that hold the tensors of a missing file: replicas of data parallelism."""
 from __future__ import annotations
 
 import os
@@ -14,19 +14,19 @@ from mindresume.storage.interface import Storage
 
 
 def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
-    """Returns files of other ranks that hold the tensors of the missing files of ``rank``, by records with the same name, dtype,
-    shape and checksum; a Refusal if one tensor is on no other rank."""
-    lost = candidate.files[rank][0]
+    """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a Refusal if no other rank has one of
+    them. A replica is recorded with the same name, dtype, shape and checksum."""
+    missing = candidate.files[rank][0]
     try:
-        there = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
-        lost = next(file for index, file in enumerate(candidate.files[rank]) if index not in there)
-        wanted = {name: row for name, row in details_of(storage, candidate.attempt or "", rank).tensors.items()
-                  if row.file not in there}
+        present = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
+        missing = next(file for index, file in enumerate(candidate.files[rank]) if index not in present)
+        wanted = {name: row for name, row in details_of(storage, candidate.records_dir or "", rank).tensors.items()
+                  if row.file not in present}
         sources = []
         for other in _likely_holders(wanted, rank, candidate):
             if not wanted:
                 break
-            theirs = details_of(storage, candidate.attempt or "", other).tensors
+            theirs = details_of(storage, candidate.records_dir or "", other).tensors
             for index, file in enumerate(candidate.files[other]):
                 names = tuple(name for name, row in wanted.items() if name in theirs and theirs[name].file == index and
                               (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
@@ -35,16 +35,16 @@ def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) 
                     sources.append(ShardSource(file, names))
                     wanted = {name: row for name, row in wanted.items() if name not in names}
     except (RecordError, OSError) as error:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", lost.path, rank)
+        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", missing.path, rank)
     if wanted:
         return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
-                                f"rank, for example {next(iter(wanted))}", lost.path, rank)
+                                f"rank, for example {next(iter(wanted))}", missing.path, rank)
     return tuple(sources)
 
 
 def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
-    """Returns all other ranks that have files, those first that hold the same slices by the layout of one sharded tensor. To
-    read a record takes some milliseconds, and there may be thousands of ranks."""
+    """Returns all other ranks that have files. Ranks that hold the same slices, by the layout of one sharded tensor, come first:
+    reading a record takes some milliseconds, and there may be thousands of ranks."""
     others = [other for other in candidate.files if other != rank]
     for row in tensors.values():
         if row.layout is not None and row.global_shape is not None:

@@ -1,4 +1,4 @@
-"""Defines what one rank of a checkpoint reads once it is verified."""
+"""Defines the files and tensors that one rank loads, after they were verified."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class VerifiedShard:
-    """What one rank of the checkpoint reads.
+    """The verified files of one rank of the checkpoint.
 
     Args:
-        sources: its own files, or where those are missing replicas of their tensors on other ranks.
-        state: None for files without records.
+        sources: its own files, or replicas of their tensors on other ranks where its own are missing.
+        state: training state; None for files without records.
         details: checksums and random state; None for files without records.
         scalars: counters that were read from files without records.
     """
@@ -35,11 +35,11 @@ class VerifiedShard:
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
     def missing_files(self, candidate: Candidate) -> list[tuple[int, str]]:
-        """Returns (rank, path) of each of its files that is missing and is replaced by replicas."""
+        """Returns (rank, path) of each of its files that is missing, and whose tensors are read from replicas."""
         there = {source.file.path for source in self.sources}
         return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
 
 
 def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
-    """Returns the bytes that ``verify_rank`` will read for these ranks."""
+    """Returns the size of the files that ``verify_rank`` reads for these ranks, in bytes."""
     return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))

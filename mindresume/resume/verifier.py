@@ -1,8 +1,7 @@
-"""Verifies candidates: the files of all ranks quickly, the files of one rank completely.
+"""Verifies the files of one rank of a candidate: every byte has the recorded checksum.
 
-``check_files``: the file of every rank is there and has the recorded size. One process checks the whole checkpoint.
-``verify_rank``: every byte of the files of one rank has the recorded checksum. Files of mindformers have no checksums: their
-headers and counters are checked. Each rank verifies what it is going to read.
+Files of mindformers have no checksums: their headers and counters are checked. Each rank of a job verifies the files that it will
+load. ``file_checks`` checks the files of all ranks, by their sizes alone.
 """
 from __future__ import annotations
 
@@ -33,15 +32,17 @@ OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
 def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
-                full: bool = True, strategy: Strategy | None = None, layouts: MetadataVerifier | None = None
+                full: bool = True, strategy: Strategy | None = None, metadata: MetadataVerifier | None = None
                 ) -> VerifiedShard | Refusal:
-    """Reads everything that ``rank`` is going to load from this candidate, and verifies it.
+    """Reads and verifies everything that ``rank`` will load from this candidate.
 
     Args:
         progress: receives the bytes that are read.
-        full: False: only the record, the headers and the sizes.
+        full: False: only the record, the headers and the sizes are verified.
         strategy: of the job that saved, where mindformers wrote no files for some ranks.
-        layouts: metadata of this candidate, if several ranks are verified; it is read once.
+        metadata: verifier of the metadata of this candidate, shared by all ranks that this process verifies.
+    Returns:
+        The verified files, or why the candidate cannot be used.
     """
     files = candidate.files.get(rank)
     if not files and rank in candidate.missing_ranks:
@@ -59,14 +60,14 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
                 if label is not None and label[1] != candidate.step:
                     return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
                                             f"are mixed", file.path, rank)
-            metadata = layouts or MetadataVerifier(storage, root, candidate)
+            metadata = metadata or MetadataVerifier(storage, root, candidate)
             problem = metadata.mismatch(rank, dict(zip(files, headers, strict=True)))
             return problem or VerifiedShard(rank, tuple(map(ShardSource, files)), candidate.state)
         header = headers[0]
         scalars = scalars_of(storage, root, file, header)
-        unlike = differing_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
-        if unlike:
-            return candidate.refuse(unlike, file.path, rank)
+        difference = differing_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
+        if difference:
+            return candidate.refuse(difference, file.path, rank)
     except CorruptFileError as error:
         path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
         return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else ())
@@ -75,9 +76,9 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     written = parse_label(header)
     recorded = attempts(storage.list(os.path.join(root, FOLDER))) if written and os.path.dirname(file.path) else ()
     if written and any(run == written[0] for _, _, run in recorded):
-        # The scan read the label of one file only. A run that writes records never completed a save that has none.
-        return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, of which there is no "
-                                f"record: the save never completed", file.path, rank)
+        # The scan read the label of one file only. A run that writes records never completed a save without them.
+        return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no record: the save "
+                                f"never completed", file.path, rank)
     if scalars.get("step_num") != candidate.step:
         return candidate.refuse(f"rank {rank} holds step {scalars.get('step_num')}, rank {next(iter(candidate.files))} "
                                 f"holds step {candidate.step}", file.path, rank)
@@ -86,6 +87,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
 
 def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
                      full: bool) -> VerifiedShard | Refusal:
+    """Verifies a rank of a checkpoint with records: the record against the manifest, the files against the record."""
     record, details, checksum = _read_record(storage, candidate, rank)
     files = candidate.files[rank]
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
@@ -108,12 +110,12 @@ def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: in
 
 def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
                          strategy: Strategy | None) -> VerifiedShard | Refusal:
-    """Verifies what a rank reads that was lost before its job saved for the last time: replicas of its tensors on other ranks.
-    Its random state is lost."""
+    """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its job saved for the last time. Its
+    random state is lost."""
     try:
-        held_by = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
-            lambda other: details_of(storage, candidate.attempt or "", other))
-        found = replica_sources(rank, candidate.files, candidate.world_size, held_by)
+        details = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
+            lambda other: details_of(storage, candidate.records_dir or "", other))
+        found = replica_sources(rank, candidate.files, candidate.world_size, details)
         if isinstance(found, str):
             return candidate.refuse(f"rank {rank} wrote nothing, and {found}", rank=rank)
         names: dict[FileRecord, list[str]] = {}
@@ -124,7 +126,8 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
         verified = _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
         scalars = {} if candidate.state else scalars_of(storage, root, sources[0].file, header_of(storage, root, sources[0].file))
     except CorruptFileError as error:
-        return candidate.refuse(f"rank {rank} wrote nothing, and the file that stands in for its own: {error.reason}", rank=rank)
+        return candidate.refuse(f"rank {rank} wrote nothing, and the file that replaces its own is damaged: {error.reason}",
+                                rank=rank)
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
     return verified if isinstance(verified, Refusal) else VerifiedShard(
@@ -134,7 +137,7 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
 def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
                  recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool
                 ) -> tuple[ShardSource, ...] | Refusal:
-    """Verifies one file of a rank; if it is missing, replicas of all its tensors on other ranks."""
+    """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other ranks."""
     path = os.path.join(root, file.path)
     status = storage.status(path)
     if status is None:
@@ -146,8 +149,8 @@ def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, f
         return _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
     if status.size != file.size:
         return wrong_size(candidate, rank, file, status.size)
-    header = header_of(storage, root, file)                  # its errors are more specific than "another checksum"
-    problem = _unlike(candidate, recorded, header)
+    header = header_of(storage, root, file)                  # its errors are more specific than a wrong checksum
+    problem = _mismatch(candidate, recorded, header)
     if problem:
         return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
     if not full:
@@ -163,15 +166,15 @@ def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, f
                             f"recorded {file.checksum})", file.path, rank, wrong)
 
 
-def _unlike(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
-    """Returns how a file with the right checksum differs from the one that the record describes; empty if it does not."""
+def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
+    """Returns how the header of a file differs from the record; empty if it does not."""
     if parse_label(header) != (candidate.run, candidate.step):
         return f"is not of run {candidate.run}, step {candidate.step}: its label is {header.metadata.get(LABEL)!r}"[:300]
     recorded = {name: (row.dtype, row.shape) for name, row in tensors.items()}
     found = {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
     for name in recorded.keys() | found.keys():
         if recorded.get(name) != found.get(name):
-            return f"holds another {name} than was recorded: {found.get(name)}, recorded {recorded.get(name)}"[:300]
+            return f"holds {name} as {found.get(name)}, recorded {recorded.get(name)}"[:300]
     return ""
 
 
@@ -185,12 +188,13 @@ def _read_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[Rec
 
 def _verify_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
                      sources: tuple[ShardSource, ...], progress: OnBytesRead | None) -> tuple[ShardSource, ...] | Refusal:
+    """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why one cannot be used."""
     for source in sources:
         header = header_of(storage, root, source.file)
         with storage.open(os.path.join(root, source.file.path)) as opened:
             for name in source.names or ():
-                known = recorded[name].checksum             # empty where none was recorded
-                if name not in header.tensors or known and tensor_checksum(opened, header.tensors[name]) != known:
+                expected = recorded[name].checksum          # empty where none was recorded
+                if name not in header.tensors or expected and tensor_checksum(opened, header.tensors[name]) != expected:
                     return candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
                                             source.file.path, rank, [name])
                 if progress:

@@ -235,7 +235,7 @@ def only_manifests_count(patch: Patch) -> None:
 
 def believe_everything(patch: Patch) -> None:
     """Records and files are taken as they are."""
-    def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, layouts=None):
+    def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
     patch.setattr(group_verification, "verify_rank", prove_nothing)
     patch.setattr(shared_selection, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
